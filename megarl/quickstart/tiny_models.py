@@ -1,0 +1,151 @@
+"""Tiny models in HuggingFace form: real configurations, weights and tokenizer, made on the spot."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+PAD, END, USER, ASSISTANT = "<pad>", "<end>", "<user>", "<assistant>"
+CHARACTERS = "0123456789+-*/=.,?#() abcdefghijklmnopqrstuvwxyz"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}<assistant>{{ message.content }}<end>"
+    "{%- else -%}<user>{{ message.content }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A recipe for a small model: its HuggingFace `model_type` and the fields that make it small."""
+
+    model_type: str
+    fields: Mapping[str, Any]
+    initializer_range: float = 0.06
+    tensors_not_initialised: Mapping[str, float] = field(default_factory=dict)
+
+
+_DENSE = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+
+TINY_MODELS: Mapping[str, TinyModel] = {
+    "qwen3": TinyModel("qwen3", _DENSE),
+    "qwen3_moe": TinyModel(
+        "qwen3_moe",
+        {
+            **_DENSE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v3": TinyModel(
+        "deepseek_v3",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            # The latent and rotary sizes of the released model: vLLM's CPU kernels know no other.
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            # transformers 5 leaves these two out of the configuration, the released config.json has them.
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 0,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 512,
+        },
+        # Without a bias of its own per expert, a wrong placement of it would change nothing.
+        tensors_not_initialised={"e_score_correction_bias": 0.02},
+    ),
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A character-level tokenizer with a chat template, 64 tokens."""
+    specials = [PAD, END, USER, ASSISTANT]
+    alphabet = specials + list(CHARACTERS)
+    alphabet += [f"<unused{i}>" for i in range(64 - len(alphabet))]
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def write_tiny_model(
+    name: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    fields: Mapping[str, Any] | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write the tiny model `name` (a key of `TINY_MODELS`) to `folder` as transformers would.
+
+    `fields` override those of the recipe; `max_shard_size` cuts the weights into several files.
+    Returns `folder`.
+    """
+    recipe = TINY_MODELS[name]
+    tokenizer = make_tokenizer()
+    config = AutoConfig.for_model(
+        recipe.model_type,
+        vocab_size=len(tokenizer),
+        initializer_range=recipe.initializer_range,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+        **{**recipe.fields, **(fields or {})},
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for tensor_name, tensor in model.state_dict().items():
+            for suffix, std in recipe.tensors_not_initialised.items():
+                if tensor_name.endswith(suffix):
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
