@@ -1,0 +1,210 @@
+"""Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from converters.errors import UserError
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """N sequences of different lengths, end to end.
+
+    `tokens` is long[T] and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of `fields` holds
+    one value per token, [T]: the value at position t belongs to token t (its log-probability given what is before
+    it, its advantage, its weight in the loss).
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        total = int(self.lengths.sum())
+        if len(self.lengths) and int(self.lengths.min()) < 1:
+            raise ValueError("every sequence of a RaggedBatch needs at least one token")
+        for name, values in {"tokens": self.tokens, **self.fields}.items():
+            if values.shape != (total,):
+                raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, sequences: Sequence[int] | Tensor) -> "RaggedBatch":
+        """The given sequences, in the given order; an index may appear more than once."""
+        chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.lengths.device)
+        lengths = self.lengths[chosen]
+        starts = (self.lengths.cumsum(0) - self.lengths)[chosen]
+        positions = starts.repeat_interleave(lengths) + _positions_within(lengths)
+        return RaggedBatch(
+            self.tokens[positions], lengths, {name: values[positions] for name, values in self.fields.items()}
+        )
+
+    def with_fields(self, **fields: Tensor) -> "RaggedBatch":
+        """The same sequences with more (or replaced) fields, each [T]."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def split_field(self, name: str) -> list[Tensor]:
+        """One view [length] of the field per sequence."""
+        return list(self.fields[name].split(self.lengths.tolist()))
+
+    @staticmethod
+    def concatenate(batches: Sequence["RaggedBatch"]) -> "RaggedBatch":
+        """All sequences of `batches`, in order; the batches must have the same fields."""
+        names = set(batches[0].fields)
+        for batch in batches:
+            if set(batch.fields) != names:
+                raise ValueError(f"batches with different fields: {sorted(names)} and {sorted(batch.fields)}")
+        return RaggedBatch(
+            torch.cat([batch.tokens for batch in batches]),
+            torch.cat([batch.lengths for batch in batches]),
+            {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields},
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences as `GPTModel` takes them; T' counts the alignment's padding too.
+
+    Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field is the
+    value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and
+    padding) labels and fields are 0. Padding is one sequence of its own at the end, so that attention never mixes it
+    with real tokens.
+    """
+
+    tokens: Tensor
+    """long[1, T']"""
+    labels: Tensor
+    """long[1, T']"""
+    position_ids: Tensor
+    """long[1, T']: each sequence counts from 0."""
+    cu_seqlens: Tensor
+    """int32[sequences + 1], padding's sequence included: PackedSeqParams.cu_seqlens_q and _kv."""
+    max_seqlen: int
+    targets: Tensor
+    """bool[T']"""
+    fields: Mapping[str, Tensor]
+    """[T'] each."""
+    real_tokens: int
+    """How many of the T' tokens are not padding."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch with its tensors on `device`."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets")
+        }
+        fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
+        return replace(self, fields=fields, **moved)
+
+
+def assign(lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int) -> list[list[list[int]]]:
+    """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
+
+    Every sequence appears once; no micro-batch exceeds `max_tokens` (before alignment); all ranks get the same
+    number of micro-batches, since expert parallelism makes them meet in every layer. Loads are balanced by the
+    longest-processing-time rule (Graham 1969): the longest sequence first, each to the lightest micro-batch; the
+    micro-batches that run at the same time on different ranks are those of similar load. The number of micro-batches
+    is the smallest that a bisection finds feasible. A list may be empty when there are fewer sequences than places.
+
+    Raises UserError for a sequence longer than `max_tokens`.
+    """
+    sizes = torch.as_tensor(lengths, dtype=torch.long).tolist()
+    longest_first = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    if sizes and sizes[longest_first[0]] > max_tokens:
+        raise UserError(
+            f"a sequence of {sizes[longest_first[0]]} tokens does not fit a micro-batch of {max_tokens} tokens: "
+            "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
+        )
+    low = max(1, -(-sum(sizes) // (max_tokens * data_parallel_size)))
+    high = max(low, -(-len(sizes) // data_parallel_size))  # one sequence each always fits
+    bins = _longest_processing_time(sizes, longest_first, high * data_parallel_size, max_tokens)
+    while low < high:
+        middle = (low + high) // 2
+        tried = _longest_processing_time(sizes, longest_first, middle * data_parallel_size, max_tokens)
+        if tried is None:
+            low = middle + 1
+        else:
+            high, bins = middle, tried
+    assert bins is not None
+    return _deal(sizes, bins, data_parallel_size)
+
+
+def _longest_processing_time(
+    sizes: Sequence[int], longest_first: Sequence[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
+    """`count` balanced bins, or None where the rule overfills one."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, place) for place in range(count)]
+    for index in longest_first:
+        load, place = lightest[0]
+        if load + sizes[index] > max_tokens:
+            return None
+        bins[place].append(index)
+        heapq.heapreplace(lightest, (load + sizes[index], place))
+    return bins
+
+
+def _deal(sizes: Sequence[int], bins: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
+    heaviest_first = sorted(bins, key=lambda members: -sum(sizes[index] for index in members))
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(0, len(bins), ranks):
+        row = heaviest_first[start : start + ranks]
+        # Every other row is dealt backwards so that no rank always gets the heaviest.
+        if (start // ranks) % 2:
+            row = row[::-1]
+        for rank, members in enumerate(row):
+            result[rank].append(sorted(members))
+    return result
+
+
+def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:
+    """The micro-batch of the given sequences of `batch`, its size a multiple of `align`.
+
+    `align` is the tensor-parallel size under sequence parallelism, else 1. No sequences give the smallest legal
+    micro-batch, `align` padding tokens, for a rank that has nothing left while others still run.
+    """
+    chosen = batch.select(sequences)
+    real_tokens = len(chosen.tokens)
+    padding = -real_tokens % align if real_tokens else align
+    lengths = torch.cat([chosen.lengths, chosen.lengths.new_tensor([padding])]) if padding else chosen.lengths
+    ends = lengths.cumsum(0)
+    targets = torch.ones(real_tokens + padding, dtype=torch.bool, device=lengths.device)
+    targets[ends - 1] = False
+    targets[real_tokens:] = False
+
+    def next_token(values: Tensor) -> Tensor:
+        shifted = values.new_zeros(len(targets))
+        shifted[: max(real_tokens - 1, 0)] = values[1:]
+        return shifted.masked_fill_(~targets, 0)
+
+    return MicroBatch(
+        tokens=torch.cat([chosen.tokens, chosen.tokens.new_zeros(padding)])[None],
+        labels=next_token(chosen.tokens)[None],
+        position_ids=_positions_within(lengths)[None],
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        targets=targets,
+        fields={name: next_token(values) for name, values in chosen.fields.items()},
+        real_tokens=real_tokens,
+    )
+
+
+def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Values [T'] of the labels, back at the tokens they belong to: [T] of the sequences that were packed.
+
+    The first token of a sequence, which nothing predicts, gets 0; padding is gone.
+    """
+    result = values.new_zeros(micro_batch.real_tokens)
+    result[1:] = values.masked_fill(~micro_batch.targets, 0)[: max(micro_batch.real_tokens - 1, 0)]
+    return result
+
+
+def _positions_within(lengths: Tensor) -> Tensor:
+    starts = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)

@@ -1,0 +1,147 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from converters.errors import UserError
+from megatron_ext.packing import RaggedBatch, assign, pack, unpack
+
+
+def ragged(lengths: list[int]) -> RaggedBatch:
+    """Token ids 100, 101, ... so that every token is recognisable; a field that repeats them as negative floats."""
+    tokens = 100 + torch.arange(sum(lengths))
+    return RaggedBatch(tokens, torch.tensor(lengths, dtype=torch.long), {"value": -tokens.float()})
+
+
+lengths_of_sequences = st.lists(st.integers(1, 9), max_size=12)
+
+
+def test_a_micro_batch_spelled_out() -> None:
+    batch = RaggedBatch(
+        torch.tensor([5, 6, 7, 8, 9]),
+        torch.tensor([3, 2]),
+        {"weight": torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), "mask": torch.tensor([True] * 5)},
+    )
+    micro_batch = pack(batch, [1, 0], align=4)
+    assert micro_batch.tokens.tolist() == [[8, 9, 5, 6, 7, 0, 0, 0]]
+    assert micro_batch.labels.tolist() == [[9, 0, 6, 7, 0, 0, 0, 0]]
+    assert micro_batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
+    assert micro_batch.cu_seqlens.tolist() == [0, 2, 5, 8]
+    assert micro_batch.cu_seqlens.dtype == torch.int32
+    assert micro_batch.max_seqlen == 3
+    assert micro_batch.targets.tolist() == [True, False, True, True, False, False, False, False]
+    torch.testing.assert_close(micro_batch.fields["weight"], torch.tensor([0.4, 0, 0.1, 0.2, 0, 0, 0, 0]))
+    assert torch.equal(micro_batch.fields["mask"], micro_batch.targets)
+
+
+@given(lengths_of_sequences, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_every_index_holds_its_label_and_its_labels_fields(lengths, align, random) -> None:
+    batch = ragged(lengths)
+    order = random.sample(range(len(lengths)), len(lengths))
+    micro_batch = pack(batch, order, align)
+    sequences = [batch.tokens.split(lengths)[index].tolist() for index in order]
+
+    size = micro_batch.tokens.shape[1]
+    assert size % align == 0
+    assert size - sum(lengths) < align or not lengths
+    boundaries = micro_batch.cu_seqlens.tolist()
+    assert boundaries[-1] == size
+    assert micro_batch.max_seqlen == max(b - a for a, b in itertools.pairwise(boundaries))
+    for sequence, start in zip(sequences, boundaries, strict=False):
+        inside = slice(start, start + len(sequence))
+        assert micro_batch.tokens[0, inside].tolist() == sequence
+        assert micro_batch.position_ids[0, inside].tolist() == list(range(len(sequence)))
+        assert micro_batch.labels[0, inside].tolist() == [*sequence[1:], 0]
+        assert micro_batch.fields["value"][inside].tolist() == [*(-token for token in sequence[1:]), 0]
+        assert micro_batch.targets[inside].tolist() == [True] * (len(sequence) - 1) + [False]
+    assert not micro_batch.targets[sum(lengths) :].any()
+
+
+@given(lengths_of_sequences, st.integers(1, 4))
+def test_unpack_returns_what_pack_shifted(lengths, align) -> None:
+    batch = ragged(lengths)
+    micro_batch = pack(batch, range(len(lengths)), align)
+    poisoned = micro_batch.fields["value"].masked_fill(~micro_batch.targets, float("nan"))
+    expected = batch.fields["value"].clone()
+    expected[batch.lengths.cumsum(0) - batch.lengths] = 0
+    assert torch.equal(unpack(poisoned, micro_batch), expected)
+
+
+@pytest.mark.parametrize("align", [1, 2, 8])
+def test_no_sequences_give_padding_alone(align: int) -> None:
+    micro_batch = pack(ragged([3, 2]), [], align)
+    assert micro_batch.tokens.tolist() == [[0] * align]
+    assert micro_batch.cu_seqlens.tolist() == [0, align]
+    assert micro_batch.max_seqlen == align
+    assert not micro_batch.targets.any()
+    assert len(unpack(torch.ones(align), micro_batch)) == 0
+
+
+def test_not_a_number_outside_the_targets_does_not_enter() -> None:
+    batch = RaggedBatch(torch.tensor([1, 2]), torch.tensor([1, 1]), {"value": torch.full((2,), float("nan"))})
+    assert pack(batch, [0, 1]).fields["value"].tolist() == [0, 0]
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=60),
+    st.integers(1, 4),
+    st.integers(50, 120),
+)
+def test_assign_keeps_its_promises(lengths, ranks, max_tokens) -> None:
+    assigned = assign(lengths, ranks, max_tokens)
+    assert len(assigned) == ranks
+    assert len({len(micro_batches) for micro_batches in assigned}) == 1
+    everything = [index for rank in assigned for micro_batch in rank for index in micro_batch]
+    assert sorted(everything) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in micro_batch) for rank in assigned for micro_batch in rank]
+    assert max(loads) <= max_tokens
+    assert assigned == assign(torch.tensor(lengths, dtype=torch.long), ranks, max_tokens)
+    # Graham's bound for list scheduling: the heaviest exceeds the mean by less than the longest sequence.
+    assert max(loads) <= sum(loads) / len(loads) + max(lengths, default=0)
+
+
+def test_assign_uses_no_more_micro_batches_than_needed_and_balances_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 2000, (8192,), generator=generator)
+    assigned = assign(lengths, 8, 16384)
+    loads = torch.tensor([[int(lengths[micro_batch].sum()) for micro_batch in rank] for rank in assigned])
+    fewest = -(-int(lengths.sum()) // (8 * 16384))
+    assert loads.shape[1] <= fewest + 1
+    assert loads.max() - loads.min() < 0.01 * loads.max()
+    assert loads.sum(1).max() - loads.sum(1).min() < 0.01 * loads.sum(1).max()
+
+
+def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:
+    assert sorted(assign([4, 4], 3, 10)) == [[[]], [[0]], [[1]]]
+    assert assign([], 2, 10) == [[[]], [[]]]
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_its_length() -> None:
+    with pytest.raises(UserError, match="11 tokens"):
+        assign([3, 11], 1, 10)
+
+
+@given(lengths_of_sequences, st.randoms(use_true_random=False))
+def test_select_and_concatenate(lengths, random) -> None:
+    batch = ragged(lengths)
+    order = random.sample(range(len(lengths)), len(lengths))
+    parts = batch.tokens.split(lengths)
+    selected = batch.select(order)
+    assert selected.tokens.tolist() == [token for index in order for token in parts[index].tolist()]
+    assert [part.tolist() for part in selected.split_field("value")] == [(-parts[index]).tolist() for index in order]
+    joined = RaggedBatch.concatenate([batch.select([index]) for index in order] or [batch])
+    assert torch.equal(joined.tokens, selected.tokens)
+    assert torch.equal(joined.fields["value"], selected.fields["value"])
+
+
+def test_shapes_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight"):
+        RaggedBatch(torch.arange(3), torch.tensor([3]), {"weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match="tokens"):
+        RaggedBatch(torch.arange(3), torch.tensor([2]))
+    with pytest.raises(ValueError, match="at least one token"):
+        RaggedBatch(torch.arange(3), torch.tensor([3, 0]))
+    with pytest.raises(ValueError, match="different fields"):
+        RaggedBatch.concatenate([ragged([1]), RaggedBatch(torch.arange(1), torch.tensor([1]))])
