@@ -1,0 +1,17 @@
+"""Prompts, conversations and trajectories."""
+
+from megarl.data.conversations import Conversation, load_conversations
+from megarl.data.prompts import Prompt, PromptSet, load_prompts
+from megarl.data.sampler import PromptSampler, SamplerState
+from megarl.data.trajectory import Trajectory
+
+__all__ = [
+    "Conversation",
+    "Prompt",
+    "PromptSampler",
+    "PromptSet",
+    "SamplerState",
+    "Trajectory",
+    "load_conversations",
+    "load_prompts",
+]

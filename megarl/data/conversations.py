@@ -1,0 +1,109 @@
+"""Conversations for supervised fine-tuning, with a mask of what the assistant said."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from converters.errors import UserError
+from megarl.data.chat import Message, check_messages, encode, render
+from megarl.data.parquet import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Conversation(NamedTuple):
+    """A whole chat: `token_ids` [T] and `mask` [T], True for the tokens the assistant has to produce itself."""
+
+    token_ids: list[int]
+    mask: list[bool]
+
+
+class _Chat(NamedTuple):
+    """Renderings of one row: `texts` are growing prefixes of the chat, the last one the whole chat.
+
+    `texts[2 * k]` ends where the k-th assistant turn begins, `texts[2 * k + 1]` where it ends.
+    """
+
+    where: str
+    texts: list[str]
+
+
+def load_conversations(
+    files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", messages_column: str, max_tokens: int
+) -> list[Conversation]:
+    """Read, render and tokenise the chats ({role, content} lists in `messages_column`) of parquet `files`.
+
+    The mask of an assistant turn begins after the generation prompt and ends with the turn's end token, so that it
+    covers what the model would have to generate and nothing else. It comes from rendering the chat turn by turn.
+
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn or
+    longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that rewrites earlier
+    turns, as templates do that drop past reasoning) or that ends turns without a special token.
+    """
+    if not files:
+        raise UserError("no data file is given; name parquet files in sft.train_files (or sft.eval_files)")
+    chats = [
+        _render_turns(tokenizer, check_messages(row[messages_column], where), where)
+        for file in files
+        for number, row in read_rows(file, [messages_column])
+        for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
+    ]
+    end_tokens = _special_token_ids(tokenizer)
+    encoded = iter(encode(tokenizer, [text for chat in chats for text in chat.texts]))
+    conversations = []
+    for chat in chats:
+        conversation = _mask_turns(chat.where, [next(encoded) for _ in chat.texts], end_tokens)
+        if len(conversation.token_ids) > max_tokens:
+            raise UserError(
+                f"{chat.where}: the conversation has {len(conversation.token_ids)} tokens, more than the limit of "
+                f"{max_tokens}; shorten it or take it out"
+            )
+        conversations.append(conversation)
+    return conversations
+
+
+def _render_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str) -> _Chat:
+    texts = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            texts.append(render(tokenizer, messages[:number], where, add_generation_prompt=True))
+            texts.append(render(tokenizer, messages[: number + 1], where, add_generation_prompt=False))
+    if not texts:
+        raise UserError(f"{where}: no message has the role 'assistant', so there is nothing to learn from it")
+    texts.append(render(tokenizer, messages, where, add_generation_prompt=False))
+    for shorter, longer in pairwise(texts):
+        if not longer.startswith(shorter):
+            raise UserError(
+                f"{where}: the model's chat template renders earlier turns differently once later ones follow, so "
+                f"the assistant's tokens cannot be told apart; use a template that keeps history or split the "
+                f"conversation into rows with one assistant message each"
+            )
+    return _Chat(where, texts)
+
+
+def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int]) -> Conversation:
+    """Mask the tokens between `prefixes[2 * k]` and `prefixes[2 * k + 1]`, up to the turn's last special token."""
+    token_ids = prefixes[-1]
+    mask = [False] * len(token_ids)
+    for prefix in prefixes:
+        if token_ids[: len(prefix)] != prefix:
+            raise UserError(
+                f"{where}: the tokenizer joins the text of two turns into one token, so the assistant's tokens cannot "
+                f"be told apart; strip the white space around the contents"
+            )
+    for before, after in zip(prefixes[:-1:2], prefixes[1::2], strict=True):
+        ends = [position for position in range(len(before), len(after)) if token_ids[position] in end_tokens]
+        if not ends:
+            raise UserError(
+                f"{where}: the model's chat template ends an assistant message without a special token, so a model "
+                f"would never learn to stop; use a template that writes the tokenizer's end-of-sequence token"
+            )
+        mask[len(before) : ends[-1] + 1] = [True] * (ends[-1] + 1 - len(before))
+    return Conversation(token_ids, mask)
+
+
+def _special_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*tokenizer.all_special_ids, *added])

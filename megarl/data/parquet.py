@@ -1,0 +1,49 @@
+"""Rows of parquet files, with errors that name the file, the column and the row."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from converters.errors import UserError
+
+_ROWS_PER_BATCH = 1024
+
+
+def read_rows(
+    file: str | Path, needed: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number from 0, {column: value}) of one parquet file; an optional column it lacks is left out.
+
+    Raises `UserError` for a file that is missing, unreadable, not parquet, empty, or without a needed column.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"data file {path} does not exist; check data.train_files and the other lists of files")
+    try:
+        with pq.ParquetFile(path) as parquet:
+            columns = _columns(path, parquet, needed, optional)
+            row = 0
+            for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+                for values in batch.to_pylist():
+                    yield row, values
+                    row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"data file {path} cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
+        ) from error
+
+
+def _columns(path: Path, parquet: pq.ParquetFile, needed: Sequence[str], optional: Sequence[str]) -> list[str]:
+    existing = parquet.schema_arrow.names
+    absent = [column for column in needed if column not in existing]
+    if absent:
+        raise UserError(
+            f"data file {path} has no column {', '.join(map(repr, absent))}; its columns are "
+            f"{', '.join(map(repr, existing)) or 'none'}: rename one of them or name the right column in the config"
+        )
+    if parquet.metadata.num_rows == 0:
+        raise UserError(f"data file {path} has no rows; write at least one or take it off the list of files")
+    return [*needed, *(column for column in optional if column in existing)]

@@ -1,0 +1,91 @@
+"""Prompts from parquet files in the columns of verl: data_source, prompt, reward_model, extra_info."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import UserError
+from megarl.config.schema import DataConfig
+from megarl.data.chat import check_messages, encode, render
+from megarl.data.parquet import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised once; `index` is its position in its `PromptSet`."""
+
+    index: int
+    data_source: str
+    token_ids: list[int]
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of some files, in the files' order, and how many were dropped for their length."""
+
+    prompts: list[Prompt]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    where: str
+    text: str
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> PromptSet:
+    """Read, render and tokenise the prompts of parquet `files`.
+
+    A row holds `data_source` (text), `config.prompt_column` (list of {role, content}), `reward_model` ({style,
+    ground_truth}) and optionally `extra_info` (a struct). The chat template ends with the generation prompt.
+
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a prompt longer than
+    `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and when no prompt is left.
+    """
+    if config.overlong_prompts not in ("refuse", "drop"):
+        raise UserError(f"data.overlong_prompts is {config.overlong_prompts!r}; it must be 'refuse' or 'drop'")
+    if not files:
+        raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
+    rows = [row for file in files for row in _read_file(file, tokenizer, config.prompt_column)]
+    prompts: list[Prompt] = []
+    for row, token_ids in zip(rows, encode(tokenizer, [row.text for row in rows]), strict=True):
+        if len(token_ids) > config.max_prompt_tokens:
+            if config.overlong_prompts == "refuse":
+                raise UserError(
+                    f"{row.where}: the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens="
+                    f"{config.max_prompt_tokens}; shorten it, raise the limit or set data.overlong_prompts=drop"
+                )
+            continue
+        prompts.append(Prompt(len(prompts), row.data_source, token_ids, row.ground_truth, row.extra_info))
+    if not prompts:
+        raise UserError(
+            f"all {len(rows)} prompts of {', '.join(map(str, files))} are longer than data.max_prompt_tokens="
+            f"{config.max_prompt_tokens}; raise the limit"
+        )
+    return PromptSet(prompts, dropped=len(rows) - len(prompts))
+
+
+def _read_file(file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str) -> list[_Row]:
+    rows = []
+    for number, row in read_rows(file, ["data_source", prompt_column, "reward_model"], ["extra_info"]):
+        where = f"row {number} (from 0) of {file}"
+        messages = check_messages(row[prompt_column], f"{where}, column {prompt_column!r}")
+        reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
+        if not isinstance(row["data_source"], str):
+            raise UserError(f"{where}: column 'data_source' must be a text, found {row['data_source']!r}")
+        if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+            raise UserError(f"{where}: column 'reward_model' must hold a 'ground_truth', found {reward_model!r}")
+        if not isinstance(extra_info, Mapping):
+            raise UserError(f"{where}: column 'extra_info' must be a struct of named values, found {extra_info!r}")
+        text = render(tokenizer, messages, where, add_generation_prompt=True)
+        rows.append(_Row(where, text, row["data_source"], reward_model["ground_truth"], extra_info))
+    return rows

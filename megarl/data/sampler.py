@@ -1,0 +1,70 @@
+"""In which order prompts are drawn."""
+
+from typing import TypedDict
+
+import numpy as np
+
+from converters.errors import UserError
+
+
+class SamplerState(TypedDict):
+    """What a checkpoint keeps of a `PromptSampler`."""
+
+    size: int
+    shuffle: bool
+    seed: int
+    epoch: int
+    position: int
+
+
+class PromptSampler:
+    """Draws each of `size` indices once per epoch, without end.
+
+    The order of an epoch follows from (seed, epoch) alone, so the position is the whole state and a resumed sampler
+    continues exactly where the saved one stopped. A draw that reaches the end of an epoch goes on with the next.
+    """
+
+    def __init__(self, size: int, shuffle: bool, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"a sampler needs at least one prompt, got size={size}")
+        self._size, self._shuffle, self._seed = size, shuffle, seed
+        self._start_epoch(0, position=0)
+
+    @property
+    def epoch(self) -> int:
+        """Number, from 0, of the epoch that the next index is drawn from."""
+        return self._epoch
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` indices."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            piece = self._order[self._position : self._position + count - len(drawn)]
+            drawn += piece.tolist()
+            self._position += len(piece)
+            if self._position == self._size:
+                self._start_epoch(self._epoch + 1, position=0)
+        return drawn
+
+    def state_dict(self) -> SamplerState:
+        """Return the position and what the order depends on."""
+        return SamplerState(
+            size=self._size, shuffle=self._shuffle, seed=self._seed, epoch=self._epoch, position=self._position
+        )
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Continue from `state`. Raises `UserError` if it was saved with other prompts, seed or shuffling."""
+        own = self.state_dict()
+        for key in ("size", "shuffle", "seed"):
+            if state[key] != own[key]:
+                raise UserError(
+                    f"the checkpoint's prompt sampler has {key}={state[key]} and this run {key}={own[key]}, so the "
+                    f"order of prompts cannot be continued; resume with the same data, data.shuffle and loop.seed"
+                )
+        self._start_epoch(state["epoch"], state["position"])
+
+    def _start_epoch(self, epoch: int, position: int) -> None:
+        order = np.arange(self._size)
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch)).permutation(order)
+        self._order, self._epoch, self._position = order, epoch, position

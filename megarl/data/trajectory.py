@@ -1,0 +1,24 @@
+"""What a rollout of one prompt leaves behind."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.data.prompts import Prompt
+from megarl.rewards.scoring import Score
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One response to a prompt, as sampled.
+
+    `token_ids`, `log_probs` and `versions` have one entry per response token: the token, its log-probability under
+    the engine's sampling distribution, and the version of the weights that produced it. `score` is None until the
+    reward stage has run.
+    """
+
+    prompt: Prompt
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    score: Score | None = None

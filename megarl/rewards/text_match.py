@@ -1,0 +1,47 @@
+"""Rewards that compare texts and numbers: exact_match and gsm8k."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+_NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"
+_MARKED = re.compile(rf"####\s*({_NUMBER})")
+_ANY = re.compile(_NUMBER)
+_SEARCHED_CHARACTERS = 300
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:  # noqa: ARG001
+    """Return 1.0 where the response is the ground truth, white space at the ends aside, else 0.0."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def gsm8k(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,  # noqa: ARG001
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+) -> float:
+    """Return 1.0 where the response's final number is the ground truth, else 0.0.
+
+    As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number
+    at all, both from the last 300 characters, commas and dollar signs left out. Other than there, numbers are
+    compared as numbers: "18.", "18.00" and "18" are the same.
+
+    Raises `ValueError` if the ground truth is no number.
+    """
+    expected = _as_number(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"the ground truth of gsm8k must be a number, found {ground_truth!r}")
+    pattern = {"strict": _MARKED, "flexible": _ANY}[method]
+    found = pattern.findall(solution_str[-_SEARCHED_CHARACTERS:])
+    return float(bool(found) and _as_number(found[-1]) == expected)
+
+
+def _as_number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.strip().replace(",", "").replace("$", "").rstrip("."))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
