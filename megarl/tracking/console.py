@@ -1,0 +1,95 @@
+"""Progress on the console: one live line on a terminal, a plain line now and then elsewhere."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from megarl.tracking.tracker import Logger, Run
+
+_SHOWN: tuple[tuple[str, str], ...] = (
+    ("reward/mean", "reward {:.3f}"),
+    ("eval/accuracy", "accuracy {:.3f}"),
+    ("throughput/tokens_per_s", "{:,.0f} tokens/s"),
+)
+_PLAIN_LINE_EVERY_S = 5.0
+
+Clock = Callable[[], float]
+
+
+class ProgressText:
+    """What a progress line says: the last known value of each shown metric, and the seconds left.
+
+    The time left follows from the mean time of this run's own steps, so it is unknown until its second log.
+    """
+
+    def __init__(self, run: Run, clock: Clock) -> None:
+        self._last_step, self._clock = run.last_step, clock
+        self._values: dict[str, float] = {}
+        self._first: tuple[int, float] | None = None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the line's text after `step`, without the step itself."""
+        self._values.update({name: metrics[name] for name, _ in _SHOWN if name in metrics})
+        words = [shape.format(self._values[name]) for name, shape in _SHOWN if name in self._values]
+        return "  ".join([*words, *self._time_left(step)])
+
+    def _time_left(self, step: int) -> list[str]:
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        first_step, start = self._first
+        if step == first_step:
+            return []
+        seconds = (now - start) / (step - first_step) * (self._last_step - step)
+        return [f"{seconds:,.0f} s left"]
+
+
+class LiveConsole:
+    """A single line that is redrawn in place: bar, step, reward, accuracy, tokens/s, seconds left."""
+
+    def __init__(self, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+        self._text = ProgressText(run, clock)
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("", total=run.last_step, text="starting", completed=run.first_step - 1)
+        self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Redraw the line."""
+        self._progress.update(self._task, completed=step, text=self._text.update(step, metrics))
+
+    def close(self) -> None:
+        """Leave the last state of the line on the terminal."""
+        self._progress.stop()
+
+
+class PlainConsole:
+    """A line of text at the first and the last step, and in between at most every five seconds."""
+
+    def __init__(self, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+        self._text = ProgressText(run, clock)
+        self._console, self._clock = console, clock
+        self._last_step = run.last_step
+        self._next_line_s = clock()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print a line if one is due."""
+        text = self._text.update(step, metrics)
+        if self._clock() >= self._next_line_s or step == self._last_step:
+            self._console.print(f"step {step}/{self._last_step}  {text}", highlight=False, soft_wrap=True)
+            self._next_line_s = self._clock() + _PLAIN_LINE_EVERY_S
+
+    def close(self) -> None:
+        """Do nothing: every line is already out."""
+
+
+def make_console_logger(run: Run) -> Logger:
+    """Return the logger that fits standard output."""
+    console = Console()
+    return LiveConsole(run, console) if console.is_terminal else PlainConsole(run, console)

@@ -1,0 +1,65 @@
+"""metrics.jsonl: one JSON object per step."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from megarl.tracking.tracker import Run
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonLinesLogger:
+    """Appends {"step": ..., name: value, ...} to metrics.jsonl and flushes it.
+
+    A resumed run first cuts off the lines from its first step on and a line a kill left incomplete, so that the file
+    ends up as that of a run without interruption. A value that is not finite is written as null.
+    """
+
+    def __init__(self, run: Run) -> None:
+        path = run.output_dir / FILE_NAME
+        if path.exists():
+            os.truncate(path, _length_before(path, run.first_step) if run.resumed else 0)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Sync the file to the disk and close it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_history(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of `output_dir`/metrics.jsonl. Raises `UserError` naming a line that is no JSON object."""
+    path = output_dir / FILE_NAME
+    return [_parse(path, number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1)]
+
+
+def _length_before(path: Path, first_step: int) -> int:
+    """Return the length in bytes of the whole lines before the first one of `first_step` or later."""
+    length = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n") or _parse(path, number, line)["step"] >= first_step:
+            break
+        length += len(line)
+    return length
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        raise UserError(f"line {number} of {path} is not a JSON object with a 'step'; repair or remove the file")
+    return values
