@@ -1,0 +1,27 @@
+"""The architectures that can be converted, one file per family."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from converters.architectures import deepseek_v3, qwen3
+from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.weight_map import Architecture, Dimension, Kind, Parameter, Part
+from converters.errors import UserError
+
+__all__ = ["FAMILIES", "Architecture", "Dimension", "Kind", "Parameter", "Part", "read_architecture"]
+
+FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
+    model_type: family.read for family in (qwen3, deepseek_v3) for model_type in family.MODEL_TYPES
+}
+
+
+def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """What the config.json `hf_config` means to Megatron.
+
+    Raises UserError for a model type or a field that is not supported, or a field that is missing.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UserError(f"config.json has model_type {model_type!r}, which is not supported: {known} are")
+    return FAMILIES[model_type](HuggingFaceConfig(hf_config))

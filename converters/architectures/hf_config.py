@@ -1,0 +1,69 @@
+"""Reading a HuggingFace config.json, as transformers wrote it before version 5 and since."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from converters.errors import UserError
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu}
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+    """The fields of a config.json. A wrong or missing one raises UserError."""
+
+    fields: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a field that must be there."""
+        if self.fields.get(name) is None:
+            raise self.error(f"has no field {name}")
+        return self.fields[name]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The value of a field, `default` where it is missing or null."""
+        value = self.fields.get(name)
+        return default if value is None else value
+
+    def error(self, what: str) -> UserError:
+        """The error that config.json `what`."""
+        return UserError(f"config.json (model_type {self.fields.get('model_type')}) {what}")
+
+    def require(self, name: str, supported: tuple[Any, ...], default: Any) -> None:
+        """Refuse a field whose value Megatron has no equivalent for; `default` is what a missing one means."""
+        if (value := self.get(name, default)) not in supported:
+            options = " or ".join(repr(option) for option in supported)
+            raise self.error(f"has {name} = {value!r}, which is not supported: only {options} is")
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts, under any of the names they have had."""
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if self.fields.get(name) is not None:
+                return self.fields[name]
+        raise self.error("has no field num_experts")
+
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The MLP's activation function."""
+        self.require("hidden_act", tuple(ACTIVATIONS), "silu")
+        return ACTIVATIONS[self.get("hidden_act", "silu")]
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rotary embedding: `rope_theta`, `rope_type` and the parameters of that type.
+
+        transformers 5 keeps all of it in `rope_parameters`; before, `rope_theta` was a field of its own
+        and the rest `rope_scaling`, with the type under `type` or `rope_type`.
+        """
+        rope = {**self.get("rope_scaling", {}), **self.get("rope_parameters", {})}
+        old_type = rope.pop("type", "default")
+        rope.setdefault("rope_type", old_type)
+        rope.setdefault("rope_theta", self.fields.get("rope_theta"))
+        if rope["rope_theta"] is None:
+            raise self.error("has no rope_theta, neither by itself nor in rope_parameters")
+        return rope

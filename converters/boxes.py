@@ -1,0 +1,74 @@
+"""Boxes: half-open hyper-rectangles of tensor elements."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """The elements `start[d] <= index[d] < stop[d]` of a tensor, in every dimension `d`.
+
+    A box of a tensor without dimensions has empty `start` and `stop` and one element.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """The box of all elements of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length in every dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box out of its tensor."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The elements in both boxes; None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def shift(self, offset: Sequence[int]) -> "Box":
+        """The same box, moved by `offset`."""
+        return Box(
+            tuple(a + b for a, b in zip(self.start, offset, strict=True)),
+            tuple(a + b for a, b in zip(self.stop, offset, strict=True)),
+        )
+
+    def relative_to(self, origin: "Box") -> "Box":
+        """This box in the coordinates of a tensor that holds just `origin`."""
+        return self.shift(tuple(-start for start in origin.start))
+
+    def subtract(self, inner: "Box") -> "Iterator[Box]":
+        """Cut what is left of this box without `inner`, which must lie in it, into disjoint boxes."""
+        start, stop = list(self.start), list(self.stop)
+        for d in range(len(start)):
+            for a, b in ((start[d], inner.start[d]), (inner.stop[d], stop[d])):
+                if a < b:
+                    yield Box((*start[:d], a, *start[d + 1 :]), (*stop[:d], b, *stop[d + 1 :]))
+            start[d], stop[d] = inner.start[d], inner.stop[d]
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of `boxes`, all of one tensor, that share an element; None where none do."""
+    active: list[Box] = []
+    for box in sorted(box for box in boxes if box.size):
+        if box.start:
+            active = [other for other in active if other.stop[0] > box.start[0]]
+        for other in active:
+            if box.intersect(other):
+                return other, box
+        active.append(box)
+    return None

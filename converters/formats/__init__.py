@@ -1,0 +1,1 @@
+"""Streaming readers and writers of checkpoint files."""

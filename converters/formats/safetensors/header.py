@@ -1,0 +1,143 @@
+"""The safetensors format: an 8-byte little-endian length, a JSON header of that length, the tensors' bytes.
+
+Specification: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.errors import UserError
+from converters.layout import Shape
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+_ALIGNMENT_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a file; `offset` counts bytes from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: Shape
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file.
+
+    Raises UserError for a file that is truncated, too long, or whose header is broken or names a tensor twice.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise UserError(f"{path} is truncated, or no safetensors file: its header does not fit; copy it again")
+        raw = file.read(header_bytes)
+    entries = _parse(path, raw, data_start=_LENGTH_BYTES + header_bytes)
+    end = _LENGTH_BYTES + header_bytes
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise UserError(f"{path} has a broken header: the bytes of {name} do not follow those of the tensor before")
+        end += entry.nbytes
+    if size != end:
+        state = "is truncated" if size < end else "is too long"
+        raise UserError(f"{path} {state}: it has {size} bytes, its header describes {end}; copy it again")
+    return entries
+
+
+def _parse(path: Path, raw: bytes, data_start: int) -> dict[str, TensorEntry]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen = dict(pairs)
+        if len(seen) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{path} holds {twice} twice; write the file again")
+        return seen
+
+    try:
+        header = json.loads(raw, object_pairs_hook=without_duplicates)
+    except ValueError as error:
+        raise UserError(f"{path} has a header that is not JSON ({error}); copy the file again") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{path} has a header that is not a JSON object; copy the file again")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, fields, data_start) for name, fields in header.items()}
+
+
+def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+    try:
+        shape, (start, stop) = tuple(map(int, fields["shape"])), fields["data_offsets"]
+        entry = TensorEntry(DTYPES[fields["dtype"]], shape, data_start + start)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} has a broken header: {name} is described by {fields!r}") from error
+    if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes:
+        raise UserError(f"{path} has a broken header: {name} is described by {fields!r}")
+    return entry
+
+
+def make_header(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, int]:
+    """The beginning of a file with these tensors, up to their bytes, and the size of the whole file.
+
+    Tensors are ordered by falling element size, then by name, so that each is aligned to its elements.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in sorted(shapes, key=lambda name: (-dtypes[name].itemsize, name)):
+        entry = TensorEntry(dtypes[name], shapes[name], position)
+        header[name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
+    start = len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
+    return start, len(start) + position
+
+
+def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: bool) -> dict[str, torch.Tensor]:
+    """Views of the tensors in the memory-mapped file. Pages are read when touched.
+
+    With `writable` what is written to a view goes to the file, from every process that maps it;
+    otherwise it stays in this process.
+    """
+    with path.open("r+b" if writable else "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    views = {}
+    for name, entry in entries.items():
+        tensor_bytes = data[entry.offset : entry.offset + entry.nbytes]
+        if entry.offset % entry.dtype.itemsize:
+            # Allowed by the format; torch has no views of misaligned elements.
+            tensor_bytes = tensor_bytes.clone()
+        views[name] = tensor_bytes.view(entry.dtype).view(entry.shape)
+    return views

@@ -1,0 +1,76 @@
+"""Layouts: where every element of a HuggingFace tensor lies in the tensors of a set of ranks."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from converters.boxes import Box, first_overlap
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`hf_box` of the HuggingFace tensor lies, element for element, in `local_box` of a local tensor."""
+
+    hf_name: str
+    hf_box: Box
+    local_name: str
+    local_box: Box
+
+    def to_local(self, hf_piece: Box) -> Box:
+        """Where a piece of `hf_box` lies in the local tensor."""
+        return hf_piece.relative_to(self.hf_box).shift(self.local_box.start)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds: its tensors, what lies in them, and the boxes no HuggingFace element fills."""
+
+    local_shapes: Mapping[str, Shape]
+    placements: Sequence[Placement]
+    padding: Sequence[tuple[str, Box]] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model cut over `ranks` ranks. `shard_of(rank)` describes one rank without looking at the others."""
+
+    ranks: int
+    hf_shapes: Mapping[str, Shape]
+    shard_of: Callable[[int], Shard]
+
+    def shard(self, rank: int) -> Shard:
+        """What `rank` holds."""
+        if not 0 <= rank < self.ranks:
+            raise IndexError(f"rank {rank} of a layout of {self.ranks} ranks")
+        return self.shard_of(rank)
+
+    def placements(self, rank: int) -> Sequence[Placement]:
+        """What lies where in the tensors of `rank`."""
+        return self.shard(rank).placements
+
+    def local_shapes(self, rank: int) -> Mapping[str, Shape]:
+        """Name -> shape of the tensors of `rank`."""
+        return self.shard(rank).local_shapes
+
+
+def check_tiling(shard: Shard) -> None:
+    """Raise ValueError unless every element of the shard's tensors is placed, or declared padding, exactly once."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for placement in shard.placements:
+        if placement.hf_box.shape != placement.local_box.shape:
+            raise ValueError(f"{placement} joins boxes of different shapes")
+        boxes[placement.local_name].append(placement.local_box)
+    for name, box in shard.padding:
+        boxes[name].append(box)
+    for name in boxes.keys() - shard.local_shapes.keys():
+        raise ValueError(f"there is something placed in {name}, which the rank does not hold")
+    for name, shape in shard.local_shapes.items():
+        if any(box.intersect(Box.whole(shape)) != box for box in boxes[name]):
+            raise ValueError(f"a box of {name} leads out of its shape {shape}")
+        if overlap := first_overlap(boxes[name]):
+            raise ValueError(f"the boxes {overlap[0]} and {overlap[1]} of {name} overlap")
+        if (placed := sum(box.size for box in boxes[name])) != math.prod(shape):
+            raise ValueError(f"only {placed} of the {math.prod(shape)} elements of {name} are placed")

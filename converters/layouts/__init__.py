@@ -1,0 +1,1 @@
+"""How a model lies in the tensors of each kind of holder."""

@@ -1,0 +1,120 @@
+"""How many ways Megatron cuts a model, and which part of each cut a rank has."""
+
+from dataclasses import dataclass
+
+from converters.errors import UserError
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A rank's place in each kind of parallelism."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """The sizes of Megatron's parallel groups, by Megatron's names.
+
+    Raises UserError where the sizes contradict each other.
+    """
+
+    world_size: int = 1
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline stage."""
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    """Tensor parallelism of the experts; None is tensor_model_parallel_size."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be at least 1")
+        self._check_world("tensor_model_parallel_size", self.tensor_model_parallel_size)
+        expert_name = "expert_model_parallel_size x expert_tensor_parallel_size"
+        self._check_world(expert_name, self.expert_model_parallel_size * self.expert_tensor_size)
+        if self.chunks > 1 and self.pipeline_model_parallel_size == 1:
+            raise UserError(
+                f"virtual_pipeline_model_parallel_size is {self.chunks} with pipeline_model_parallel_size 1;"
+                " virtual stages need at least 2 pipeline stages"
+            )
+        uneven = self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage
+        if uneven and self.pipeline_model_parallel_size == 1:
+            raise UserError(
+                "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is set with"
+                " pipeline_model_parallel_size 1; they need at least 2 pipeline stages"
+            )
+
+    def _check_world(self, name: str, size: int) -> None:
+        if self.world_size % (size * self.pipeline_model_parallel_size):
+            raise UserError(
+                f"{self.world_size} ranks cannot be divided by {name} x pipeline_model_parallel_size"
+                f" = {size} x {self.pipeline_model_parallel_size}; change one of these sizes"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Over how many ranks one expert is cut."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks hold the same dense weights."""
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """The place of `rank`, in Megatron's order tp-cp-ep-dp-pp (the leftmost varies fastest)."""
+        stage_ranks = self.world_size // self.pipeline_model_parallel_size
+        return RankCoordinates(
+            tensor=rank % self.tensor_model_parallel_size,
+            pipeline=rank // stage_ranks,
+            expert=rank // self.expert_tensor_size % self.expert_model_parallel_size,
+            expert_tensor=rank % self.expert_tensor_size,
+        )
+
+    def padded_vocabulary(self, vocab_size: int) -> int:
+        """`vocab_size` of a GPTModel: the next multiple of tensor_model_parallel_size."""
+        return -(-vocab_size // self.tensor_model_parallel_size) * self.tensor_model_parallel_size
+
+    def layers_of_stages(self, num_layers: int) -> list[int]:
+        """How many of `num_layers` layers each pipeline stage has; UserError where they cannot be shared out."""
+        stages: list[int | None] = [None] * self.pipeline_model_parallel_size
+        stages[0] = self.num_layers_in_first_pipeline_stage
+        if self.pipeline_model_parallel_size > 1:
+            stages[-1] = self.num_layers_in_last_pipeline_stage
+        left = num_layers - sum(stage or 0 for stage in stages)
+        open_stages = stages.count(None)
+        if left < 0 or (left % open_stages if open_stages else left):
+            raise UserError(
+                f"{left} of the {num_layers} layers (num_hidden_layers) cannot be shared out evenly to {open_stages}"
+                " pipeline stages; change pipeline_model_parallel_size or set num_layers_in_first_pipeline_stage"
+                " and num_layers_in_last_pipeline_stage"
+            )
+        counts = [left // open_stages if stage is None else stage for stage in stages]
+        for count in counts:
+            if count == 0 or count % self.chunks:
+                raise UserError(
+                    f"a pipeline stage of {count} layers cannot be cut into {self.chunks} chunks;"
+                    " change virtual_pipeline_model_parallel_size or pipeline_model_parallel_size"
+                )
+        return counts
+
+    def layers(self, num_layers: int, pipeline_rank: int, chunk: int) -> range:
+        """Global indices of the layers in a model chunk: the chunks of all stages interleave, as in
+        megatron-core's `get_transformer_layer_offset`.
+        """
+        counts = [count // self.chunks for count in self.layers_of_stages(num_layers)]
+        first = chunk * sum(counts) + sum(counts[:pipeline_rank])
+        return range(first, first + counts[pipeline_rank])
