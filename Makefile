@@ -1,0 +1,47 @@
+# Everything runs in .venv, which `setup` makes on first use and checks on every later one.
+PYTHON := .venv/bin/python
+MODEL  ?= qwen3_moe
+STEPS  ?=
+OUTPUT ?=
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark clean
+
+help:
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make test              the tests"
+	@echo "make lint              ruff and mypy; 'make format' rewrites"
+	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"
+	@echo "make docs              docs/configuration.md from the schema"
+	@echo "make benchmark         seconds per stage, beside TRL"
+
+setup:
+	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
+
+benchmark-setup:
+	@python3 tools/setup_environment.py --benchmark
+
+test: setup
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: setup
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+format: setup
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+docs: setup
+	$(PYTHON) -m megarl.config.reference docs/configuration.md
+
+quickstart: setup
+	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
+
+benchmark: benchmark-setup
+	$(PYTHON) benchmarks/step.py
+
+clean:
+	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,334 @@
+"""Make .venv, or repair it: nothing found there is trusted, everything is compared with the lock file.
+
+A run that finds all in order changes nothing and takes under a second. Otherwise what is missing, half-written or of
+another version is installed again, and a stamp is written last, so a set-up that was killed is noticed.
+Needs nothing but a Python; see `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "megarl-setup.json"
+LOCK = ROOT / "constraints" / "cpu.txt"
+BENCHMARK_LOCK = ROOT / "constraints" / "benchmark.txt"
+PYTHONS = ("3.11", "3.12", "3.13")
+BUILD_TOOLS = ("pip", "setuptools")
+HARMFUL = ("torchvision", "torchaudio", "torchcodec")
+"""Linked against CUDA: beside a CPU torch they break `import transformers`."""
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+class SetupError(Exception):
+    """One sentence for the user."""
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"[setup] {text}", flush=True)
+
+
+# --- what should be there, and what is ---------------------------------------------------------------------------
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as PEP 503 normalises it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_lock(path: Path) -> dict[str, str]:
+    """Canonical name -> exact version, from lines `name==version`."""
+    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    return {canonical(name): version for name, version in (line.split("==") for line in lines if line)}
+
+
+def same_version(wanted: str, found: str) -> bool:
+    """Whether `found` is `wanted`, where a local part such as +cpu that was not asked for does not matter."""
+    return found == wanted or found.split("+")[0] == wanted
+
+
+def find_distributions(site_packages: Path) -> dict[str, list[Path]]:
+    """Canonical name -> its *.dist-info folders; more than one is what a killed upgrade leaves."""
+    found: dict[str, list[Path]] = {}
+    for folder in sorted(site_packages.glob("*.dist-info")):
+        found.setdefault(canonical(folder.name[: -len(".dist-info")].split("-")[0]), []).append(folder)
+    return found
+
+
+def damaged_file(dist_info: Path) -> str | None:
+    """The first file of a distribution that is not there in its recorded size; None where all are."""
+    for needed in ("METADATA", "RECORD", "INSTALLER"):
+        if not (dist_info / needed).is_file():
+            return needed
+    with (dist_info / "RECORD").open(newline="") as record:
+        for path, _, size in csv.reader(record):
+            if size and not path.endswith(".pyc"):
+                file = dist_info.parent / path
+                if not file.is_file() or file.stat().st_size != int(size):
+                    return path
+    return None
+
+
+def find_fault(folders: list[Path], version: str | None) -> str | None:
+    """What is wrong with one distribution (`version` None: any will do); None where it is as it should be."""
+    if not folders:
+        return "missing"
+    if len(folders) > 1:
+        return "installed twice"
+    found = folders[0].name[: -len(".dist-info")].split("-")[1]
+    if version is not None and not same_version(version, found):
+        return f"{found} instead of {version}"
+    damaged = damaged_file(folders[0])
+    return None if damaged is None else f"{damaged} is damaged"
+
+
+def find_faults(site_packages: Path, wanted: dict[str, str]) -> dict[str, str]:
+    """Name -> what is wrong, for every wanted distribution that is not there as it should be."""
+    found = find_distributions(site_packages)
+    faults = {name: find_fault(found.get(name, []), version) for name, version in wanted.items()}
+    return {name: fault for name, fault in faults.items() if fault is not None}
+
+
+def fingerprint(files: list[Path], *facts: str) -> str:
+    """One hash of everything a set-up depends on."""
+    digest = hashlib.sha256()
+    for part in (*(file.read_bytes() for file in files), *(fact.encode() for fact in facts)):
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
+
+
+def read_stamp() -> dict:
+    """The stamp of the last set-up that came to its end; empty where there is none."""
+    try:
+        return json.loads(STAMP.read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return {}
+
+
+def write_stamp(stamp: dict) -> None:
+    """Whole or not at all."""
+    partial = STAMP.with_suffix(".partial")
+    partial.write_text(json.dumps(stamp, indent=1))
+    partial.replace(STAMP)
+
+
+# --- the interpreter ---------------------------------------------------------------------------------------------
+
+
+def python_version(python: str | Path) -> str | None:
+    """'3.11' for an interpreter that runs; None for one that does not."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def find_python() -> str:
+    """An interpreter we support, the version that is tested first."""
+    for version in PYTHONS:
+        for candidate in (sys.executable, shutil.which(f"python{version}")):
+            if candidate and python_version(candidate) == version:
+                return candidate
+    raise SetupError(f"megarl needs Python {', '.join(PYTHONS)}; none was found on the PATH: install python3.11")
+
+
+def make_venv() -> None:
+    """Keep a .venv whose Python runs and that was made here; make it anew otherwise."""
+    stamp = read_stamp()
+    moved = stamp.get("location", str(VENV)) != str(VENV)
+    if python_version(VENV / "bin" / "python") in PYTHONS and not moved:
+        return
+    python = find_python()
+    if VENV.exists():
+        say("its Python does not run here: making .venv anew")
+        shutil.rmtree(VENV)
+    say(f"making .venv with {python}")
+    # Without pip at first: the ensurepip below also repairs a .venv that was killed before it had one.
+    subprocess.run([python, "-m", "venv", "--without-pip", str(VENV)], check=True)
+
+
+def site_packages() -> Path:
+    """Where .venv keeps its distributions."""
+    return VENV / "lib" / f"python{python_version(VENV / 'bin' / 'python')}" / "site-packages"
+
+
+# --- pip ---------------------------------------------------------------------------------------------------------
+
+
+def pip(*arguments: str, label: str = "") -> None:
+    """Run pip quietly, counting what it collects; its last lines are shown only when it fails."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    last: deque[str] = deque(maxlen=15)
+    collected = 0
+    for line in process.stdout:
+        last.append(line.rstrip())
+        collected += line.startswith("Collecting ")
+        if label and sys.stdout.isatty():
+            doing = "unpacking" if line.startswith("Installing collected") else "collecting"
+            print(f"\r[setup]   {doing}: {collected} {label}", end="", flush=True)
+    if label and sys.stdout.isatty():
+        print("\r\033[K", end="")
+    if process.wait() != 0:
+        print("\n".join(last), file=sys.stderr)
+        raise SetupError(f"pip {arguments[0]} failed; its last lines are above. Run the same command again to go on")
+
+
+def is_cuda_build(version: str, requirements: list[str]) -> bool:
+    """Whether a torch wheel with this metadata is a CUDA build: those require NVIDIA's libraries."""
+    if "+" in version:
+        return not version.endswith("+cpu")
+    return any(canonical(requirement).startswith(("nvidia-", "cuda-")) for requirement in requirements)
+
+
+def torch_source(version: str) -> list[str]:
+    """Pip arguments that lead to a CPU build of torch: none where plain pip finds one by itself."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    command += ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", f"torch=={version}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        metadata = json.loads(done.stdout)["install"][0]["metadata"]
+        if not is_cuda_build(metadata["version"], metadata.get("requires_dist", [])):
+            say(f"torch {metadata['version']}: plain pip finds a CPU build")
+            return []
+        say(f"torch {metadata['version']}: plain pip finds a CUDA build; taking PyTorch's CPU wheels")
+    else:
+        say(f"torch {version}: plain pip finds none; trying PyTorch's CPU wheels")
+    return ["--index-url", CPU_TORCH_INDEX]
+
+
+def remove_leftovers(names: list[str]) -> None:
+    """Take away what makes pip stumble: half-removed folders, and records of distributions that are damaged."""
+    for folder in site_packages().glob("~*"):
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+    found = find_distributions(site_packages())
+    for name in names:
+        folders = found.get(name, [])
+        if len(folders) > 1 or any(damaged_file(folder) in ("METADATA", "RECORD", "INSTALLER") for folder in folders):
+            for folder in folders:
+                shutil.rmtree(folder)
+
+
+def install(wanted: dict[str, str], faults: dict[str, str]) -> None:
+    """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go."""
+    remove_leftovers(list(faults))
+    for name, fault in sorted(faults.items())[:8] if len(faults) < len(wanted) // 2 else []:
+        say(f"{name}: {fault}")
+    locked = ["install", "--no-deps", "--force-reinstall"]
+    tools = [f"{name}=={wanted[name]}" for name in BUILD_TOOLS if name in faults]
+    if tools:
+        subprocess.run([str(VENV / "bin" / "python"), "-m", "ensurepip"], check=True, capture_output=True)
+        pip(*locked, *tools)
+    if "torch" in faults:
+        pip(*locked, *torch_source(wanted["torch"]), f"torch=={wanted['torch']}")
+    others = [f"{name}=={wanted[name]}" for name in sorted(faults) if name not in (*BUILD_TOOLS, "torch")]
+    if others:
+        say(f"installing {len(others)} packages")
+        pip(*locked, "--no-build-isolation", *others, label=f"of {len(others)} packages")
+
+
+# --- the two stacks ----------------------------------------------------------------------------------------------
+
+
+def set_up_cpu(locks: list[Path]) -> dict[str, str]:
+    """Install the locked CPU stack; return what is wanted of .venv from now on."""
+    wanted = {name: version for lock in locks for name, version in read_lock(lock).items()}
+    faults = find_faults(site_packages(), wanted)
+    if faults:
+        install(wanted, faults)
+    harmful = [name for name in HARMFUL if name in find_distributions(site_packages())]
+    if harmful:
+        say(f"removing {', '.join(harmful)}: built for CUDA, they break transformers beside a CPU torch")
+        pip("uninstall", "--yes", *harmful)
+    return wanted
+
+
+def set_up_cuda() -> dict[str, str]:
+    """Install the CUDA extras of pyproject.toml; return what is wanted of .venv from now on."""
+    subprocess.run([str(VENV / "bin" / "python"), "-m", "ensurepip"], check=True, capture_output=True)
+    say("installing the CUDA stack: vllm with its own torch first")
+    pip("install", "--upgrade", *BUILD_TOOLS)
+    pip("install", "vllm>=0.25,<0.33", "ninja", "packaging", "wheel", label="packages")
+    say("installing transformer-engine and flash-attn, which may be compiled against that torch")
+    pip("install", "--no-build-isolation", "--editable", ".[cuda,dev]", label="packages")
+    found = find_distributions(site_packages())
+    return {name: folders[0].name[: -len(".dist-info")].split("-")[1] for name, folders in found.items()}
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the driver shows a GPU."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    except OSError:
+        return False
+    return done.returncode == 0 and "GPU" in done.stdout
+
+
+def set_up(cuda: bool, benchmark: bool) -> None:
+    """Bring .venv into order; raise SetupError with one sentence where that cannot be done."""
+    started = time.monotonic()
+    make_venv()
+    stamp = read_stamp()
+    variant = "cuda" if cuda or stamp.get("variant") == "cuda" else "cpu"
+    benchmark = benchmark or stamp.get("benchmark", False)
+    locks = [LOCK, BENCHMARK_LOCK] if benchmark else [LOCK]
+    inputs = [*locks, ROOT / "pyproject.toml", Path(__file__)]
+    current = fingerprint(inputs, str(python_version(VENV / "bin" / "python")), variant)
+    harmful = variant == "cpu" and any(name in find_distributions(site_packages()) for name in HARMFUL)
+    if stamp.get("fingerprint") == current and not harmful and not find_faults(site_packages(), stamp["packages"]):
+        return
+    STAMP.unlink(missing_ok=True)
+    packages = set_up_cuda() if variant == "cuda" else set_up_cpu(locks)
+    pip("install", "--no-deps", "--no-build-isolation", "--editable", ".")
+    packages["megarl"] = find_distributions(site_packages())["megarl"][0].name[: -len(".dist-info")].split("-")[1]
+    faults = find_faults(site_packages(), packages)
+    if faults:
+        raise SetupError(f"after the install .venv is still not in order: {faults}; remove .venv and run this again")
+    facts = {"fingerprint": current, "variant": variant, "benchmark": benchmark, "location": str(VENV)}
+    write_stamp({**facts, "packages": packages})
+    say(f".venv is ready ({variant}, {len(packages)} packages, {time.monotonic() - started:.0f} s)")
+
+
+def main() -> int:
+    """Parse the command line; 0 where .venv is in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; needs an NVIDIA GPU")
+    parser.add_argument("--benchmark", action="store_true", help="also install what the benchmarks compare with")
+    options = parser.parse_args()
+    # One set-up at a time: the lock is on the folder itself, so it leaves no file and dies with the process.
+    folder = os.open(ROOT, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        if options.cuda and not has_nvidia_gpu():
+            raise SetupError("CUDA=1 needs an NVIDIA GPU, and nvidia-smi shows none here: run `make setup` without it")
+        set_up(options.cuda, options.benchmark)
+    except SetupError as error:
+        print(f"[setup] error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\n[setup] interrupted; the next run goes on from here", file=sys.stderr)
+        return 130
+    finally:
+        os.close(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
