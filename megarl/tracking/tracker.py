@@ -1,14 +1,11 @@
 """One place to log to, whatever loggers are behind it."""
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
-
-from converters.errors import UserError
 
 
 class Logger(Protocol):
@@ -63,26 +60,3 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def open_tracker(names: Sequence[str], run: Run, registry: Mapping[str, Callable[[Run], Logger]]) -> Tracker:
-    """Make the loggers `names` of `registry` for `run`.
-
-    Raises `UserError` for an unknown name, and what a logger raises that cannot start, after closing the others.
-    """
-    for name in names:
-        if name not in registry:
-            nearest = difflib.get_close_matches(name, registry, n=1)
-            raise UserError(
-                f"tracking.loggers has {name!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''}; "
-                f"the loggers are {', '.join(registry)}"
-            )
-    run.output_dir.mkdir(parents=True, exist_ok=True)
-    loggers: list[Logger] = []
-    try:
-        for name in names:
-            loggers.append(registry[name](run))
-    except BaseException:
-        Tracker(loggers).close()
-        raise
-    return Tracker(loggers)

@@ -1,0 +1,61 @@
+"""What a run leaves for its reader: a picture of the curves, summary.json, and a table on the console."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.table import Table
+
+from megarl.tracking.curves import History, draw_curves
+from megarl.tracking.versions import versions
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """The files of a report."""
+
+    curves: Path
+    summary: Path
+
+
+def write_report(output_dir: Path, history: History, summary: Mapping[str, Any]) -> ReportPaths:
+    """Write curves.png of `history` (as `read_history` gives it) and summary.json to `output_dir`.
+
+    summary.json holds `summary` and, under "versions", the version of every part. Each file appears whole or not at
+    all.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    paths = ReportPaths(curves=output_dir / "curves.png", summary=output_dir / "summary.json")
+    text = json.dumps({**summary, "versions": versions()}, indent=2) + "\n"
+    _write_whole(paths.summary, lambda file: file.write(text.encode()))
+    _write_whole(paths.curves, lambda file: draw_curves(history).savefig(file, format="png"))
+    return paths
+
+
+def report_table(title: str, results: Mapping[str, Any], paths: Mapping[str, Path]) -> Table:
+    """Return the table that ends a run: the `results` by name, then where each thing was written."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in results.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    if results and paths:
+        table.add_section()
+    for name, path in paths.items():
+        table.add_row(name, str(path))
+    return table
+
+
+def _write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
