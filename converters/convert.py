@@ -1,13 +1,43 @@
 """Moving elements: from a checkpoint into the tensors of a rank, and from rank to rank."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from converters.architectures import Architecture
 from converters.boxes import Box
+from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layout import Placement, Shape
+from converters.plan import Transfer
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
+    """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
+
+    Copies of a tied weight are accepted where they equal it.
+    """
+    for name, dtype in checkpoint.dtypes.items():
+        for prefix, what in architecture.unsupported.items():
+            if name.startswith(prefix):
+                raise UserError(f"{checkpoint.folder} holds {name}, a part of {what}, which is not supported yet")
+        if dtype in _FLOAT8:
+            raise UserError(f"{checkpoint.folder} holds {name} in FP8; give the model in bf16 or fp32")
+    expected = dict(architecture.hf_shapes)
+    for copy, original in architecture.hf_copies.items():
+        if copy in checkpoint.shapes:
+            expected[copy] = expected[original]
+    checkpoint.check(expected)
+    for copy, original in architecture.hf_copies.items():
+        whole = Box.whole(expected[original])
+        if copy in expected and not torch.equal(checkpoint.read(copy, whole), checkpoint.read(original, whole)):
+            raise UserError(
+                f"{checkpoint.folder} holds {copy} with other values than {original}, to which config.json ties it;"
+                " set tie_word_embeddings to false or delete one of them"
+            )
 
 
 def check_tensors(local_shapes: Mapping[str, Shape], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -50,3 +80,16 @@ def _view(tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Ten
     if view.shape != box.shape:
         raise ValueError(f"{box} leads out of {name}, which has shape {list(tensors[name].shape)}")
     return view
+
+
+def copy_transfers(
+    transfers: Iterable[Transfer], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
+) -> None:
+    """Carry out transfers whose two ranks' tensors are both at hand, converting to the destinations' types.
+
+    Raises ValueError for a box that is not within its tensor, or a tensor that is not there.
+    """
+    with torch.no_grad():
+        for transfer in transfers:
+            source = _view(sources, transfer.source_name, transfer.source_box)
+            _view(destinations, transfer.destination_name, transfer.destination_box).copy_(source)

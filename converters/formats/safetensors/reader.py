@@ -40,7 +40,7 @@ class HuggingFaceCheckpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        return _read_json(self.folder / CONFIG)
+        return read_json(self.folder / CONFIG)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -118,13 +118,14 @@ def _check_index(folder: Path, file_of: Mapping[str, Path]) -> None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
         raise UserError(f"{index} has no weight_map from tensor names to file names")
     return weight_map
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError where it is missing or broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
