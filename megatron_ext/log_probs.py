@@ -29,7 +29,7 @@ def log_probs_and_entropy(
     *,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int = 512,
+    chunk_tokens: int = 256,
 ) -> LogProbs:
     """Log-probability, entropy and greedy flag of every label, differentiable in the logits.
 

@@ -1,0 +1,18 @@
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.metrics import Metrics
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.policy_objective import PolicyObjective
+from megarl.algorithms.supervised import exact_matches, sft_objective
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "KL_ESTIMATORS",
+    "POLICY_LOSSES",
+    "Metrics",
+    "PolicyObjective",
+    "exact_matches",
+    "sft_objective",
+]

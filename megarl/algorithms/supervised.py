@@ -1,0 +1,32 @@
+"""The objective of supervised fine-tuning."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megarl.algorithms.metrics import Metrics
+from megatron_ext.log_probs import LogProbs
+
+
+def sft_objective(predictions: LogProbs, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """sum_t weight_t * -log p(token_t): loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
+
+    Fields [T]: `weights`, 0 outside the responses and summing to 1 over the global batch. Metrics: the loss, and the
+    share of response tokens that greedy decoding gives when all before them are right.
+    """
+    weights = fields["weights"]
+    loss = (weights * -predictions.log_probs.masked_fill(weights == 0, 0)).sum()
+    accuracy = (weights * predictions.greedy).sum()
+    return loss, Metrics({"sft/loss": loss.detach(), "sft/token_accuracy": accuracy})
+
+
+def exact_matches(greedy: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:
+    """Which of N ragged sequences greedy decoding would reproduce: bool[N].
+
+    `greedy` bool[T] says of every token whether it is the most likely one after those before it, `responses` bool[T]
+    which tokens count, `lengths` long[N] are those of the sequences, end to end. Greedy decoding reproduces a response
+    exactly if every one of its tokens is greedy; a sequence without response tokens counts as reproduced.
+    """
+    wrong = (responses & ~greedy).long()
+    sequence = lengths.new_tensor(range(len(lengths))).repeat_interleave(lengths)
+    return lengths.new_zeros(len(lengths)).index_add(0, sequence, wrong) == 0
