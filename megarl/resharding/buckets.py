@@ -1,0 +1,86 @@
+"""Buckets: the HF tensors of a model, cut into pieces that fit a shared-memory segment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from converters.errors import UserError
+
+# A cache line: enough for any dtype and for vector loads.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One whole HF tensor inside a bucket: contiguous, `offset_bytes` after the start of the segment."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together through segment number `segment`."""
+
+    segment: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """How much of the segment the entries reach over."""
+        return max(entry.offset_bytes + _bytes(entry.shape, entry.dtype) for entry in self.entries)
+
+
+def cut_into_buckets(
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    hf_dtypes: Mapping[str, torch.dtype],
+    bucket_bytes: int,
+    segments: int = 2,
+) -> list[Bucket]:
+    """Cut a model into buckets of at most `bucket_bytes`, in the order of `hf_shapes`.
+
+    Every tensor lies in exactly one bucket; consecutive buckets take turns on `segments` segments, so that one can be
+    filled while another is read. Raises UserError if a tensor alone is larger than a bucket.
+    """
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    end = 0
+
+    def close() -> None:
+        if entries:
+            buckets.append(Bucket(len(buckets) % segments, tuple(entries)))
+            entries.clear()
+
+    for name, shape in hf_shapes.items():
+        size = _bytes(shape, hf_dtypes[name])
+        if size > bucket_bytes:
+            raise UserError(
+                f"{name} has {size} bytes and refit.bucket_bytes is {bucket_bytes}: raise refit.bucket_bytes to at least "
+                f"{size}"
+            )
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if start + size > bucket_bytes:
+            close()
+            start = 0
+        entries.append(Entry(name, hf_dtypes[name], tuple(shape), start))
+        end = start + size
+    close()
+    return buckets
+
+
+def views(bucket: Bucket, memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of `bucket` as views of its segment's `memory` (uint8, one dimension), by HF name."""
+    return {
+        entry.name: memory[entry.offset_bytes : entry.offset_bytes + _bytes(entry.shape, entry.dtype)]
+        .view(entry.dtype)
+        .view(entry.shape)
+        for entry in bucket.entries
+    }
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

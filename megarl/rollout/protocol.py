@@ -1,0 +1,114 @@
+"""What the training loop asks of an inference engine: token ids in, token ids out, and new weights in between."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megarl.resharding.buckets import Bucket
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "abort"]
+
+
+class EngineDied(RuntimeError):
+    """The engine failed while it served; its `__cause__` is what it failed with. It has to be made anew."""
+
+
+class UpdateError(RuntimeError):
+    """A weight update in the wrong order, or one that is not the whole model once."""
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How to sample.
+
+    `temperature` 0 is greedy; `top_k` -1 considers every token. A response ends after one of `stop_token_ids`, after
+    one of the model's own end-of-sequence tokens (its generation_config.json), or after `max_tokens` tokens. With a
+    `seed`, the samples of a request are reproducible and each has a random stream of its own, derived from the seed
+    and the sample's position; requests that share a prompt need different seeds.
+    """
+
+    samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParameters
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled response; the three lists have one element per token.
+
+    `token_ids` includes the token that ended it. `log_probs` are those of the distribution sampled from:
+    log_softmax(logits / temperature), after top-p and top-k; of log_softmax(logits) if greedy. `versions` is the weight
+    version that each token was sampled with. "abort" means that it was cut off and could go on.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """An inference engine in this process. Every method may be called from any thread.
+
+    A weight update is a transaction: `begin_update`, `write` of every bucket, `commit_update`. From its begin to its
+    commit the engine serves nothing; requests wait. If an update fails it stays so, until another one is committed.
+    Every method but `close` raises EngineDied once the engine has failed.
+    """
+
+    def start(self) -> None:
+        """Load the model. Raises UserError for engine arguments that don't exist."""
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
+        """Sample; one list per request with `samples` generations, in order. Returns when all are finished.
+
+        The requests of one call enter the engine together. Raises UserError for a request that cannot be served.
+        """
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop sampling after the current token: "keep" goes on after `resume`, "abort" returns what there is."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Map the shared-memory segments of coming buckets; afterwards their names are not needed any more."""
+
+    def begin_update(self, version: int, names: Sequence[str]) -> None:
+        """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
+
+        Raises UpdateError if `version` is not above the current one or an update is under way.
+        """
+
+    def write(self, bucket: Bucket) -> None:
+        """Load the bucket's tensors; when it returns its segment can be used again.
+
+        Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
+        """
+
+    def commit_update(self, version: int) -> None:
+        """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.
+
+        Raises UpdateError if `version` is not the one begun or if a tensor is missing.
+        """
+
+    def version(self) -> int:
+        """The version of the weights that are served: 0 are those of the model's folder, -1 are none."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values."""
+
+    def close(self) -> None:
+        """Free everything; unfinished `generate` calls raise EngineDied."""

@@ -1,0 +1,32 @@
+"""The book-keeping of a weight update: every tensor of the model, once."""
+
+from collections.abc import Iterable, Sequence
+
+from megarl.rollout.protocol import UpdateError
+
+
+class WeightUpdate:
+    """An update to `version` that consists of the tensors `names`."""
+
+    def __init__(self, version: int, names: Sequence[str]) -> None:
+        self.version = version
+        self.failed = False
+        self._missing = set(names)
+        self._names = frozenset(names)
+
+    def accept(self, names: Iterable[str]) -> None:
+        """Note that `names` are about to be written. Raises UpdateError for one that is unknown or was written."""
+        for name in names:
+            if name not in self._names:
+                raise UpdateError(f"update {self.version}: {name} is not a tensor of this update")
+            if name not in self._missing:
+                raise UpdateError(f"update {self.version}: {name} was already written")
+            self._missing.remove(name)
+
+    def check_complete(self) -> None:
+        """Raises UpdateError naming what is missing."""
+        if self._missing:
+            raise UpdateError(
+                f"update {self.version}: {len(self._missing)} of {len(self._names)} tensors were not written, "
+                f"the first is {min(self._missing)}"
+            )

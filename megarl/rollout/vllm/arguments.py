@@ -1,0 +1,79 @@
+"""vLLM's own arguments: the environment it reads on import, and EngineArgs by their own names."""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from megarl.rollout.vllm import cpu
+from megatron_ext import device
+
+_ENVIRONMENT: Mapping[str, str] = {
+    # The engine core lives in this process and is stepped by our thread.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Buckets travel to the workers of a tensor-parallel engine as Python objects.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+
+_DEFAULT_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+_DEFAULTS: Mapping[str, Any] = {
+    "disable_log_stats": True,
+    "enable_prefix_caching": True,
+    "max_num_seqs": 512,
+    "seed": 0,
+}
+
+_REQUIRED: Mapping[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
+    # End-of-sequence tokens come from the model's folder.
+    "generation_config": "auto",
+}
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment. Must run before the first import of vllm in the process."""
+    os.environ.update(_ENVIRONMENT)
+    defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.ENVIRONMENT if device.backend() == "gloo" else {})}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def make_engine_args(model_path: Path, given: Mapping[str, Any]) -> Any:
+    """EngineArgs for the model in `model_path`: ours, overridden by those `given`, and those that must be so.
+
+    Raises UserError for a name that vLLM does not have, or one whose value the protocol needs.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from megarl.rollout.vllm.weight_transfer import BACKEND
+
+    required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
+    _check(given, [field.name for field in fields(EngineArgs)], required)
+    hf_config = json.loads((model_path / "config.json").read_text())
+    # vLLM's own choice for a model in fp32 is bfloat16.
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
+    on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else {}
+    return EngineArgs(**{**_DEFAULTS, "dtype": dtype, **on_device, **given, **required})
+
+
+def _check(given: Mapping[str, Any], known: list[str], required: Mapping[str, Any]) -> None:
+    for name in given:
+        key = f"rollout.engine_args.{name}"
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise UserError(f"{key} is not an argument of vLLM's EngineArgs; the nearest is {nearest[0]}")
+        if name in required:
+            raise UserError(f"{key} is set by megarl, because the rollout relies on it: remove it")

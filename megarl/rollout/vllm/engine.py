@@ -1,0 +1,189 @@
+"""vLLM as an engine: the LLMEngine of this process, owned and stepped by one thread."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.resharding.buckets import Bucket
+from megarl.rollout.protocol import EngineDied, Generation, PauseMode, Request, UpdateError
+from megarl.rollout.update import WeightUpdate
+from megarl.rollout.vllm.arguments import make_engine_args, prepare_environment
+from megarl.rollout.vllm.sequences import Call, SequencesInFlight
+
+Result = TypeVar("Result")
+
+
+class VllmEngine:
+    """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of vLLM's EngineArgs by their own names.
+
+    One thread owns vLLM: every call from outside and every step of the engine is a task in its queue, so they never
+    overlap and no lock is needed. A step puts the next one at the end of the queue, behind the calls that wait.
+    """
+
+    def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
+        self._model_path = Path(model_path)
+        self._engine_args = dict(engine_args)
+        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
+        self._llm_engine: Any = None
+        self._sequences: SequencesInFlight
+        self._version = -1
+        self._update: WeightUpdate | None = None
+        self._paused = False
+        self._step_queued = False
+        self._death: BaseException | None = None
+
+    def start(self) -> None:
+        """See `Engine.start`."""
+        prepare_environment()
+        self._call(self._start)
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
+        """See `Engine.generate`."""
+        if not requests:
+            return []
+        return self._call(self._add, requests).future.result()
+
+    def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`."""
+        self._call(self._pause, mode)
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._call(self._resume)
+
+    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """See `Engine.connect`."""
+        init_info = {"paths": list(segments), "segment_bytes": segment_bytes}
+        self._call(self._workers, "init_weight_transfer_engine", init_info)
+
+    def begin_update(self, version: int, names: Sequence[str]) -> None:
+        """See `Engine.begin_update`."""
+        self._call(self._begin_update, version, names)
+
+    def write(self, bucket: Bucket) -> None:
+        """See `Engine.write`."""
+        self._call(self._write, bucket)
+
+    def commit_update(self, version: int) -> None:
+        """See `Engine.commit_update`."""
+        self._call(self._commit_update, version)
+
+    def version(self) -> int:
+        """See `Engine.version`."""
+        return self._call(lambda: self._version)
+
+    def reset_prefix_cache(self) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        self._call(self._reset_prefix_cache)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._owner.submit(self._close).result()
+        self._owner.shutdown()
+
+    # What follows runs in the owner thread.
+
+    def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        def task() -> Result:
+            if self._death is not None:
+                raise EngineDied(f"the vLLM engine has died: {self._death}") from self._death
+            return function(*arguments)
+
+        return self._owner.submit(task).result()
+
+    def _start(self) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        engine_args = make_engine_args(self._model_path, self._engine_args)
+        self._llm_engine = LLMEngine.from_engine_args(engine_args)
+        self._sequences = SequencesInFlight(self._llm_engine)
+        self._version = -1 if engine_args.load_format == "dummy" else 0
+
+    def _add(self, requests: Sequence[Request]) -> Call:
+        if self._version < 0 and self._update is None:
+            raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
+        call = self._sequences.add(requests)
+        self._queue_step()
+        return call
+
+    def _queue_step(self) -> None:
+        if self._sequences and not self._paused and self._update is None and not self._step_queued:
+            self._step_queued = True
+            self._owner.submit(self._step).add_done_callback(self._die_of)
+
+    def _step(self) -> None:
+        self._step_queued = False
+        # A call that came first may have paused the engine.
+        if self._sequences and not self._paused and self._update is None:
+            outputs = self._llm_engine.engine_core.get_output()
+            self._sequences.collect(outputs.outputs, self._version)
+            self._queue_step()
+
+    def _die_of(self, step: Future[None]) -> None:
+        self._death = step.exception()
+        if self._death is not None:
+            died = EngineDied(f"the vLLM engine died: {self._death}")
+            died.__cause__ = self._death
+            self._sequences.fail(died)
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode == "abort":
+            self._sequences.abort()
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._queue_step()
+
+    def _workers(self, method: str, *arguments: Any) -> None:
+        self._llm_engine.collective_rpc(method, args=arguments)
+
+    def _begin_update(self, version: int, names: Sequence[str]) -> None:
+        if self._update is not None and not self._update.failed:
+            raise UpdateError(f"update {version} cannot begin before {self._update.version} was committed")
+        if version <= self._version:
+            raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
+        if self._update is not None:
+            self._workers("abandon_weight_update")
+        self._update = WeightUpdate(version, names)
+        self._workers("start_weight_update")
+
+    def _write(self, bucket: Bucket) -> None:
+        update = self._update_under_way("write")
+        # Until it has succeeded: whatever is raised below leaves the update failed.
+        update.failed = True
+        update.accept(entry.name for entry in bucket.entries)
+        self._workers("update_weights", {"bucket": bucket})
+        update.failed = False
+
+    def _commit_update(self, version: int) -> None:
+        update = self._update_under_way("commit")
+        if version != update.version:
+            raise UpdateError(f"version {version} cannot be committed: the update under way is {update.version}")
+        update.failed = True
+        update.check_complete()
+        self._workers("finish_weight_update")
+        self._reset_prefix_cache()
+        self._version = version
+        self._update = None
+        self._queue_step()
+
+    def _update_under_way(self, action: str) -> WeightUpdate:
+        if self._update is None:
+            raise UpdateError(f"{action} without begin_update")
+        if self._update.failed:
+            raise UpdateError(f"{action} after update {self._update.version} failed: begin it anew")
+        return self._update
+
+    def _reset_prefix_cache(self) -> None:
+        # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
+        if not self._llm_engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM could not reset its prefix cache")
+
+    def _close(self) -> None:
+        self._death = self._death or RuntimeError("it was closed")
+        if self._llm_engine is not None:
+            self._sequences.fail(EngineDied("the vLLM engine was closed"))
+            self._llm_engine.engine_core.shutdown()
+            self._llm_engine = None

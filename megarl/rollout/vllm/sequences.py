@@ -1,0 +1,146 @@
+"""Sequences in flight: from requests to vLLM's core requests, and from the core's outputs to generations."""
+
+import copy
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.errors import UserError
+from megarl.rollout.protocol import FinishReason, Generation, Request, SamplingParameters
+
+
+class Call:
+    """One call of `generate`: its future is done when all its sequences are."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.future: Future[list[list[Generation]]] = Future()
+        self._generations: list[list[Generation | None]] = [[None] * request.sampling.samples for request in requests]
+        self._unfinished = sum(request.sampling.samples for request in requests)
+
+    def finish(self, request: int, sample: int, generation: Generation) -> None:
+        """Note one generation, and complete the future with the last one."""
+        self._generations[request][sample] = generation
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self.future.set_result(self._generations)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class _SequenceInFlight:
+    call: Call
+    request: int
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def finish(self, reason: FinishReason) -> None:
+        generation = Generation(self.token_ids, self.log_probs, self.versions, reason)
+        self.call.finish(self.request, self.sample, generation)
+
+
+class SequencesInFlight:
+    """All sequences that the engine core holds, by the core's request id."""
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._processor = llm_engine.input_processor
+        self._core = llm_engine.engine_core
+        self._tasks = llm_engine.get_supported_tasks()
+        self._max_tokens = llm_engine.model_config.max_model_len
+        self._ids = itertools.count()
+        self._sequences: dict[str, _SequenceInFlight] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, requests: Sequence[Request]) -> Call:
+        """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served."""
+        prepared = [self._core_request(request) for request in requests]
+        call = Call(requests)
+        for index, (request, core_request) in enumerate(zip(requests, prepared, strict=True)):
+            for sample in range(request.sampling.samples):
+                sample_request = copy.copy(core_request)
+                sample_request.request_id = str(next(self._ids))
+                sample_request.external_req_id = sample_request.request_id
+                sample_request.sampling_params = _of_sample(core_request.sampling_params, request.sampling, sample)
+                self._sequences[sample_request.request_id] = _SequenceInFlight(call, index, sample)
+                self._core.add_request(sample_request)
+        return call
+
+    def collect(self, outputs: Sequence[Any], version: int) -> None:
+        """Take over the tokens that one step of the core gave (EngineCoreOutput), sampled with `version`."""
+        for output in outputs:
+            sequence = self._sequences[output.request_id]
+            if output.new_token_ids:
+                log_probs = output.new_logprobs.logprobs[:, 0].tolist()
+                if not all(map(math.isfinite, log_probs)):
+                    raise FloatingPointError(
+                        f"vLLM gave the log-probabilities {log_probs}; the weights hold NaN or inf"
+                    )
+                sequence.token_ids += output.new_token_ids
+                sequence.log_probs += log_probs
+                sequence.versions += [version] * len(output.new_token_ids)
+            if output.finish_reason is not None:
+                del self._sequences[output.request_id]
+                sequence.finish(_FINISH_REASONS[str(output.finish_reason)])
+
+    def abort(self) -> None:
+        """Finish all sequences with the tokens that they have."""
+        self._core.abort_requests(list(self._sequences))
+        sequences, self._sequences = self._sequences, {}
+        for sequence in sequences.values():
+            sequence.finish("abort")
+
+    def fail(self, error: BaseException) -> None:
+        """Let all calls raise `error`."""
+        for call in {sequence.call for sequence in self._sequences.values()}:
+            call.future.set_exception(error)
+        self._sequences = {}
+
+    def _core_request(self, request: Request) -> Any:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if len(prompt) + sampling.max_tokens > self._max_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's "
+                f"{self._max_tokens}: raise rollout.engine_args.max_model_len or lower rollout.max_response_tokens"
+            )
+        return self._processor.process_inputs(
+            "", {"prompt_token_ids": prompt}, _sampling_params(sampling), supported_tasks=self._tasks
+        )
+
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+def _sampling_params(sampling: SamplingParameters) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _of_sample(params: Any, sampling: SamplingParameters, sample: int) -> Any:
+    if sampling.seed is None or sampling.temperature == 0:
+        return params
+    params = copy.copy(params)
+    params.seed = derive_seed(sampling.seed, sample)
+    return params
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """A seed in [0, 2^63) for one sample: seeds that are neighbours, as those of vLLM are, would share streams."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,78 @@
+"""Weights out of shared memory, as a backend of vLLM's own weight-transfer API (vllm.distributed.weight_transfer)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megarl.resharding.buckets import Bucket, views
+from megarl.resharding.shared_memory import map_segment
+
+BACKEND = "shm"
+
+
+@dataclass
+class Segments(WeightTransferInitInfo):
+    """The shared-memory segments that buckets will lie in."""
+
+    paths: list[str]
+    segment_bytes: int
+
+
+@dataclass
+class BucketWritten(WeightTransferUpdateInfo):
+    """A bucket whose tensors lie ready in its segment."""
+
+    bucket: Bucket
+
+
+class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
+    """One worker's receiver: maps the segments and loads buckets through the model's own weight loaders."""
+
+    init_info_cls = Segments
+    update_info_cls = BucketWritten
+
+    def init_transfer_engine(self, init_info: Segments) -> None:
+        """Map the segments."""
+        self._memories: list[Tensor] = [map_segment(path, init_info.segment_bytes) for path in init_info.paths]
+
+    def start_weight_update(self) -> None:
+        """Let vLLM collect the tensors of each layer and process the layer once it has them all."""
+        # After an update that failed half-way, layers still wait for tensors that will never come.
+        if getattr(self, "_loading", False):
+            finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        self._loading = True
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """Load one bucket. The inherited method synchronizes an accelerator, which not every machine has."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: BucketWritten) -> None:
+        """Load one bucket into the model."""
+        bucket = update_info.bucket
+        # Copies, because vLLM keeps the tensors until their layer is complete and the segment is soon overwritten.
+        tensors = [(name, view.clone()) for name, view in views(bucket, self._memories[bucket.segment]).items()]
+        with torch.no_grad():
+            self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Process what is left: attention layers, and layers that have padding."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._loading = False
+
+    def shutdown(self) -> None:
+        """Unmap the segments."""
+        self._memories = []
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
