@@ -3,6 +3,8 @@
 import difflib
 import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -45,13 +47,16 @@ def _load_from_file(path: Path, name: str) -> RewardFunction:
     where = f"reward.function={path}:{name}"
     if not path.is_file():
         raise UserError(f"{where}: the file does not exist (looked for {path.resolve()})")
-    module_spec = importlib.util.spec_from_file_location(f"megarl_user_reward_{path.stem}", path)
+    module_name = "megarl_user_reward_" + re.sub(r"\W", "_", path.stem)
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"{where}: the file must be Python source with a name that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[module_name]
         raise UserError(f"{where}: running the file failed with {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]

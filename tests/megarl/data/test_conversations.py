@@ -1,0 +1,114 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from converters.errors import UserError
+from megarl.data import load_conversations
+from megarl.quickstart.tiny_models import make_tokenizer
+
+CHATML = (
+    "{%- for message in messages -%}<user>{{ message.role }}({{ message.content }}<end>){%- endfor -%}"
+    "{%- if add_generation_prompt -%}<user>assistant({%- endif -%}"
+)
+FORGETS_REASONING = (
+    "{%- for message in messages -%}<user>"
+    "{%- if message.role == 'assistant' and not loop.last -%}{{ message.content.split('/')[-1] }}"
+    "{%- else -%}{{ message.content }}{%- endif -%}<end>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<user>{%- endif -%}"
+)
+NO_END = "{%- for message in messages -%}{{ message.content }}.{%- endfor -%}"
+
+contents = st.text("0123456789+= abc", max_size=6)
+turns = st.lists(st.tuples(contents, contents), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def chat(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def load(tokenizer, folder, *chats, max_tokens=1000):
+    path = folder / "chats.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": messages} for messages in chats]), path)
+    return load_conversations([path], tokenizer, "messages", max_tokens)
+
+
+def masked_text(tokenizer, conversation):
+    token_ids, mask = conversation
+    assert len(token_ids) == len(mask)
+    return tokenizer.decode([token for token, masked in zip(token_ids, mask, strict=True) if masked])
+
+
+@given(turns=turns, open_end=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_the_mask_covers_contents_and_end_tokens_only(tmp_path, template, turns, open_end):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    messages = chat(*(content for turn in turns for content in turn), *(["?"] if open_end else []))
+    (conversation,) = load(tokenizer, tmp_path, messages)
+    assert masked_text(tokenizer, conversation) == "".join(f"{answer}<end>" for _, answer in turns)
+    assert conversation.token_ids == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def test_rows_keep_their_order(tokenizer, tmp_path):
+    loaded = load(tokenizer, tmp_path, chat("1", "2"), chat("3", "4", "5", "6"))
+    assert [masked_text(tokenizer, conversation) for conversation in loaded] == ["2<end>", "4<end>6<end>"]
+
+
+def test_a_template_that_rewrites_history_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = FORGETS_REASONING
+    (single,) = load(tokenizer, tmp_path, chat("1", "2/3"))
+    assert masked_text(tokenizer, single) == "2/3<end>"
+    with pytest.raises(UserError, match=r"row 1 .*renders earlier turns differently"):
+        load(tokenizer, tmp_path, chat("1", "2/3"), chat("1", "2/3", "4", "5"))
+
+
+def test_a_template_without_an_end_token_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = NO_END
+    with pytest.raises(UserError, match=r"row 0 .*without a special token"):
+        load(tokenizer, tmp_path, chat("1", "2"))
+
+
+def test_a_token_across_the_border_of_a_turn_is_refused(tmp_path):
+    words = Tokenizer(WordLevel({"?": 0, "<end>": 1, "a": 2, "b": 3, " ": 4, "  ": 5}, unk_token="?"))
+    words.pre_tokenizer = Split(Regex(r"\s+|."), behavior="isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}{{ ' ' + message.content }}<end>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ ' ' }}{%- endif -%}"
+    )
+    (conversation,) = load(tokenizer, tmp_path, chat("a", "b"))
+    assert conversation == ([4, 2, 1, 4, 3, 1], [False, False, False, False, True, True])
+    with pytest.raises(UserError, match=r"row 0 .*joins the text of two turns"):
+        load(tokenizer, tmp_path, chat("a", " b"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (chat("1"), "no message has the role 'assistant'"),
+        (chat("1", "2345"), "has 8 tokens, more than the limit of 7"),
+        ([{"role": "user", "content": None}], "message 0 must have a text"),
+    ],
+)
+def test_a_bad_row_is_named(tokenizer, tmp_path, messages, said):
+    with pytest.raises(UserError, match=rf"row 1 \(from 0\) of .*chats.parquet, column 'messages'.*{said}"):
+        load(tokenizer, tmp_path, chat("1", "234"), messages, max_tokens=7)
+
+
+def test_no_files_is_a_user_error(tokenizer):
+    with pytest.raises(UserError, match=r"sft\.train_files"):
+        load_conversations([], tokenizer, "messages", 10)

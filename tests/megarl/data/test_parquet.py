@@ -1,0 +1,48 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from converters.errors import UserError
+from megarl.data.parquet import read_rows
+
+
+def test_rows_come_in_order_with_the_wanted_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": range(3000), "y": ["text"] * 3000, "z": [0] * 3000}), path)
+    rows = list(read_rows(path, ["x"], ["y", "absent"]))
+    assert rows == [(number, {"x": number, "y": "text"}) for number in range(3000)]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.parquet does not exist"):
+        list(read_rows(tmp_path / "nowhere.parquet", ["x"]))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"x": 1}\n', b"PAR1 not really PAR1"])
+def test_a_file_of_another_format_is_refused(tmp_path, content):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read as parquet"):
+        list(read_rows(path, ["x"]))
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": [f"value {number}" for number in range(1000)]}), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        list(read_rows(path, ["x"]))
+
+
+def test_an_absent_column_is_named_beside_those_that_exist(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"question": ["1"], "answer": ["2"]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet has no column 'prompt'; its columns are 'question', 'answer'"):
+        list(read_rows(path, ["prompt", "answer"]))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), path)
+    with pytest.raises(UserError, match=r"a\.parquet has no rows"):
+        list(read_rows(path, ["x"]))

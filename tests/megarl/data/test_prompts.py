@@ -1,0 +1,137 @@
+import dataclasses
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from converters.errors import UserError
+from megarl.config.schema import DataConfig
+from megarl.data import load_prompts
+from megarl.quickstart.tiny_models import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def row(question="1+2=", **fields):
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"index": 7},
+        **fields,
+    }
+
+
+def write(path: Path, rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_prompt_is_the_rendered_chat_with_the_generation_prompt(tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "1+"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "="}]
+    file = write(tmp_path / "a.parquet", [row(), row(prompt=chat)])
+    loaded = load_prompts([file], tokenizer, DataConfig())
+    assert [tokenizer.decode(prompt.token_ids) for prompt in loaded.prompts] == [
+        "<user>1+2=<assistant>",
+        "<user>1+<assistant>2<end><user>=<assistant>",
+    ]
+    first = loaded.prompts[0]
+    assert (first.index, first.data_source, first.ground_truth, first.extra_info) == (0, "sums", "3", {"index": 7})
+    assert loaded.dropped == 0
+
+
+def test_token_ids_equal_those_of_the_tokenizer(tokenizer, tmp_path):
+    prompt = load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, DataConfig()).prompts[0]
+    expected = tokenizer.apply_chat_template(row()["prompt"], add_generation_prompt=True, return_dict=False)
+    assert prompt.token_ids == expected
+
+
+def test_files_follow_each_other_and_indices_run_through(tokenizer, tmp_path):
+    files = [write(tmp_path / "b.parquet", [row("1"), row("2")]), write(tmp_path / "a.parquet", [row("3")])]
+    prompts = load_prompts([str(file) for file in files], tokenizer, DataConfig()).prompts
+    assert [prompt.index for prompt in prompts] == [0, 1, 2]
+    assert [tokenizer.decode(prompt.token_ids[1:2]) for prompt in prompts] == ["1", "2", "3"]
+
+
+def test_extra_info_may_be_absent(tokenizer, tmp_path):
+    rows = [row()]
+    del rows[0]["extra_info"]
+    assert load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts[0].extra_info == {}
+
+
+def test_the_prompt_column_is_the_configured_one(tokenizer, tmp_path):
+    rows = [{**row(), "chat": row("9")["prompt"]}]
+    loaded = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(prompt_column="chat"))
+    assert tokenizer.decode(loaded.prompts[0].token_ids) == "<user>9<assistant>"
+
+
+def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    file = write(tmp_path / "a.parquet", [row("1+1"), row("1+1="), row("2")])  # 5, 6 and 3 tokens
+    config = DataConfig(max_prompt_tokens=5, overlong_prompts="drop")
+    loaded = load_prompts([file], tokenizer, config)
+    assert loaded.dropped == 1
+    assert [(prompt.index, len(prompt.token_ids)) for prompt in loaded.prompts] == [(0, 5), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"overlong_prompts": "refuse"}, r"row 1 \(from 0\) of .*a.parquet: the prompt has 6 tokens.*=5"),
+        ({"overlong_prompts": "drop", "max_prompt_tokens": 2}, "all 2 prompts"),
+        ({"overlong_prompts": "cut"}, "'cut'.*'refuse' or 'drop'"),
+    ],
+)
+def test_overlong_prompts_are_refused(tokenizer, tmp_path, change, said):
+    file = write(tmp_path / "a.parquet", [row("1"), row("1+1=")])
+    config = dataclasses.replace(DataConfig(max_prompt_tokens=5), **change)
+    with pytest.raises(UserError, match=said):
+        load_prompts([file], tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "1+2="}, "column 'prompt' must hold a non-empty list.*found '1\\+2='"),
+        ({"prompt": []}, "non-empty list"),
+        ({"prompt": [{"role": "user", "content": None}]}, "message 0 must have a text 'role'"),
+        ({"prompt": [{"content": "1"}]}, "message 0 must have a text 'role'"),
+        ({"data_source": 3}, "'data_source' must be a text, found 3"),
+        ({"reward_model": {"style": "rule"}}, "'reward_model' must hold a 'ground_truth'"),
+        ({"reward_model": "3"}, "'reward_model' must hold a 'ground_truth'"),
+        ({"extra_info": "index 7"}, "'extra_info' must be a struct"),
+    ],
+)
+def test_a_bad_row_is_named(tokenizer, tmp_path, fields, said):
+    file = write(tmp_path / "a.parquet", [row(**fields)])
+    with pytest.raises(UserError, match=rf"row 0 \(from 0\) of .*a\.parquet.*{said}"):
+        load_prompts([file], tokenizer, DataConfig())
+
+
+def test_a_row_number_counts_from_the_start_of_the_file(tokenizer, tmp_path):
+    rows = [row() for _ in range(1500)]
+    rows[1300]["reward_model"] = {"style": "rule", "ground_truth": None}
+    with pytest.raises(UserError, match=r"row 1300 \(from 0\)"):
+        load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig())
+
+
+def test_a_template_that_refuses_the_chat_is_a_user_error(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=r"row 0.*roles must alternate"):
+        load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, DataConfig())
+
+
+def test_a_tokenizer_without_a_template_is_a_user_error(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, DataConfig())
+
+
+def test_no_files_is_a_user_error(tokenizer):
+    with pytest.raises(UserError, match=r"data\.train_files"):
+        load_prompts([], tokenizer, DataConfig())

@@ -1,0 +1,61 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from converters.errors import UserError
+from megarl.data import PromptSampler
+
+sizes = st.integers(1, 40)
+seeds = st.integers(0, 2**32)
+draws = st.lists(st.integers(0, 100), max_size=8)
+
+
+@given(sizes, seeds, draws, st.booleans())
+def test_every_epoch_draws_every_prompt_once(size, seed, counts, shuffle):
+    sampler = PromptSampler(size, shuffle, seed)
+    drawn = [index for count in counts for index in sampler.next(count)]
+    assert len(drawn) == sum(counts)
+    for start in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[start : start + size]) == list(range(size))
+    assert sampler.epoch == len(drawn) // size
+
+
+@given(sizes, seeds, draws, draws)
+def test_a_resumed_sampler_goes_on_where_the_saved_one_stopped(size, seed, before, after):
+    sampler = PromptSampler(size, True, seed)
+    for count in before:
+        sampler.next(count)
+    resumed = PromptSampler(size, True, seed)
+    resumed.load_state_dict(sampler.state_dict())
+    assert [resumed.next(count) for count in after] == [sampler.next(count) for count in after]
+
+
+@given(sizes, seeds, st.integers(0, 100))
+def test_how_the_draws_are_cut_changes_nothing(size, seed, count):
+    at_once, one_by_one = PromptSampler(size, True, seed), PromptSampler(size, True, seed)
+    assert at_once.next(count) == [index for _ in range(count) for index in one_by_one.next(1)]
+
+
+def test_epochs_and_seeds_differ_when_shuffled():
+    sampler = PromptSampler(100, True, 1)
+    first, second = sampler.next(100), sampler.next(100)
+    assert first != second
+    assert first != PromptSampler(100, True, 2).next(100)
+    assert first == PromptSampler(100, True, 1).next(100)
+
+
+def test_unshuffled_is_the_order_of_the_files():
+    assert PromptSampler(3, False, 5).next(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (PromptSampler(11, True, 0), "size=11"),
+        (PromptSampler(10, False, 0), "shuffle=False"),
+        (PromptSampler(10, True, 3), "seed=3"),
+    ],
+)
+def test_the_state_of_another_order_is_refused(other, said):
+    with pytest.raises(UserError, match=said):
+        PromptSampler(10, True, 0).load_state_dict(other.state_dict())
