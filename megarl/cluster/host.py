@@ -1,0 +1,34 @@
+"""A worker process: a Ray actor that imports and makes one object and passes calls on to it."""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+class Host:
+    """Holds one object. What is heavy to import is imported here and not in the controller."""
+
+    def __init__(self, log: Path) -> None:
+        _redirect_output(log)
+        self._object: Any = None
+
+    def make(self, module: str, name: str, *arguments: Any) -> None:
+        """Import `name`, a class or another maker, from `module` and make the object."""
+        self._object = getattr(import_module(module), name)(*arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*arguments)
+
+
+def _redirect_output(log: Path) -> None:
+    """Send everything that this process prints, C++ libraries included, to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

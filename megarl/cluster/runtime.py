@@ -1,0 +1,78 @@
+"""A Ray cluster for one run: this machine alone on loopback, or one that is already there."""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from ray._private import ray_constants
+
+from megarl.config.schema import ClusterConfig
+
+LOOPBACK = "127.0.0.1"
+# Prompts, responses and their statistics; weights never pass through Ray's object store.
+_OBJECT_STORE_BYTES = 256 * 1024**2
+
+
+@contextmanager
+def ray_cluster(config: ClusterConfig) -> Iterator[None]:
+    """Connect to the cluster at `config.address`, or start one that lives and dies with this process."""
+    if config.address is not None:
+        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # Short, because the path of a Unix socket ends after 107 bytes.
+    folder = tempfile.mkdtemp(prefix="megarl-")
+    try:
+        _start_local(folder, config)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_local(folder: str, config: ClusterConfig) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    _bind_to_loopback()
+    slots = max(os.cpu_count() or 1, config.trainer_ranks * config.trainer_cpus + config.engine_cpus)
+    ray.init(
+        _node_ip_address=LOOPBACK,
+        _temp_dir=folder,
+        num_cpus=int(slots) + 1,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+    )
+
+
+def _bind_to_loopback() -> None:
+    """Make Ray (2.55 to 2.60) take loopback for this node's address, so that its servers listen nowhere else.
+
+    Ray replaces a loopback address it is given by one that other machines reach, except where it never forms clusters.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that was free a moment ago on `host`."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    """The end of a log file, for an error message."""
+    if not path.exists():
+        return "(no output)"
+    lines = path.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-count:]) or "(no output)"

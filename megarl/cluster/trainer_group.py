@@ -1,0 +1,134 @@
+"""The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from converters.layouts.megatron import ParallelSizes
+from megarl.cluster.placement import worker_environment, worker_host
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config.schema import ClusterConfig
+from megarl.resharding.buckets import Bucket
+from megatron_ext.log_probs import LogProbs
+from megatron_ext.objective import Objective
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch, assign
+from megatron_ext.step_result import StepResult
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one data-parallel rank gets of a batch: which sequences, and how they fall into micro-batches."""
+
+    sequences: list[int]
+    batch: RaggedBatch
+    micro_batches: list[list[int]]
+
+
+class TrainerGroup(WorkerGroup):
+    """All ranks of one Megatron job."""
+
+    def __init__(self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int) -> None:
+        size = options.parallel.world_size
+        super().__init__(
+            "trainer", size, cpus=cluster.trainer_cpus, environment=worker_environment(cluster), logs=logs
+        )
+        self._parallel = options.parallel
+        self._options = options
+        self._cluster = cluster
+        self._max_tokens = max_tokens
+
+    def start(self) -> None:
+        """Let the ranks meet at an address of rank 0."""
+        self.make("megarl.cluster.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
+        address = self.call("rendezvous", worker_host(self._cluster))[0]
+        self.call("join", self._options, address)
+
+    def build(self, model_path: Path, total_steps: int, *, reference: bool) -> None:
+        """Make the model from a HuggingFace folder, ready for `total_steps` optimizer steps."""
+        self.call("build", model_path, self._options, total_steps, reference)
+
+    def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> LogProbs:
+        """Log-probabilities of all tokens of `batch`, in its order."""
+        shares = self._cut(batch)
+        return _restore_order(shares, self._call_shares("log_probs", shares, temperature, reference))
+
+    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float) -> list[StepResult]:
+        """One optimizer step on `batch`; one result per data-parallel rank."""
+        return self._call_shares("train_step", self._cut(batch), objective, temperature)
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """The type of every HF tensor of the model."""
+        return dict(chain.from_iterable(part.items() for part in self.call("weight_dtypes")))
+
+    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Let every rank map the shared-memory segments of a refit."""
+        self.call("connect", list(segments), segment_bytes)
+
+    def write(self, bucket: Bucket) -> None:
+        """Let every rank write its part of a bucket."""
+        self.call("write", bucket)
+
+    def export(self, folder: Path, copy_from: Path) -> None:
+        """Write the model as a HuggingFace checkpoint."""
+        self.call("export", folder, copy_from)
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, schedule and RNG to `folder`."""
+        self.call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self.call("load", folder)
+
+    def peak_memory_bytes(self) -> list[int]:
+        """The most memory that each rank ever held."""
+        return self.call("peak_memory_bytes")
+
+    def _cut(self, batch: RaggedBatch) -> list[_Share]:
+        return [_share(batch, cut) for cut in assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens)]
+
+    def _call_shares(self, method: str, shares: Sequence[_Share], *arguments: Any) -> list[Any]:
+        """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
+        stored = [(ray.put(share.batch), share.micro_batches) for share in shares]
+        ranks = range(len(self))
+        results = self.wait(
+            self.begin_each(
+                method, [(*stored[_data_parallel_rank(rank, self._parallel)], *arguments) for rank in ranks]
+            )
+        )
+        last_stage = len(self) - len(self) // self._parallel.pipeline_model_parallel_size
+        return results[last_stage :: self._parallel.tensor_model_parallel_size]
+
+
+def _data_parallel_rank(rank: int, parallel: ParallelSizes) -> int:
+    # Megatron's order of ranks: tensor parallelism varies fastest, pipeline stages slowest.
+    return rank // parallel.tensor_model_parallel_size % parallel.data_parallel_size
+
+
+def _share(batch: RaggedBatch, cut: list[list[int]]) -> _Share:
+    sequences = list(chain.from_iterable(cut))
+    ends = torch.tensor([len(micro_batch) for micro_batch in cut]).cumsum(0).tolist()
+    micro_batches = [list(range(end - len(micro_batch), end)) for micro_batch, end in zip(cut, ends, strict=True)]
+    return _Share(sequences, batch.select(sequences), micro_batches)
+
+
+def _restore_order(shares: Sequence[_Share], results: Sequence[LogProbs]) -> LogProbs:
+    """Join predictions for the shares into those for the batch that was cut."""
+    order = torch.tensor(list(chain.from_iterable(share.sequences for share in shares))).argsort().tolist()
+
+    def join(field: str) -> Tensor:
+        pieces = [
+            piece
+            for share, result in zip(shares, results, strict=True)
+            for piece in getattr(result, field).split(share.batch.lengths.tolist())
+        ]
+        return torch.cat([pieces[index] for index in order])
+
+    return LogProbs(log_probs=join("log_probs"), entropy=join("entropy"), greedy=join("greedy"))

@@ -1,0 +1,99 @@
+"""The program of one Megatron rank."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_ext import device
+
+device.install()  # before anything of Megatron is imported
+
+from converters.architectures import read_architecture  # noqa: E402
+from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
+from megarl.cluster.runtime import free_port  # noqa: E402
+from megarl.resharding.buckets import Bucket  # noqa: E402
+from megarl.resharding.source import WeightSource  # noqa: E402
+from megatron_ext import checkpoint, parallel  # noqa: E402
+from megatron_ext.engine import MegatronEngine  # noqa: E402
+from megatron_ext.log_probs import LogProbs  # noqa: E402
+from megatron_ext.objective import Objective  # noqa: E402
+from megatron_ext.options import MegatronOptions  # noqa: E402
+from megatron_ext.packing import RaggedBatch  # noqa: E402
+from megatron_ext.specs import module_names  # noqa: E402
+from megatron_ext.step_result import StepResult  # noqa: E402
+
+
+class TrainerWorker:
+    """One rank: makes its part of the model and answers the group's calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def rendezvous(self, host: str) -> str:
+        """An address at which the ranks can meet; asked of rank 0."""
+        return f"tcp://{host}:{free_port(host)}"
+
+    def join(self, options: MegatronOptions, init_method: str) -> None:
+        """Enter the process groups."""
+        parallel.initialize(options.parallel, self.rank, init_method)
+
+    def build(self, model_path: Path, options: MegatronOptions, total_steps: int, reference: bool) -> None:
+        """Make the model, read its weights and prepare training; an earlier model is forgotten."""
+        source = HuggingFaceCheckpoint(model_path)
+        architecture = read_architecture(source.config)
+        source.check(architecture.hf_shapes)
+        self.engine = MegatronEngine(architecture, options, self.rank)
+        self.engine.load_huggingface(source)
+        if reference:
+            self.engine.keep_reference()
+        self.engine.prepare_training(total_steps)
+        self.weights = WeightSource(
+            architecture, options.parallel, self.rank, self.engine.local_tensors(), module_names()
+        )
+
+    def log_probs(
+        self, batch: RaggedBatch, micro_batches: list[list[int]], temperature: float, reference: bool
+    ) -> LogProbs | None:
+        """See `MegatronEngine.log_probs`; with `reference`, of the reference model."""
+        if not reference:
+            return self.engine.log_probs(batch, micro_batches, temperature=temperature)
+        with self.engine.reference_weights():
+            return self.engine.log_probs(batch, micro_batches, temperature=temperature)
+
+    def train_step(
+        self, batch: RaggedBatch, micro_batches: list[list[int]], objective: Objective, temperature: float
+    ) -> StepResult:
+        """See `MegatronEngine.train_step`."""
+        return self.engine.train_step(batch, micro_batches, objective, temperature=temperature)
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """The type of every HF tensor of which this rank sends a part."""
+        return self.weights.dtypes()
+
+    def connect(self, segments: list[str], segment_bytes: int) -> None:
+        """Map the shared-memory segments that buckets are written to."""
+        self.weights.connect(segments, segment_bytes)
+
+    def write(self, bucket: Bucket) -> None:
+        """Write this rank's boxes of a bucket into its segment."""
+        self.weights.write(bucket)
+
+    def export(self, folder: Path, copy_from: Path) -> None:
+        """Write a HuggingFace checkpoint."""
+        self.engine.export_huggingface(folder, copy_from)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        checkpoint.save(self.engine, folder)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        checkpoint.load(self.engine, folder)
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that this process ever held."""
+        return device.peak_memory_bytes()
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.shutdown()

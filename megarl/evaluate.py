@@ -1,0 +1,28 @@
+"""Accuracy of a HuggingFace folder: an engine that loads it afresh, greedy responses, the reward function."""
+
+from pathlib import Path
+
+from megarl.cluster.engine_group import EngineGroup
+from megarl.config.schema import MegarlConfig
+from megarl.data import load_prompts
+from megarl.job import LOGS, read_model
+from megarl.rewards import load_reward
+from megarl.stages.evaluate import evaluate
+
+
+def evaluate_model(config: MegarlConfig) -> float:
+    """Accuracy of `config.model` on `config.data.eval_files`."""
+    model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
+    prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
+    function = load_reward(config.reward.function)
+    with EngineGroup(config.rollout.replicas, config.cluster, Path(config.output_dir) / LOGS) as engines:
+        engines.wait(engines.begin_start(config.rollout.engine, model.folder, config.rollout.engine_args))
+        return evaluate(
+            engines,
+            prompts,
+            function,
+            model.tokenizer,
+            config.reward,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_token_ids=model.stop_token_ids,
+        )

@@ -1,0 +1,194 @@
+"""Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from converters.architectures import Architecture, read_architecture
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import megatron_layout
+from megarl.algorithms import PolicyObjective
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.megatron import megatron_options
+from megarl.config.schema import MegarlConfig
+from megarl.data import Prompt, PromptSampler, load_prompts
+from megarl.rewards import RewardFunction, load_reward
+from megarl.stages.refit import Refit
+from megarl.tracking import Run, Tracker, open_tracker
+from megatron_ext import checkpoint_folder
+from megatron_ext.options import MegatronOptions
+
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy as it lies on disk: what it is and how its tokens are made."""
+
+    folder: Path
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the policy is trained on."""
+
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    reward: RewardFunction
+
+
+@dataclass
+class LoopState:
+    """Where the loop stands. `step` is also the version of the weights: each step makes the next one."""
+
+    step: int
+    sampler: PromptSampler
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with all its processes up."""
+
+    config: MegarlConfig
+    model: Model
+    task: Task
+    objective: PolicyObjective
+    trainer: TrainerGroup
+    engines: EngineGroup
+    refit: Refit
+    tracker: Tracker
+    state: LoopState
+
+    def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Give the metrics of the present step to all loggers; returns them with the step."""
+        self.tracker.log(self.state.step, metrics)
+        return {"step": self.state.step, **metrics}
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step."""
+        root, step = checkpoints_folder(self.config), self.state.step
+        folder = checkpoint_folder.begin(root, step)
+        try:
+            self.trainer.save(folder)
+        except BaseException:
+            checkpoint_folder.abandon(root, step)
+            raise
+        controller_state = {"step": step, "engine_version": step, "sampler": self.state.sampler.state_dict()}
+        checkpoint_folder.commit(root, step, controller_state, keep=self.config.checkpoint.keep)
+
+
+def checkpoints_folder(config: MegarlConfig) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(config.output_dir) / CHECKPOINTS
+
+
+@contextmanager
+def open_job(config: MegarlConfig) -> Iterator[Job]:
+    """Check everything that can be checked without a process, then start them all; they end with the context.
+
+    A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
+    """
+    model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
+    options = megatron_options(config)
+    check_layout(model.architecture, options)
+    task = _read_task(config, model)
+    state, checkpoint = _position(config, len(task.prompts))
+    with ExitStack() as stack:
+        logs = Path(config.output_dir) / LOGS
+        tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
+        engines = stack.enter_context(EngineGroup(config.rollout.replicas, config.cluster, logs))
+        trainer = stack.enter_context(
+            TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
+        )
+        # The engines start while the ranks read the weights; their first weights come by the first refit.
+        starting = engines.begin_start(
+            config.rollout.engine, model.folder, {**config.rollout.engine_args, "load_format": "dummy"}
+        )
+        trainer.start()
+        trainer.build(
+            model.folder,
+            total_steps=config.loop.steps * config.algorithm.updates_per_step,
+            reference=config.algorithm.kl_coefficient > 0,
+        )
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+        engines.wait(starting)
+        yield Job(
+            config=config,
+            model=model,
+            task=task,
+            objective=PolicyObjective.from_config(config.algorithm),
+            trainer=trainer,
+            engines=engines,
+            refit=Refit(trainer, engines, model.architecture.hf_shapes, config.refit.bucket_bytes),
+            tracker=tracker,
+            state=state,
+        )
+
+
+def read_model(folder: Path, extra_stop_token_ids: list[int]) -> Model:
+    """What a HuggingFace folder holds, checked whole: a missing or misshapen tensor is found here."""
+    source = HuggingFaceCheckpoint(folder)
+    architecture = read_architecture(source.config)
+    source.check(architecture.hf_shapes)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Model(folder, architecture, tokenizer, _stop_token_ids(folder, tokenizer, extra_stop_token_ids))
+
+
+def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
+    """Raise UserError if the sizes of the model don't divide by those of the parallel layout."""
+    megatron_layout(architecture, options.parallel, module_names="local")
+
+
+def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
+    stop = {tokenizer.eos_token_id, *extra}
+    if (folder / "generation_config.json").exists():
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        stop |= set(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(stop - {None}))
+
+
+def _read_task(config: MegarlConfig, model: Model) -> Task:
+    prompts = load_prompts(config.data.train_files, model.tokenizer, config.data).prompts
+    held_out = config.data.eval_files
+    return Task(
+        prompts=prompts,
+        eval_prompts=load_prompts(held_out, model.tokenizer, config.data).prompts if held_out else [],
+        reward=load_reward(config.reward.function),
+    )
+
+
+def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | None]:
+    """Where to start: the state, and the checkpoint it comes from."""
+    state = LoopState(step=0, sampler=PromptSampler(prompts, config.data.shuffle, config.loop.seed))
+    root = checkpoints_folder(config)
+    iterations = checkpoint_folder.complete_iterations(root)
+    if config.checkpoint.resume == "never" or not iterations:
+        return state, None
+    folder = checkpoint_folder.iteration_folder(root, iterations[-1])
+    saved = checkpoint_folder.read_controller_state(folder)
+    state.step = saved["step"]
+    state.sampler.load_state_dict(saved["sampler"])
+    return state, folder
+
+
+def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:
+    """The loggers of a run that has done `step` of `last_step` steps."""
+    run = Run(
+        output_dir=Path(config.output_dir),
+        first_step=step + 1 if step else 0,
+        last_step=last_step,
+        project=config.tracking.project,
+        run_name=config.tracking.run_name,
+        resumed=step > 0,
+        config=asdict(config),
+    )
+    return open_tracker(config.tracking.loggers, run)

@@ -1,0 +1,73 @@
+"""The training loop: prompts, trajectories, rewards, advantages, update, refit."""
+
+from pathlib import Path
+
+from megarl.clock import Clock
+from megarl.config.schema import MegarlConfig
+from megarl.job import Job, open_job
+from megarl.stages.advantage import advantage
+from megarl.stages.evaluate import evaluate
+from megarl.stages.reward import reward, reward_metrics
+from megarl.stages.rollout import response_metrics, rollout, sampling_parameters
+from megarl.stages.update import update
+
+EXPORT = "huggingface"
+
+
+def train(config: MegarlConfig) -> None:
+    """Run the main job to its last step.
+
+    Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
+    """
+    with open_job(config) as job:
+        job.refit(job.state.step)
+        if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
+            job.log({"eval/accuracy": _accuracy(job)})
+        while job.state.step < config.loop.steps:
+            job.log(_train_step(job))
+        job.trainer.export(Path(config.output_dir) / EXPORT, job.model.folder)
+
+
+def _train_step(job: Job) -> dict[str, float]:
+    """What the present version of the weights samples makes the next version."""
+    config, task, state, clock = job.config, job.task, job.state, Clock()
+    temperature = config.rollout.temperature
+
+    with clock.stage("rollout"):
+        prompts = [task.prompts[index] for index in state.sampler.next(config.loop.prompts_per_step)]
+        sampling = sampling_parameters(config, job.model.stop_token_ids, state.step)
+        trajectories = rollout(job.engines, prompts, sampling)
+    with clock.stage("reward"):
+        scored = reward(task.reward, trajectories, job.model.tokenizer, config.reward)
+    with clock.stage("advantage"):
+        batches = advantage(scored, job.trainer, config.algorithm, temperature=temperature)
+    with clock.stage("update"):
+        metrics = update(job.trainer, batches, job.objective, temperature=temperature)
+    with clock.stage("refit"):
+        state.step += 1
+        job.refit(state.step)
+
+    metrics |= response_metrics(trajectories, state.step) | reward_metrics(scored, dropped=len(trajectories) - len(scored))
+    if task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
+        with clock.stage("evaluate"):
+            metrics["eval/accuracy"] = _accuracy(job)
+    if _due(state.step, config.checkpoint.every, config.loop.steps):
+        with clock.stage("checkpoint"):
+            job.save()
+    return metrics | clock.metrics(tokens=sum(len(batch.tokens) for batch in batches))
+
+
+def _accuracy(job: Job) -> float:
+    return evaluate(
+        job.engines,
+        job.task.eval_prompts,
+        job.task.reward,
+        job.model.tokenizer,
+        job.config.reward,
+        max_tokens=job.config.rollout.max_response_tokens,
+        stop_token_ids=job.model.stop_token_ids,
+    )
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,83 @@
+"""The state of a training run in Megatron's distributed format (torch_dist), readable at any layout."""
+
+import errno
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_ext import compat
+from megatron_ext.checkpoint_folder import disk_error
+from megatron_ext.engine import MegatronEngine
+
+
+def save(engine: MegatronEngine, folder: Path) -> None:
+    """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
+
+    Raises UserError if the disk is full or not writable.
+    """
+    try:
+        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(folder))
+    except Exception as error:
+        # The writers run in processes of their own and wrap what befell them.
+        if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+            raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder.parent) from error
+        raise
+
+
+def load(engine: MegatronEngine, folder: Path) -> None:
+    """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called."""
+    compat.prime_optimizer_state(engine.optimizer)
+    state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(folder))
+    for name, chunk in _named_chunks(engine).items():
+        chunk.load_state_dict(state[name])
+    engine.optimizer.load_state_dict(state["optimizer"])
+    compat.separate_step_counters(engine.optimizer)
+    engine.scheduler.load_state_dict(state["scheduler"])
+    _set_rng_state(state["rng_state"])
+
+
+def _named_chunks(engine: MegatronEngine) -> dict[str, torch.nn.Module]:
+    bare = [chunk.module for chunk in engine.chunks]
+    return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
+
+
+def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    state["scheduler"] = engine.scheduler.state_dict()
+    state["rng_state"] = ShardedObject(
+        "rng_state", _rng_state(), (torch.distributed.get_world_size(),), (torch.distributed.get_rank(),)
+    )
+    return state
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

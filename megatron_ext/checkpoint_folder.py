@@ -1,0 +1,98 @@
+"""Checkpoint folders: written under another name, complete as soon as they have their own.
+
+A checkpoint is a folder `iter_0000010` as Megatron-LM lays it out, with one file more, `megarl.json`, for what the
+controller knows. kill -9 at any moment leaves the last complete checkpoint the latest.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+
+LATEST = "latest_checkpointed_iteration.txt"
+CONTROLLER_STATE = "megarl.json"
+_PARTIAL = ".partial"
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """The folder of one checkpoint below `root`."""
+    return root / f"iter_{iteration:07d}"
+
+
+def partial_folder(root: Path, iteration: int) -> Path:
+    """Where the checkpoint is written until it is complete."""
+    return root / f"iter_{iteration:07d}{_PARTIAL}"
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Iterations with a complete checkpoint below `root`, in order."""
+    matches = (re.fullmatch(r"iter_(\d{7})", path.name) for path in root.glob("iter_*"))
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """Make the folder that a checkpoint is written to; removes what an interrupted one left."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob(f"iter_*{_PARTIAL}"):
+            shutil.rmtree(leftover)
+        folder = partial_folder(root, iteration)
+        folder.mkdir()
+    except OSError as error:
+        raise disk_error(error, root) from error
+    return folder
+
+
+def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int) -> Path:
+    """Give a written checkpoint its name, make it the latest, and delete all but the newest `keep`."""
+    partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
+    try:
+        (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
+        for path in partial.rglob("*"):
+            _sync(path)
+        _sync(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        tracker = root / (LATEST + _PARTIAL)
+        tracker.write_text(str(iteration))
+        _sync(tracker)
+        tracker.rename(root / LATEST)
+        _sync(root)
+    except OSError as error:
+        abandon(root, iteration)
+        raise disk_error(error, root) from error
+    for old in complete_iterations(root)[:-keep]:
+        shutil.rmtree(iteration_folder(root, old))
+    return folder
+
+
+def abandon(root: Path, iteration: int) -> None:
+    """Remove a checkpoint that could not be completed."""
+    shutil.rmtree(partial_folder(root, iteration), ignore_errors=True)
+
+
+def read_controller_state(folder: Path) -> dict[str, Any]:
+    """What the controller saved with the checkpoint `folder`."""
+    return json.loads((folder / CONTROLLER_STATE).read_text())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(error: OSError, root: Path) -> UserError:
+    """What to tell the user when `root` cannot be written."""
+    return UserError(
+        f"cannot write a checkpoint below {root}: {error.strerror}; free space or choose another output_dir "
+        "(the last complete checkpoint is untouched)"
+    )

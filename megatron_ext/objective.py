@@ -1,0 +1,20 @@
+"""What a train step minimises."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_ext.log_probs import LogProbs
+
+
+class Objective(Protocol):
+    """A sum over tokens whose weights are normalised over the global batch.
+
+    Because the weights already carry the global denominator, the sum of all micro-batches' losses on all ranks is the
+    loss, and no cut of the work into micro-batches or ranks changes a gradient.
+    """
+
+    def __call__(self, predictions: LogProbs, fields: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        """The scalar loss of one micro-batch and its metrics."""
+        ...
