@@ -20,8 +20,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
     Raises UserError for a model type or a field that is not supported, or a field that is missing.
     """
-    model_type = str(hf_config.get("model_type"))
+    config = HuggingFaceConfig(hf_config)
+    model_type = config["model_type"]
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"config.json has model_type {model_type!r}, which is not supported: {known} are")
-    return FAMILIES[model_type](HuggingFaceConfig(hf_config))
+    return FAMILIES[model_type](config)

@@ -1,0 +1,133 @@
+"""Small checkpoints in which every element has a value of its own, so that none can be mistaken for another."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from safetensors.torch import save_file
+
+from converters.architectures import Architecture, read_architecture
+
+# The same examples in every run, and no wall-time limits.
+settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.load_profile("deterministic")
+
+COMMON = {
+    "hidden_act": "silu",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "vocab_size": 18,
+}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    # As transformers 5 writes them.
+    "qwen3": {
+        **COMMON,
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen3_moe": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    # As it was released.
+    "deepseek_v3": {
+        **COMMON,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 5,
+        "kv_lora_rank": 7,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "moe_layer_freq": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk, and what is in it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    architecture: Architecture
+    tensors: Mapping[str, torch.Tensor]
+
+
+def make_config(name: str, **fields: Any) -> dict[str, Any]:
+    return {**CONFIGS[name], **fields}
+
+
+def count_up(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Float32 tensors that together hold 1, 2, 3, ... in order."""
+    tensors, first = {}, 1
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        tensors[name] = torch.arange(first, first + size, dtype=torch.float32).view(shape)
+        first += size
+    assert first < 2**24, "float32 counts no further"
+    return tensors
+
+
+@pytest.fixture(name="config")
+def config_fixture() -> Callable[..., dict[str, Any]]:
+    """`config(name, **fields)`: a config.json with some fields changed."""
+    return make_config
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., Model]:
+    """`make_model(name, **fields)`: a model in one safetensors file, written by the reference library."""
+
+    def make(name: str, **fields: Any) -> Model:
+        config = make_config(name, **fields)
+        architecture = read_architecture(config)
+        tensors = count_up(architecture.hf_shapes)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return Model(folder, config, architecture, tensors)
+
+    return make

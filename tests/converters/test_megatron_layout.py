@@ -1,0 +1,273 @@
+import dataclasses
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from converters.architectures import Kind
+from converters.convert import check_tensors, copy_transfers, read_into
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layout import check_tiling
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.plan import plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What a rank should hold: its tensor rank, the global layers of its chunks, its experts, its part of an expert."""
+
+    tensor: int = 0
+    chunks: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
+    experts: tuple[int, ...] = (0, 1, 2, 3)
+    expert_tensor: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    sizes: dict[str, int]
+    ranks: tuple[Rank, ...]
+
+
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
+FRONT, BACK, LOW, HIGH = ((0, 1),), ((2, 3),), (0, 1), (2, 3)
+DENSE_CASES = {
+    "one rank": Case({}, (Rank(),)),
+    "tp2": Case({TP: 2}, (Rank(0), Rank(1, expert_tensor=1))),
+    "dp2": Case({"world_size": 2}, (Rank(), Rank())),
+    "pp2": Case({PP: 2}, (Rank(chunks=FRONT), Rank(chunks=BACK))),
+    "pp2, vpp2": Case({PP: 2, VPP: 2}, (Rank(chunks=((0,), (2,))), Rank(chunks=((1,), (3,))))),
+    "pp2 uneven": Case(
+        {PP: 2, "num_layers_in_first_pipeline_stage": 1}, (Rank(chunks=((0,),)), Rank(chunks=((1, 2, 3),)))
+    ),
+}
+EXPERT_CASES = {
+    "ep2": Case({EP: 2, "world_size": 2}, (Rank(experts=LOW), Rank(experts=HIGH))),
+    "ep2, tp2, etp1": Case({EP: 2, TP: 2, ETP: 1}, (Rank(0, experts=LOW), Rank(1, experts=HIGH))),
+    "tp2, etp1": Case({TP: 2, ETP: 1}, (Rank(0), Rank(1))),
+    "tp1, etp2": Case({ETP: 2, "world_size": 2}, (Rank(), Rank(expert_tensor=1))),
+    "tp2, pp2, ep2, dp2": Case(
+        {TP: 2, PP: 2, EP: 2, "world_size": 8},
+        tuple(
+            Rank(tensor, chunks, experts, tensor)
+            for chunks in (FRONT, BACK)
+            for experts in (LOW, HIGH)
+            for tensor in (0, 1)
+        ),
+    ),
+}
+MODELS_AND_CASES = [
+    *[(name, case) for name in ("qwen3", "qwen3_moe", "deepseek_v3") for case in DENSE_CASES],
+    *[(name, case) for name in ("qwen3_moe", "deepseek_v3") for case in EXPERT_CASES],
+]
+
+
+def sizes_of(case: Case) -> ParallelSizes:
+    return ParallelSizes(**{"world_size": len(case.ranks), **case.sizes})
+
+
+def expected_tensors(
+    hf: Mapping[str, Tensor], config: Mapping[str, Any], sizes: ParallelSizes, rank: Rank
+) -> dict[str, Tensor]:
+    """What the rank should hold, by plain torch: stack, interleave, chunk. The local names of megatron-core."""
+    tp, etp = sizes.tensor_model_parallel_size, sizes.expert_tensor_size
+
+    def cut(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(tp, dim)[rank.tensor]
+
+    def mlp(prefix: str, cut_=cut) -> tuple[Tensor, Tensor]:
+        gate, up, down = (hf[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return torch.cat([cut_(gate, 0), cut_(up, 0)]), cut_(down, 1)
+
+    def vocabulary(tensor: Tensor) -> Tensor:
+        padding = -tensor.shape[0] % tp
+        return cut(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]), 0)
+
+    def attention(hf_prefix: str) -> dict[str, Tensor]:
+        local = {"linear_proj.weight": cut(hf[hf_prefix + "o_proj.weight"], 1)}
+        if config["model_type"] == "deepseek_v3":
+            local["linear_kv_down_proj.weight"] = hf[hf_prefix + "kv_a_proj_with_mqa.weight"]
+            local["kv_layernorm.weight"] = hf[hf_prefix + "kv_a_layernorm.weight"]
+            local["linear_kv_up_proj.weight"] = cut(hf[hf_prefix + "kv_b_proj.weight"], 0)
+            if config["q_lora_rank"] is None:
+                return local | {"linear_q_proj.weight": cut(hf[hf_prefix + "q_proj.weight"], 0)}
+            local["linear_q_down_proj.weight"] = hf[hf_prefix + "q_a_proj.weight"]
+            local["q_layernorm.weight"] = hf[hf_prefix + "q_a_layernorm.weight"]
+            return local | {"linear_q_up_proj.weight": cut(hf[hf_prefix + "q_b_proj.weight"], 0)}
+        groups, hidden = config["num_key_value_heads"], config["hidden_size"]
+        qkv = [hf[f"{hf_prefix}{x}_proj.weight"].view(groups, -1, hidden) for x in "qkv"]
+        local["linear_qkv.weight"] = cut(torch.cat(qkv, 1).reshape(-1, hidden), 0)
+        return local | {f"{x}_layernorm.weight": hf[f"{hf_prefix}{x}_norm.weight"] for x in "qk"}
+
+    tensors = {}
+    for chunk, layers in enumerate(rank.chunks):
+        model = f"model{chunk}." if len(rank.chunks) > 1 else ""
+        if layers[0] == 0:
+            tensors[model + "embedding.word_embeddings.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+        for i, layer in enumerate(layers):
+            theirs, ours = f"model.layers.{layer}.", f"{model}decoder.layers.{i}."
+            tensors[ours + "input_layernorm.weight"] = hf[theirs + "input_layernorm.weight"]
+            tensors[ours + "pre_mlp_layernorm.weight"] = hf[theirs + "post_attention_layernorm.weight"]
+            for name, tensor in attention(theirs + "self_attn.").items():
+                tensors[f"{ours}self_attention.{name}"] = tensor
+            if theirs + "mlp.gate.weight" not in hf:
+                tensors[ours + "mlp.linear_fc1.weight"], tensors[ours + "mlp.linear_fc2.weight"] = mlp(theirs + "mlp.")
+                continue
+            tensors[ours + "mlp.router.weight"] = hf[theirs + "mlp.gate.weight"]
+            for j, expert in enumerate(rank.experts):
+                parts = mlp(
+                    f"{theirs}mlp.experts.{expert}.", lambda tensor, dim: tensor.chunk(etp, dim)[rank.expert_tensor]
+                )
+                for number, part in enumerate(parts, start=1):
+                    tensors[f"{ours}mlp.experts.local_experts.{j}.linear_fc{number}.weight"] = part
+            if config["model_type"] == "deepseek_v3":
+                tensors[ours + "mlp.router.expert_bias"] = hf[theirs + "mlp.gate.e_score_correction_bias"]
+                for number, part in enumerate(mlp(theirs + "mlp.shared_experts."), start=1):
+                    tensors[f"{ours}mlp.shared_experts.linear_fc{number}.weight"] = part
+        if layers[-1] == 3:
+            tensors[model + "decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+            if not config["tie_word_embeddings"]:
+                tensors[model + "output_layer.weight"] = vocabulary(hf["lm_head.weight"])
+            elif layers[0] != 0:
+                tensors[model + "output_layer.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    return tensors
+
+
+def load(model, layout, rank: int) -> dict[str, Tensor]:
+    """A rank's tensors, full of NaN before they are read."""
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+    read_into(HuggingFaceCheckpoint(model.folder), layout.placements(rank), tensors)
+    return tensors
+
+
+def wrong_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
+    assert actual.keys() == expected.keys()
+    return {name for name in actual if not torch.equal(actual[name], expected[name])}
+
+
+@pytest.mark.parametrize(("name", "case"), MODELS_AND_CASES)
+def test_every_rank_holds_what_megatron_expects_and_gives_it_back(name, case, make_model):
+    model, case = make_model(name), {**DENSE_CASES, **EXPERT_CASES}[case]
+    sizes = sizes_of(case)
+    layout = megatron_layout(model.architecture, sizes, module_names="local")
+    back = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.tensors.items()}
+    transfers = plan(layout, huggingface_layout(model.architecture.hf_shapes))
+    for number, rank in enumerate(case.ranks):
+        check_tiling(layout.shard(number))
+        tensors = load(model, layout, number)
+        assert wrong_tensors(tensors, expected_tensors(model.tensors, model.config, sizes, rank)) == set()
+        copy_transfers([t for t in transfers if t.source_rank == number], tensors, back)
+    assert wrong_tensors(back, model.tensors) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("deepseek_v3", {"q_lora_rank": None}),
+        ("deepseek_v3", {"vocab_size": 17}),
+    ],
+)
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_variants_of_the_architectures(name, fields, case, make_model):
+    test_every_rank_holds_what_megatron_expects_and_gives_it_back(name, case, lambda name: make_model(name, **fields))
+
+
+def test_vocabulary_padding_is_declared_and_zero(make_model):
+    model = make_model("qwen3", vocab_size=17)
+    sizes = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+    layout = megatron_layout(model.architecture, sizes, module_names="local")
+    assert [name for name, _ in layout.shard(0).padding] == []
+    padding = dict(layout.shard(1).padding)
+    assert padding.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert all((box.start, box.stop) == ((8, 0), (9, 8)) for box in padding.values())
+    tensors = load(model, layout, 1)
+    assert not tensors["output_layer.weight"][8:].any()
+    assert tensors["output_layer.weight"][:8].all()
+
+
+def with_parameter(architecture, megatron: str, **changes):
+    """The architecture with one line of its weight map changed."""
+    weight_map = tuple(
+        dataclasses.replace(parameter, **changes) if parameter.megatron == megatron else parameter
+        for parameter in architecture.weight_map
+    )
+    assert weight_map != architecture.weight_map
+    return dataclasses.replace(architecture, weight_map=weight_map)
+
+
+def test_the_reference_tells_a_wrong_map_from_a_right_one(make_model):
+    """Gate and up swapped, and query, key and value stacked without interleaving: both are bijections."""
+    model = make_model("qwen3")
+    fc1, qkv = "decoder.layers.{layer}.mlp.linear_fc1.weight", "decoder.layers.{layer}.self_attention.linear_qkv.weight"
+    gate_up = next(p.huggingface for p in model.architecture.weight_map if p.megatron == fc1)
+    expected = expected_tensors(model.tensors, model.config, ParallelSizes(), Rank())
+    for name, changes in ((fc1, {"huggingface": gate_up[::-1]}), (qkv, {"kind": Kind.GATED})):
+        wrong = with_parameter(model.architecture, name, **changes)
+        layout = megatron_layout(wrong, ParallelSizes(), module_names="local")
+        check_tiling(layout.shard(0))
+        assert wrong_tensors(load(model, layout, 0), expected) == {name.format(layer=layer) for layer in range(4)}
+
+
+def test_names_of_transformer_engine_modules(make_model):
+    model = make_model("deepseek_v3")
+    sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+    local, te = (megatron_layout(model.architecture, sizes, module_names=names) for names in ("local", "te"))
+    renamed = {
+        a.local_name: b.local_name
+        for a, b in zip(local.placements(1), te.placements(1), strict=True)
+        if a.local_name != b.local_name
+    }
+    layer = "decoder.layers.0."
+    assert renamed[layer + "self_attention.q_layernorm.weight"] == (
+        layer + "self_attention.linear_q_up_proj.layer_norm_weight"
+    )
+    assert renamed[layer + "pre_mlp_layernorm.weight"] == layer + "mlp.linear_fc1.layer_norm_weight"
+    assert layer + "input_layernorm.weight" not in renamed
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" not in renamed
+    assert renamed["decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight"] == (
+        "decoder.layers.1.mlp.experts.linear_fc2.weight1"
+    )
+    dense = megatron_layout(make_model("qwen3").architecture, ParallelSizes(), module_names="te")
+    assert layer + "self_attention.linear_qkv.layer_norm_weight" in dense.local_shapes(0)
+    for rank in range(2):
+        check_tiling(te.shard(rank))
+
+
+def test_a_layout_goes_to_other_processes(make_model):
+    layout = megatron_layout(make_model("qwen3_moe").architecture, ParallelSizes(), module_names="local")
+    assert pickle.loads(pickle.dumps(layout)).placements(0) == layout.placements(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("qwen3", {TP: 4}, "num_key_value_heads = 2 cannot be divided by tensor_model_parallel_size = 4"),
+        ("qwen3", {TP: 3}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 3"),
+        ("deepseek_v3", {TP: 8}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 8"),
+        ("qwen3", {EP: 2}, "0 experts cannot be divided by expert_model_parallel_size = 2"),
+        ("qwen3_moe", {EP: 3}, "4 experts cannot be divided by expert_model_parallel_size = 3"),
+        ("qwen3_moe", {ETP: 4}, "moe_intermediate_size = 6 cannot be divided by expert_tensor_parallel_size = 4"),
+        ("qwen3", {PP: 3}, "layers"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model_are_refused(name, sizes, message, make_model):
+    with pytest.raises(UserError, match=message):
+        megatron_layout(make_model(name).architecture, ParallelSizes(world_size=24, **sizes), module_names="local")
+
+
+def test_tensors_of_another_shape_are_refused(make_model):
+    layout = megatron_layout(make_model("qwen3").architecture, ParallelSizes(), module_names="local")
+    tensors = {name: torch.zeros(shape) for name, shape in layout.local_shapes(0).items()}
+    check_tensors(layout.local_shapes(0), tensors)
+    with pytest.raises(ValueError, match="only the model has surplus"):
+        check_tensors(layout.local_shapes(0), {**tensors, "surplus": torch.zeros(1)})
+    tensors["output_layer.weight"] = torch.zeros(19, 8)
+    with pytest.raises(ValueError, match=r"output_layer.weight has shape \[19, 8\], in the layout \[18, 8\]"):
+        check_tensors(layout.local_shapes(0), tensors)
