@@ -1,0 +1,137 @@
+"""Workarounds for megatron-core 0.16.1, one function each. Every one has a test that fails without it.
+
+`install` applies those that replace something inside megatron-core; the others are called where they are needed. What
+depends on the device alone is in `device`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor
+
+from megatron_ext import device
+
+
+def install() -> None:
+    """Apply the replacements; idempotent."""
+    copy_optimizer_state_by_saved_keys()
+    if not device.has_transformer_engine():
+        define_router_gemm()
+        let_latent_attention_go_without_transformer_engine()
+        let_selective_recompute_go_without_transformer_engine()
+
+
+def define_router_gemm() -> None:
+    """Without Transformer Engine, `moe_utils` never defines `te_general_gemm`, then asks whether it is None.
+
+    Every MoE forward would end in a NameError.
+    """
+    moe_utils.te_general_gemm = None
+
+
+def let_latent_attention_go_without_transformer_engine() -> None:
+    """`multi_latent_attention` sets HAVE_TE although Transformer Engine is missing.
+
+    It decides by an import that always succeeds; `isinstance(x, TELinear)` then raises TypeError.
+    """
+    multi_latent_attention.HAVE_TE = False
+
+
+def let_selective_recompute_go_without_transformer_engine() -> None:
+    """`CheckpointWithoutOutput(fp8=False)` takes the FP8 path (`fp8 is not None`), whose names are not defined."""
+
+    def no_context(**_options: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    tensor_parallel_random.FP8GlobalStateManager = SimpleNamespace(
+        is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+    )
+    tensor_parallel_random.activation_recompute_forward = no_context
+    tensor_parallel_random.fp8_autocast = no_context
+
+
+def copy_optimizer_state_by_saved_keys() -> None:
+    """Loading a checkpoint copies every key of the optimizer's state, but `step` is not saved per parameter.
+
+    torch's AdamW, which stands in for the fused one, keeps `step` there: KeyError. Copy what was saved instead; `step`
+    is restored with the parameter groups.
+    """
+    if hasattr(DistributedOptimizer._set_main_param_and_optimizer_states, "original"):
+        return
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            original(self, model_param, tensors)
+            return
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        present = {"param": main_param, **self.optimizer.state[main_param]}
+        with torch.no_grad():
+            for key, saved in tensors.items():
+                present[key].copy_(saved)
+
+    set_states.original = original  # type: ignore[attr-defined]
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's AdamW its state before the first step.
+
+    `sharded_state_dict(is_loading=True)` lists the tensors to load from the state that exists; without any, the saved
+    moments are left out. Parameters that have a state keep it.
+    """
+    for torch_optimizer in _torch_adamw(optimizer):
+        for group in torch_optimizer.param_groups:
+            for parameter in group["params"]:
+                if not torch_optimizer.state[parameter]:
+                    torch_optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def separate_step_counters(optimizer: MegatronOptimizer) -> None:
+    """Give each parameter a step counter of its own; call after loading a checkpoint.
+
+    megatron-core puts one tensor into the state of all parameters, and torch's AdamW then counts it up once per
+    parameter: the bias correction of the next steps is wrong, silently.
+    """
+    for torch_optimizer in _torch_adamw(optimizer):
+        for state in torch_optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+
+def mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the gradients of experts reduced over the ranks that hold the same experts; call before wrapping in DDP.
+
+    megatron-core marks them (`allreduce = False`) only for EP > 1. With an expert-tensor-parallel size other than the
+    tensor-parallel one, EP = 1 needs it just as well: the gradients would be reduced over the wrong ranks, silently.
+    """
+    tensor, expert_tensor = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if tensor == expert_tensor:
+        return
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _torch_adamw(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            yield part.optimizer

@@ -1,0 +1,148 @@
+"""From an architecture to this rank's part of a megatron-core GPTModel."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext import compat, device
+from megatron_ext.specs import block_spec
+
+_PARALLEL_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+
+
+def build_model(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    *,
+    params_dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[GPTModel]:
+    """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
+
+    `overrides` are fields of megatron-core's TransformerConfig. Call after `parallel.initialize`.
+
+    Raises UserError for a field that does not exist, that follows from something else, or whose value megatron-core
+    refuses.
+    """
+    compat.install()
+    config = transformer_config(architecture, parallel, params_dtype=params_dtype, overrides=overrides or {})
+    chunks = [
+        _build_chunk(architecture, parallel, config, chunk).to(device.device()) for chunk in range(parallel.chunks)
+    ]
+    compat.mark_expert_parameters(chunks)
+    return chunks
+
+
+def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer of this rank by the name it has in the Megatron layout.
+
+    Names are those of `GPTModel.state_dict`, with several chunks prefixed by `model{chunk}.`.
+    """
+    return {
+        f"model{index}.{name}" if len(chunks) > 1 else name: tensor
+        for index, chunk in enumerate(chunks)
+        for name, tensor in chunk.state_dict(keep_vars=True).items()
+        # Transformer Engine's FP8 statistics are no weights.
+        if isinstance(tensor, Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def transformer_config(
+    architecture: Architecture, parallel: ParallelSizes, *, params_dtype: torch.dtype, overrides: Mapping[str, Any]
+) -> TransformerConfig:
+    """The configuration of every layer: the architecture's, the device's and the job's fields, then `overrides`.
+
+    Raises UserError as `build_model` does.
+    """
+    config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
+    from_job = _job_fields(parallel, params_dtype)
+    _check_overrides(config_class, from_job, overrides)
+    try:
+        return config_class(
+            **{
+                **device.transformer_config_fields(),
+                # The default dispatcher refuses variable lengths, even in a model without experts.
+                "moe_token_dispatcher_type": "alltoall",
+                **architecture.transformer_config,
+                **overrides,
+                **from_job,
+            }
+        )
+    except (ValueError, AssertionError) as error:
+        chosen = ", ".join(f"{name}={value!r}" for name, value in overrides.items()) or "none"
+        raise UserError(
+            f"megatron-core refuses the configuration of this {architecture.model_type} model: {error}; change the"
+            f" megatron fields (chosen: {chosen}) or the parallel sizes"
+        ) from error
+
+
+def _job_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str, Any]:
+    """Fields that follow from the parallel sizes, the type of the weights, and how micro-batches are made."""
+    interleaved = parallel.chunks > 1
+    return {
+        **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+        "context_parallel_size": 1,
+        # Required by MoE under tensor parallelism, and by latent attention for the gradient of the rotary key.
+        "sequence_parallel": parallel.tensor_model_parallel_size > 1,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Packed micro-batches differ in length: pipeline stages tell each other the shapes.
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": params_dtype == torch.bfloat16,
+    }
+
+
+def _check_overrides(
+    config_class: type[TransformerConfig], from_job: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> None:
+    names = {field.name for field in fields(config_class)}
+    for name, value in overrides.items():
+        if name not in names:
+            raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
+        if name == "context_parallel_size" and value > 1:
+            raise UserError(f"megatron.context_parallel_size is {value}; context parallelism is not supported, use 1")
+        if name in from_job and value != from_job[name]:
+            raise UserError(
+                f"megatron.{name} is {value!r}, but follows from the parallel sizes, the type of the weights and the"
+                f" packed micro-batches, which make it {from_job[name]!r}; leave it out"
+            )
+
+
+def _build_chunk(
+    architecture: Architecture, parallel: ParallelSizes, config: TransformerConfig, chunk: int
+) -> GPTModel:
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, pipeline_rank=pipeline_rank, chunk=stage),
+        pre_process=pipeline_rank == 0 and chunk == 0,
+        post_process=pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1,
+        vp_stage=stage,
+        **{
+            **architecture.gpt_model,
+            "vocab_size": parallel.padded_vocabulary(architecture.gpt_model["vocab_size"]),
+        },
+    )

@@ -1,0 +1,88 @@
+"""The process groups of one model, and this rank's place in them."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from converters.errors import UserError
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext import device
+
+_TIMEOUT = timedelta(minutes=30)
+_SEED = 1234
+
+
+@dataclass(frozen=True)
+class ParallelRank:
+    """A rank's place in each kind of parallelism."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    expert: int
+    is_last_stage: bool
+    """Whether logits come out here."""
+
+
+def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: int = _SEED) -> None:
+    """Join the job as `rank` of `parallel.world_size` and make Megatron's groups and random number generators.
+
+    `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address nothing listens elsewhere. `seed`
+    matters to dropout only: weights are always loaded.
+
+    Raises UserError for a rank outside the world, or if the process belongs to a job of another size.
+    """
+    if not 0 <= rank < parallel.world_size:
+        raise UserError(
+            f"rank {rank} does not exist in a job of world_size {parallel.world_size}; start one process per rank,"
+            " numbered from 0"
+        )
+    device.bind(rank)
+    if not dist.is_initialized():
+        if init_method.startswith("tcp://127.0.0.1:"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        dist.init_process_group(
+            device.backend(), init_method=init_method, rank=rank, world_size=parallel.world_size, timeout=_TIMEOUT
+        )
+    if dist.get_world_size() != parallel.world_size:
+        raise UserError(
+            f"the parallel sizes are for {parallel.world_size} ranks, but the job has {dist.get_world_size()}; start"
+            " as many processes as the sizes ask for"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def parallel_rank() -> ParallelRank:
+    """This rank's place; call after `initialize`."""
+    return ParallelRank(
+        data=parallel_state.get_data_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    )
+
+
+def shutdown() -> None:
+    """Leave the job; does nothing in a process that is in none."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

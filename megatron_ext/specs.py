@@ -1,0 +1,60 @@
+"""Which modules a model is built of: Transformer Engine's, or plain torch where it is missing."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from converters.layouts.megatron import ModuleNames
+from megatron_ext import device
+from megatron_ext.attention import PackedAttention
+from megatron_ext.norms import RMSNorm
+
+# Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's
+# column-parallel ones the gradient of the shared rotary key is not summed over tensor-parallel ranks.
+_ATTENTION_MODULES = {
+    "core_attention": PackedAttention,
+    "linear_q_down_proj": DuplicatedLinear,
+    "linear_kv_down_proj": DuplicatedLinear,
+    "q_layernorm": RMSNorm,
+    "k_layernorm": RMSNorm,
+    "kv_layernorm": RMSNorm,
+}
+
+
+def module_names() -> ModuleNames:
+    """How the parameters of the modules on this device are called."""
+    return "te" if device.has_transformer_engine() else "local"
+
+
+def block_spec(config: TransformerConfig, *, pipeline_rank: int, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk; `chunk` is None without virtual pipeline stages."""
+    with_transformer_engine = device.has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=with_transformer_engine,
+        normalization=config.normalization,
+        vp_stage=chunk,
+        pp_rank=pipeline_rank,
+    )
+    if with_transformer_engine:
+        return spec
+    return replace(spec, layer_specs=[_plain_layer(layer) for layer in spec.layer_specs], layer_norm=RMSNorm)
+
+
+def _plain_layer(layer: ModuleSpec) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    plain_attention = replace(attention, submodules=_substitute(attention.submodules, _ATTENTION_MODULES))
+    norms = _substitute(layer.submodules, {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm})
+    return replace(layer, submodules=replace(norms, self_attention=plain_attention))
+
+
+def _substitute(submodules: Any, modules: dict[str, type]) -> Any:
+    """`submodules` with those of `modules` that it uses replaced."""
+    used = {name: module for name, module in modules.items() if getattr(submodules, name, IdentityOp) is not IdentityOp}
+    return replace(submodules, **used)

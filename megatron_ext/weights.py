@@ -1,0 +1,75 @@
+"""Weights between HuggingFace checkpoints and the shards of the ranks; no rank ever holds the whole model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from converters.architectures import Architecture
+from converters.convert import check_checkpoint, check_tensors, copy_transfers, read_into
+from converters.formats.safetensors import (
+    HuggingFaceCheckpoint,
+    create_checkpoint,
+    finish,
+    open_for_writing,
+    partial_folder,
+)
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.plan import plan
+from megatron_ext.model import local_tensors
+from megatron_ext.specs import module_names
+
+_SHARD_SIZE_BYTES = 5 * 10**9
+
+
+def load_huggingface(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    rank: int,
+    checkpoint: HuggingFaceCheckpoint,
+) -> None:
+    """Fill this rank's chunks from `checkpoint`, reading only the bytes that belong to it.
+
+    Raises UserError if the checkpoint's tensors are not those of the architecture.
+    """
+    check_checkpoint(checkpoint, architecture)
+    shard = megatron_layout(architecture, parallel, module_names=module_names()).shard(rank)
+    tensors = local_tensors(chunks)
+    check_tensors(shard.local_shapes, tensors)
+    read_into(checkpoint, shard.placements, tensors)
+
+
+def export_huggingface(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    rank: int,
+    folder: Path,
+    copy_from: Path,
+    barrier: Callable[[], object],
+    dtype: torch.dtype | None = None,
+    shard_size_bytes: int = _SHARD_SIZE_BYTES,
+) -> None:
+    """Write the weights of all ranks to `folder` as a HuggingFace checkpoint; every rank calls this.
+
+    Each rank writes its own part into files that all of them map; `folder` appears when it is complete. Config and
+    tokenizer come from the model folder `copy_from`. `barrier` waits for all ranks. `dtype` is the type of the written
+    weights; None keeps that of the model.
+
+    Raises UserError if `folder` exists or the disk is full.
+    """
+    partial = partial_folder(folder)
+    tensors = local_tensors(chunks)
+    if rank == 0:
+        dtypes = architecture.hf_dtypes(dtype or next(chunks[0].parameters()).dtype)
+        create_checkpoint(partial, architecture.hf_shapes, dtypes, shard_size_bytes)
+    barrier()
+    source = megatron_layout(architecture, parallel, module_names=module_names())
+    transfers = plan(source, huggingface_layout(architecture.hf_shapes))
+    copy_transfers([each for each in transfers if each.source_rank == rank], tensors, open_for_writing(partial))
+    barrier()
+    if rank == 0:
+        finish(partial, folder, copy_from=copy_from)
+    barrier()
