@@ -1,0 +1,73 @@
+"""The `megarl` command: what each subcommand takes is in a file of its name."""
+
+import argparse
+import errno
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from converters.errors import UserError
+
+COMMANDS = {
+    "train": "GRPO: prompts, rollouts, rewards, updates",
+    "sft": "supervised fine-tuning on the same engine",
+    "eval": "accuracy of a HuggingFace folder on held-out prompts",
+    "quickstart": "the whole job on a tiny model, in minutes on a CPU",
+    "doctor": "what is installed, which device and engine, what would not work and why",
+}
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command and of all its subcommands; imports nothing heavy."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Megatron-native reinforcement learning for large mixture-of-experts language models.",
+        epilog="`megarl COMMAND --help` says what a command takes.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"megarl.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, command=name, takes_overrides=module.TAKES_OVERRIDES)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code: 0, 1 (doctor found an obstacle), 2 (bad input), 130 (Ctrl-C)."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        if rest and not options.takes_overrides:
+            raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
+        options.overrides = rest
+        return options.run(options)
+    except UserError as error:
+        return _fail(str(error), EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _fail(f"the disk is full at {error.filename or 'the output folder'}: make room, then run again", 2)
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"megarl: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

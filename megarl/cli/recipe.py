@@ -1,0 +1,46 @@
+"""What `train` and `sft` share: a recipe, overrides of it, Megatron's flags."""
+
+import argparse
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.config.schema import MegarlConfig
+
+_PLAIN_VALUE = re.compile(r"[\w./:+\-]+|\[.*\]|\{.*\}|'.*'|\".*\"")
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Declare the options; overrides and Megatron's flags are what remains."""
+    parser.usage = f"megarl {command} --config-name NAME [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]"
+    parser.add_argument("--config-name", required=True, metavar="NAME", help="recipe: a file of configs/ without .yaml")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+    parser.add_argument("--print-config", action="store_true", help="print the whole configuration as YAML and stop")
+
+
+def override(key: str, value: object) -> str:
+    """A Hydra override that gives `key` exactly this value."""
+    text = str(value)
+    if _PLAIN_VALUE.fullmatch(text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def read_config(options: argparse.Namespace) -> "MegarlConfig":
+    """The configuration that a command line describes; flags win over overrides. UserError for what is wrong in it."""
+    from megarl.config.compose import compose
+    from megarl.config.keys import flag_hints
+    from megatron_ext.arguments import parse_flags
+
+    flags, overrides = parse_flags(options.overrides, flag_hints())
+    overrides += [override(f"megatron.{name}", value) for name, value in flags.items()]
+    return compose(options.config_name, overrides, options.config_dir)
+
+
+def print_config(config: "MegarlConfig") -> None:
+    """The configuration as YAML, as a recipe would hold it."""
+    from omegaconf import OmegaConf
+
+    print(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), end="")

@@ -1,0 +1,35 @@
+"""Fine-tune a policy on conversations, by the same Megatron engine that `megarl train` uses.
+
+Keys of the configuration are given as KEY=VALUE (those of the group `sft` are about the data and the length of the
+run), options of Megatron also as Megatron's own flags.
+"""
+
+import argparse
+
+from megarl.cli import recipe
+
+EXAMPLES = """examples:
+  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[chats.parquet] output_dir=runs/sft
+  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[chats.parquet] output_dir=o --lr 2e-5
+"""
+TAKES_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    recipe.add_arguments(parser, "sft")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the fine-tuning to its last step."""
+    config = recipe.read_config(options)
+    if options.print_config:
+        recipe.print_config(config)
+        return 0
+    from megarl.config.validate import validate_sft
+
+    validate_sft(config)
+    from megarl.sft import sft
+
+    sft(config)
+    return 0

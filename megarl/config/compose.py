@@ -1,0 +1,93 @@
+"""From a recipe and overrides to one typed configuration, in which every key is known and of its type."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from converters.errors import UserError
+from megarl.config.engine_arguments import check_engine_arguments
+from megarl.config.foreign_keys import OWNED
+from megarl.config.keys import check_keys
+from megarl.config.schema import MegarlConfig
+from megatron_ext.arguments import check_options, nearest_name
+
+
+def recipes_folder() -> Path:
+    """Where megarl's own recipes lie: beside the packages in a checkout, below the prefix when installed."""
+    checkout = Path(__file__).resolve().parents[2] / "configs"
+    return checkout if checkout.is_dir() else Path(sys.prefix, "share", "megarl", "configs")
+
+
+def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:
+    """Compose recipe `config_name` with Hydra `overrides` (`loop.steps=10`) into a configuration.
+
+    Recipes are looked up in `config_dir`, if given, before megarl's own. Raises UserError naming the key for one that
+    does not exist, a value of the wrong type, or a mandatory key without a value.
+    """
+    folders = [Path(config_dir).resolve()] if config_dir else []
+    folders.append(recipes_folder())
+    recipe = _compose_recipe(config_name, overrides, folders)
+    values = OmegaConf.to_container(recipe, resolve=False)
+    assert isinstance(values, dict)
+    check_keys(values)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"recipe {config_name} leaves {missing[0]} open: give it as {missing[0]}=...")
+        OmegaConf.resolve(merged)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    assert isinstance(config, MegarlConfig)
+    config.megatron = _check_megatron(config.megatron)
+    check_engine_arguments(config.rollout.engine, config.rollout.engine_args)
+    return config
+
+
+def _check_megatron(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name in OWNED:
+            raise UserError(f"megatron.{name} follows from {OWNED[name]}: set {OWNED[name]} instead")
+    return check_options(options)
+
+
+def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """What Hydra makes of the recipe, not yet held against the schema."""
+    first, *others = folders
+    if not first.is_dir():
+        raise UserError(f"--config-dir {first} is not a folder")
+    search_path = ",".join(f"file://{folder}" for folder in others)
+    added = [f"hydra.searchpath=[{search_path}]"] if others else []
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(first)):
+            return hydra_compose(config_name, [*added, *map(_forced, overrides)])
+    except MissingConfigException as error:
+        if error.missing_cfg_file not in (config_name, f"{config_name}.yaml"):
+            raise UserError(f"recipe {config_name}: {error.args[0].splitlines()[0]}") from error
+        names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        nearest = nearest_name(config_name, names)
+        hint = f"; did you mean {nearest}?" if nearest else f"; there are {', '.join(names)}"
+        raise UserError(f"there is no recipe {config_name}{hint}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"recipe {config_name} cannot be composed: {str(error).splitlines()[0]}") from error
+
+
+def _forced(text: str) -> str:
+    """An override that Hydra accepts for a key the recipe does not mention; the schema decides what may be set."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"override {text!r} is not of the form key=value: {reason}") from error
+    changes_value = not override.is_delete() and not override.is_add() and not override.is_force_add()
+    is_value = "/" not in override.key_or_group and "@" not in text.partition("=")[0]
+    return f"++{text}" if changes_value and is_value else text

@@ -1,0 +1,33 @@
+"""Options of an inference engine by the engine's own names, read from the installed engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.errors import UserError
+from megatron_ext.arguments import nearest_name
+from megatron_ext.dataclass_fields import FieldType, read_fields
+
+CLASSES = {"vllm": ("vllm.engine.arg_utils", "AsyncEngineArgs")}
+
+
+def engine_arguments(engine: str) -> Mapping[str, FieldType]:
+    """Name -> type of an engine's options; empty for one that is not installed here."""
+    if engine not in CLASSES:
+        return {}
+    try:
+        return read_fields(*CLASSES[engine])
+    except ModuleNotFoundError:
+        return {}
+
+
+def check_engine_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for an option that the installed engine does not have, with the nearest it has.
+
+    Where the engine is not installed (the machine that submits a job), its workers check instead.
+    """
+    known = engine_arguments(engine)
+    for name in arguments if known else ():
+        if name not in known:
+            nearest = nearest_name(name, known)
+            advice = f"; did you mean rollout.engine_args.{nearest}?" if nearest else ""
+            raise UserError(f"rollout.engine_args.{name}: the installed {engine} has no such option{advice}")

@@ -1,0 +1,115 @@
+"""Names that people bring along from other frameworks, and what does the same here."""
+
+from collections.abc import Mapping
+
+VERL: Mapping[str, str] = {
+    "data.train_files": "data.train_files",
+    "data.val_files": "data.eval_files",
+    "data.train_batch_size": "loop.prompts_per_step",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_response_tokens",
+    "data.prompt_key": "data.prompt_column",
+    "data.filter_overlong_prompts": "data.overlong_prompts=drop",
+    "data.truncation": "data.overlong_prompts",
+    "data.seed": "loop.seed",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "megatron.recompute_granularity=full",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.updates_per_step",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "loop.max_tokens_per_micro_batch",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "loop.max_tokens_per_micro_batch",
+    "actor_rollout_ref.actor.clip_ratio": "algorithm.clip_low and algorithm.clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coefficient",
+    "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_coefficient (above 0)",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coefficient",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.policy_loss",
+    "actor_rollout_ref.actor.lr": "megatron.lr",
+    "actor_rollout_ref.actor.optim.lr": "megatron.lr",
+    "actor_rollout_ref.actor.max_grad_norm": "megatron.clip_grad",
+    "actor_rollout_ref.actor.optim.clip_grad": "megatron.clip_grad",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "megatron.lr_warmup_steps",
+    "actor_rollout_ref.actor.optim.weight_decay": "megatron.weight_decay",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.n": "loop.samples_per_prompt",
+    "actor_rollout_ref.rollout.tensor_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "actor_rollout_ref.rollout.data_parallel_size": "rollout.replicas",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
+    "custom_reward_function.path": "reward.function=path/to/file.py:name",
+    "custom_reward_function.name": "reward.function=path/to/file.py:name",
+    "reward.custom_reward_function.path": "reward.function=path/to/file.py:name",
+    "reward.custom_reward_function.name": "reward.function=path/to/file.py:name",
+    "reward.num_workers": "reward.workers",
+    "trainer.total_training_steps": "loop.steps",
+    "trainer.total_epochs": "loop.steps",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "loop.eval_every",
+    "trainer.val_before_train": "loop.eval_at_start",
+    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+    "trainer.resume_mode": "checkpoint.resume",
+    "trainer.default_local_dir": "output_dir",
+    "trainer.logger": "tracking.loggers",
+    "trainer.project_name": "tracking.project",
+    "trainer.experiment_name": "tracking.run_name",
+    "trainer.n_gpus_per_node": "cluster.trainer_ranks",
+    "trainer.nnodes": "cluster.trainer_ranks",
+}
+"""Key of verl, also those that only blog posts have -> key of megarl."""
+
+VERL_PREFIXES: Mapping[str, str] = {
+    "actor_rollout_ref.actor.megatron.": "megatron.",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.": "megatron.",
+    "actor_rollout_ref.actor.optim.": "megatron.",
+    "actor_rollout_ref.actor.": "megatron.",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.": "rollout.engine_args.",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.": "rollout.engine_args.",
+    "actor_rollout_ref.rollout.": "rollout.",
+}
+"""Where the rest of a verl key may be a key of megarl or an option of Megatron or the engine."""
+
+VERL_ABSENT: Mapping[str, str] = {
+    "actor_rollout_ref.model.backend": "the trainer is always Megatron-core, so leave it out",
+    "actor_rollout_ref.actor.strategy": "the trainer is always Megatron-core, so leave it out",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always packed by tokens, so leave it out",
+    "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once, so leave it out",
+    "actor_rollout_ref.model.use_remove_padding": "batches are never padded, so leave it out",
+    "actor_rollout_ref.rollout.enable_vision": "megarl trains on text alone, so leave it out",
+    "actor_rollout_ref.actor.lora": "megarl trains all weights and has no LoRA, so leave it out",
+    "actor_rollout_ref.model.lora_rank": "megarl trains all weights and has no LoRA, so leave it out",
+    "trainer.async_weight_update": "new weights reach the engines before the next rollout, so leave it out",
+    "reward_model.style": "a reward is a function, given as reward.function",
+    "critic": "GRPO needs no critic, so leave it out",
+}
+"""Key of verl, or the start of one, that has no counterpart here -> what to do."""
+
+MEGATRON_LM_FLAGS: Mapping[str, str] = {
+    "bf16": "model.dtype=bf16",
+    "fp32": "model.dtype=fp32",
+    "global_batch_size": "loop.prompts_per_step",
+    "micro_batch_size": "loop.max_tokens_per_micro_batch",
+    "seq_length": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "train_iters": "loop.steps",
+    "train_samples": "loop.steps",
+    "lr_warmup_iters": "megatron.lr_warmup_steps",
+    "lr_decay_iters": "megatron.lr_decay_steps",
+    "seed": "loop.seed",
+    "load": "model.path",
+    "save": "output_dir",
+    "save_interval": "checkpoint.every",
+    "eval_interval": "loop.eval_every",
+    "data_path": "data.train_files",
+    "tensorboard_dir": "tracking.loggers",
+}
+"""Argument of Megatron-LM's training script that is not a field of megatron-core -> key of megarl."""
+
+OWNED: Mapping[str, str] = {
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+}
+"""Option of Megatron that follows from a key of megarl."""

@@ -1,0 +1,100 @@
+"""Every key of the configuration, and for a name that is none of them: which one was probably meant."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from converters.errors import UserError
+from megarl.config.engine_arguments import engine_arguments
+from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
+from megarl.config.schema import MegarlConfig
+from megatron_ext.arguments import megatron_fields
+
+
+def schema_keys(group: type = MegarlConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves of the schema."""
+    for field in fields(group):
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            yield from schema_keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """The keys of the schema, of Megatron and of the default engine."""
+    megatron = (f"megatron.{name}" for name in megatron_fields() if name not in OWNED)
+    engine = (f"rollout.engine_args.{name}" for name in engine_arguments("vllm"))
+    return (*schema_keys(), *megatron, *engine)
+
+
+def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: str = "") -> None:
+    """Raise UserError for the first key in nested `values` that the schema lacks, or a value in a group's place."""
+    known = {field.name: field.type for field in fields(group)}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            leaf = _first_leaf(key, value)
+            raise UserError(f"configuration key {leaf} does not exist{advice(leaf)}")
+        kind = known[name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                example = f"{key}.{fields(kind)[0].name}=..."
+                raise UserError(f"{key}={value}: {key} is a group of keys; set one of them, such as {example}")
+            check_keys(value, kind, f"{key}.")
+
+
+def _first_leaf(key: str, value: Any) -> str:
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
+
+
+def advice(key: str) -> str:
+    """What to write instead of the unknown `key`, as the end of a sentence; empty where nothing comes near."""
+    absent = next((text for start, text in VERL_ABSENT.items() if f"{key}.".startswith(f"{start}.")), None)
+    if absent is not None:
+        return f"; it is a key of verl: {absent}"
+    if key in VERL:
+        return f"; it is a key of verl, here called {VERL[key]}"
+    for prefix in sorted(VERL_PREFIXES, key=len, reverse=True):
+        if key.startswith(prefix) and (translated := VERL_PREFIXES[prefix] + key.removeprefix(prefix)) in all_keys():
+            return f"; it is a key of verl, here called {translated}"
+    nearest = _nearest(key)
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def flag_hints() -> dict[str, str]:
+    """Flag (with underscores) that is no option of Megatron -> the end of a sentence saying what to give instead."""
+    leaves: dict[str, list[str]] = {}
+    for key in schema_keys():
+        for name in {key.rpartition(".")[2], key.replace(".", "_")}:
+            leaves.setdefault(name, []).append(key)
+    hints = {name: f"give it as {' or '.join(f'{key}=...' for key in keys)}" for name, keys in leaves.items()}
+    return hints | {name: f"here it is {key}" for name, key in MEGATRON_LM_FLAGS.items()}
+
+
+def _nearest(key: str) -> list[str]:
+    leaf = key.rpartition(".")[2]
+    same_leaf = [known for known in all_keys() if known.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return difflib.get_close_matches(key, same_leaf, n=2, cutoff=0.0)
+    group = key.rpartition(".")[0]
+    neighbours = [known for known in all_keys() if known.rpartition(".")[0] == group]
+    return (
+        difflib.get_close_matches(key, neighbours, n=1, cutoff=0.75)
+        or difflib.get_close_matches(leaf, [known for known in all_keys() if "." not in known], n=1, cutoff=0.75)
+        or [_with_leaf(name) for name in difflib.get_close_matches(leaf, _leaves(), n=1, cutoff=0.75)]
+        or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.6)
+    )
+
+
+def _leaves() -> list[str]:
+    return [known.rpartition(".")[2] for known in all_keys()]
+
+
+def _with_leaf(leaf: str) -> str:
+    return next(known for known in all_keys() if known.rpartition(".")[2] == leaf)

