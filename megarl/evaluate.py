@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
 from megarl.job import LOGS, read_model
@@ -15,7 +16,8 @@ def evaluate_model(config: MegarlConfig) -> float:
     model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
     prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
     function = load_reward(config.reward.function)
-    with EngineGroup(config.rollout.replicas, config.cluster, Path(config.output_dir) / LOGS) as engines:
+    logs = Path(config.output_dir) / LOGS
+    with ray_cluster(config.cluster), EngineGroup(config.rollout.replicas, config.cluster, logs) as engines:
         engines.wait(engines.begin_start(config.rollout.engine, model.folder, config.rollout.engine_args))
         return evaluate(
             engines,

@@ -12,6 +12,7 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
@@ -102,6 +103,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
     task = _read_task(config, model)
     state, checkpoint = _position(config, len(task.prompts))
     with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster))
         logs = Path(config.output_dir) / LOGS
         tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
         engines = stack.enter_context(EngineGroup(config.rollout.replicas, config.cluster, logs))

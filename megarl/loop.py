@@ -31,11 +31,11 @@ def train(config: MegarlConfig) -> None:
 def _train_step(job: Job) -> dict[str, float]:
     """What the present version of the weights samples makes the next version."""
     config, task, state, clock = job.config, job.task, job.state, Clock()
-    temperature = config.rollout.temperature
+    temperature, version = config.rollout.temperature, state.step
 
     with clock.stage("rollout"):
         prompts = [task.prompts[index] for index in state.sampler.next(config.loop.prompts_per_step)]
-        sampling = sampling_parameters(config, job.model.stop_token_ids, state.step)
+        sampling = sampling_parameters(config, job.model.stop_token_ids, version)
         trajectories = rollout(job.engines, prompts, sampling)
     with clock.stage("reward"):
         scored = reward(task.reward, trajectories, job.model.tokenizer, config.reward)
@@ -44,10 +44,11 @@ def _train_step(job: Job) -> dict[str, float]:
     with clock.stage("update"):
         metrics = update(job.trainer, batches, job.objective, temperature=temperature)
     with clock.stage("refit"):
-        state.step += 1
+        state.step = version + 1
         job.refit(state.step)
 
-    metrics |= response_metrics(trajectories, state.step) | reward_metrics(scored, dropped=len(trajectories) - len(scored))
+    metrics |= response_metrics(trajectories, version)
+    metrics |= reward_metrics(scored, dropped=len(trajectories) - len(scored))
     if task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics["eval/accuracy"] = _accuracy(job)

@@ -9,6 +9,7 @@ import torch
 from converters.errors import UserError
 from megarl.algorithms import AGGREGATIONS, exact_matches, sft_objective
 from megarl.clock import Clock
+from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
@@ -36,6 +37,7 @@ def sft(config: MegarlConfig) -> None:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
     sampler = PromptSampler(len(train), config.data.shuffle, config.loop.seed)
     with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster))
         tracker = stack.enter_context(open_tracker_of(config, step=0, last_step=settings.steps))
         logs = Path(config.output_dir) / LOGS
         trainer = stack.enter_context(TrainerGroup(options, config.cluster, logs, max_tokens))

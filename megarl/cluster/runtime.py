@@ -20,7 +20,13 @@ _OBJECT_STORE_BYTES = 256 * 1024**2
 
 @contextmanager
 def ray_cluster(config: ClusterConfig) -> Iterator[None]:
-    """Connect to the cluster at `config.address`, or start one that lives and dies with this process."""
+    """Connect to the cluster at `config.address`, or start one that ends with the context.
+
+    Inside another such context nothing is started: the runs share the cluster.
+    """
+    if ray.is_initialized():
+        yield
+        return
     if config.address is not None:
         ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         try:

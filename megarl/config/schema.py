@@ -25,10 +25,13 @@ class RolloutConfig:
     replicas: int = 1
     """How many engines serve side by side."""
     temperature: float = 1.0
+    """Of training rollouts; evaluation is greedy."""
     top_p: float = 1.0
+    """Share of the probability that is sampled from; 1 is all of it."""
     top_k: int = -1
     """-1 considers every token."""
     max_response_tokens: int = 512
+    """Longest response, its end token included."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ends a response, beside the model's own end-of-sequence tokens."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -60,17 +63,23 @@ class AlgorithmConfig:
     """The policy-gradient algorithm."""
 
     advantage: str = "grpo"
+    """A name of `megarl.algorithms.ADVANTAGES`."""
     normalize_by_std: bool = True
     """Divide by the group's standard deviation (GRPO); off is Dr. GRPO's form."""
     policy_loss: str = "clip"
+    """A name of `megarl.algorithms.POLICY_LOSSES`."""
     clip_low: float = 0.2
+    """See `clip_high`."""
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     aggregation: str = "token_mean"
+    """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
     kl_estimator: str = "k3"
+    """A name of `megarl.algorithms.KL_ESTIMATORS`."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference model in the loss; 0 keeps no reference model."""
     entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus in the loss."""
     updates_per_step: int = 1
     """Optimizer steps per rollout; the prompts of a step are cut into this many mini-batches."""
 
@@ -80,12 +89,17 @@ class DataConfig:
     """Prompts, from parquet files with the columns data_source, prompt, reward_model, extra_info."""
 
     train_files: list[str] = field(default_factory=list)
+    """Prompts to train on."""
     eval_files: list[str] = field(default_factory=list)
+    """Held-out prompts."""
     prompt_column: str = "prompt"
+    """Column of the prompts, each a chat list of roles and contents."""
     max_prompt_tokens: int = 1024
+    """Longest prompt, in the chat template."""
     overlong_prompts: str = "refuse"
     """A prompt longer than max_prompt_tokens: refuse stops before training, drop leaves it out and counts it."""
     shuffle: bool = True
+    """Draw the data in a new random order every epoch."""
 
 
 @dataclass
@@ -93,14 +107,19 @@ class LoopConfig:
     """How long, how much, how often."""
 
     steps: int = 100
+    """Steps of the whole run: rollout, reward, advantage, update, refit."""
     prompts_per_step: int = 64
+    """Prompts of one rollout."""
     samples_per_prompt: int = 8
+    """Responses to each prompt; for GRPO the size of a group."""
     max_tokens_per_micro_batch: int = 16384
     """Tokens of one packed micro-batch on one data-parallel rank."""
     eval_every: int = 10
     """Greedy evaluation on eval_files every so many steps; 0 never."""
     eval_at_start: bool = True
+    """Evaluate before the first step, too."""
     seed: int = 0
+    """Of the data order and of sampling."""
 
 
 @dataclass
@@ -110,10 +129,15 @@ class SftConfig:
     train_files: list[str] = field(default_factory=list)
     """Parquet files with a chat list in `messages_column`."""
     eval_files: list[str] = field(default_factory=list)
+    """Held-out conversations, of the same form."""
     messages_column: str = "messages"
+    """Column of the conversations."""
     steps: int = 100
+    """Optimizer steps at most."""
     sequences_per_step: int = 128
+    """Conversations of one optimizer step."""
     eval_every: int = 25
+    """Steps between measurements on eval_files."""
     stop_at_exact_match: float | None = None
     """End as soon as greedy decoding would reproduce this share of the eval responses exactly."""
 
@@ -127,8 +151,11 @@ class ClusterConfig:
     address: str | None = None
     """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
     trainer_cpus: float = 1.0
+    """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0
+    """CPU cores that Ray sets aside for each engine."""
     start_timeout_s: float = 300.0
+    """How long ranks and engines may take to come up, in seconds."""
 
 
 @dataclass
@@ -150,7 +177,9 @@ class TrackingConfig:
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Names of `megarl.tracking.LOGGERS`: console, jsonl, tensorboard, wandb, mlflow."""
     project: str = "megarl"
+    """Project in wandb, experiment in mlflow."""
     run_name: str = "run"
+    """Name of the run in wandb and mlflow."""
 
 
 @dataclass

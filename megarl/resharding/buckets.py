@@ -59,8 +59,8 @@ def cut_into_buckets(
         size = _bytes(shape, hf_dtypes[name])
         if size > bucket_bytes:
             raise UserError(
-                f"{name} has {size} bytes and refit.bucket_bytes is {bucket_bytes}: raise refit.bucket_bytes to at least "
-                f"{size}"
+                f"{name} has {size} bytes and refit.bucket_bytes is {bucket_bytes}: raise refit.bucket_bytes to {size} "
+                "or more"
             )
         start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if start + size > bucket_bytes:

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort"]
 
 
-class EngineDied(RuntimeError):
+class EngineDiedError(RuntimeError):
     """The engine failed while it served; its `__cause__` is what it failed with. It has to be made anew."""
 
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
     A weight update is a transaction: `begin_update`, `write` of every bucket, `commit_update`. From its begin to its
     commit the engine serves nothing; requests wait. If an update fails it stays so, until another one is committed.
-    Every method but `close` raises EngineDied once the engine has failed.
+    Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
     def start(self) -> None:
@@ -111,4 +111,4 @@ class Engine(Protocol):
         """Forget all cached keys and values."""
 
     def close(self) -> None:
-        """Free everything; unfinished `generate` calls raise EngineDied."""
+        """Free everything; unfinished `generate` calls raise EngineDiedError."""

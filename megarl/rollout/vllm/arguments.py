@@ -21,6 +21,7 @@ _ENVIRONMENT: Mapping[str, str] = {
 
 _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -28,13 +29,14 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
 }
 
 _DEFAULTS: Mapping[str, Any] = {
-    "disable_log_stats": True,
     "enable_prefix_caching": True,
     "max_num_seqs": 512,
     "seed": 0,
 }
 
 _REQUIRED: Mapping[str, Any] = {
+    # Requests do not pass through the part of vLLM that keeps statistics.
+    "disable_log_stats": True,
     "logprobs_mode": "processed_logprobs",
     "skip_tokenizer_init": True,
     "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
@@ -51,10 +53,10 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_engine_args(model_path: Path, given: Mapping[str, Any]) -> Any:
-    """EngineArgs for the model in `model_path`: ours, overridden by those `given`, and those that must be so.
+def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
+    """vLLM's VllmConfig for the model in `model_path`: our defaults, overridden by the EngineArgs `given`.
 
-    Raises UserError for a name that vLLM does not have, or one whose value the protocol needs.
+    Raises UserError for a name that EngineArgs does not have, one that must stay as it is, and a refused value.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -66,7 +68,10 @@ def make_engine_args(model_path: Path, given: Mapping[str, Any]) -> Any:
     # vLLM's own choice for a model in fp32 is bfloat16.
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else {}
-    return EngineArgs(**{**_DEFAULTS, "dtype": dtype, **on_device, **given, **required})
+    try:
+        return EngineArgs(**{**_DEFAULTS, "dtype": dtype, **on_device, **given, **required}).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(f"vLLM refuses rollout.engine_args={dict(given)} for {model_path}: {error}") from error
 
 
 def _check(given: Mapping[str, Any], known: list[str], required: Mapping[str, Any]) -> None:

@@ -5,12 +5,13 @@ fails for linear layers and is silently wrong for tied embeddings and for expert
 GPU and multiplied by plain torch.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 ENVIRONMENT: Mapping[str, str] = {
     # The first generation would spend seconds on compiling the sampler.
@@ -41,6 +42,7 @@ def install() -> None:
     keep_linear_weights()
     keep_expert_weights()
     rotate_interleaved_in_torch()
+    unlink_worker_memory()
 
 
 def keep_linear_weights() -> None:
@@ -50,7 +52,7 @@ def keep_linear_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, **_: Any) -> None:
         layer.cpu_linear = F.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
@@ -64,10 +66,7 @@ def keep_expert_weights() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
-        self._use_zentorch = False
-
-    CPUUnquantizedExperts.process_weights_after_loading = process_weights_after_loading
+    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
     CPUUnquantizedExperts.apply = _apply_experts
 
 
@@ -87,6 +86,23 @@ def rotate_interleaved_in_torch() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+def unlink_worker_memory() -> None:
+    """Take the names from the segments of a tensor-parallel group once all its ranks have mapped them.
+
+    vLLM 0.32.0 does so when a worker ends by itself; its workers are usually terminated, and the segments stay.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    join = _CPUSHMDistributed._init_cpu_shm
+
+    def join_and_unlink(self: Any) -> int:
+        handle = join(self)
+        os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank}")
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = join_and_unlink
+
+
 def _apply_experts(
     self: Any,
     output: Tensor,
@@ -96,18 +112,13 @@ def _apply_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: Any,
-    global_num_experts: int,
     expert_map: Tensor | None,
-    a1q_scale: Tensor | None,
-    a2_scale: Tensor | None,
-    workspace13: Tensor,
-    workspace2: Tensor,
-    expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
+    **_: Any,
 ) -> None:
-    """`CPUUnquantizedExperts.apply` for w1 [E, 2I, H] (gate above up) and w2 [E, H, I]; only SwiGLU."""
-    if activation.value != "silu":
-        raise NotImplementedError(f"experts with activation {activation.value} on a CPU")
+    """`CPUUnquantizedExperts.apply`; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K]."""
+    if activation.value != "silu" or self.w1_bias is not None or self.w2_bias is not None:
+        raise NotImplementedError(f"experts with biases or with activation {activation.value} on a CPU")
     local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     tokens, top_k = local_ids.shape
     # Positions (token, k) sorted by expert, so that each expert sees its tokens as one block; -1 is another rank's.
@@ -122,7 +133,5 @@ def _apply_experts(
             expanded[start : start + count] = F.linear(F.silu(gate) * up, w2[expert])
             start += count
     unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
-    if apply_router_weight_on_input:
-        output.copy_(unsorted.sum(1))
-    else:
-        output.copy_((unsorted * topk_weights.float().unsqueeze(-1)).sum(1))
+    weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    output.copy_((unsorted * weights.float().unsqueeze(-1)).sum(1))

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.resharding.buckets import Bucket
-from megarl.rollout.protocol import EngineDied, Generation, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
-from megarl.rollout.vllm.arguments import make_engine_args, prepare_environment
+from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.sequences import Call, SequencesInFlight
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class VllmEngine:
     def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         def task() -> Result:
             if self._death is not None:
-                raise EngineDied(f"the vLLM engine has died: {self._death}") from self._death
+                raise EngineDiedError(f"the vLLM engine has died: {self._death}") from self._death
             return function(*arguments)
 
         return self._owner.submit(task).result()
@@ -95,10 +95,10 @@ class VllmEngine:
     def _start(self) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        engine_args = make_engine_args(self._model_path, self._engine_args)
-        self._llm_engine = LLMEngine.from_engine_args(engine_args)
+        config = make_engine_config(self._model_path, self._engine_args)
+        self._llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._sequences = SequencesInFlight(self._llm_engine)
-        self._version = -1 if engine_args.load_format == "dummy" else 0
+        self._version = -1 if config.load_config.load_format == "dummy" else 0
 
     def _add(self, requests: Sequence[Request]) -> Call:
         if self._version < 0 and self._update is None:
@@ -123,7 +123,7 @@ class VllmEngine:
     def _die_of(self, step: Future[None]) -> None:
         self._death = step.exception()
         if self._death is not None:
-            died = EngineDied(f"the vLLM engine died: {self._death}")
+            died = EngineDiedError(f"the vLLM engine died: {self._death}")
             died.__cause__ = self._death
             self._sequences.fail(died)
 
@@ -184,6 +184,6 @@ class VllmEngine:
     def _close(self) -> None:
         self._death = self._death or RuntimeError("it was closed")
         if self._llm_engine is not None:
-            self._sequences.fail(EngineDied("the vLLM engine was closed"))
+            self._sequences.fail(EngineDiedError("the vLLM engine was closed"))
             self._llm_engine.engine_core.shutdown()
             self._llm_engine = None

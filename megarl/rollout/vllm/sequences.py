@@ -103,14 +103,19 @@ class SequencesInFlight:
 
     def _core_request(self, request: Request) -> Any:
         prompt, sampling = request.prompt_token_ids, request.sampling
+        if sampling.samples < 1:
+            raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
         if len(prompt) + sampling.max_tokens > self._max_tokens:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's "
                 f"{self._max_tokens}: raise rollout.engine_args.max_model_len or lower rollout.max_response_tokens"
             )
-        return self._processor.process_inputs(
-            "", {"prompt_token_ids": prompt}, _sampling_params(sampling), supported_tasks=self._tasks
-        )
+        try:
+            return self._processor.process_inputs(
+                "", {"prompt_token_ids": prompt}, _sampling_params(sampling), supported_tasks=self._tasks
+            )
+        except ValueError as error:
+            raise UserError(f"vLLM refuses a prompt of {len(prompt)} tokens with {sampling}: {error}") from error
 
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}

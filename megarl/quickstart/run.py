@@ -1,0 +1,175 @@
+"""The quickstart: from nothing to a trained, exported and checked model, on a CPU."""
+
+import argparse
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from converters.errors import UserError
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.compose import compose
+from megarl.config.schema import MegarlConfig
+from megarl.config.validate import validate, validate_sft
+from megarl.evaluate import evaluate_model
+from megarl.job import checkpoints_folder
+from megarl.loop import EXPORT, train
+from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.sft import sft
+from megarl.tracking import read_history
+from megarl.tracking.report import report_table, write_report
+from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
+
+_MARKER = ".megarl-quickstart"
+# The data-parallel ranks hold different experts; a dense model has none to cut.
+_DENSE = ("qwen3",)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
+    output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
+    _prepare(output)
+    console = Console()
+    seconds: dict[str, float] = defaultdict(float)
+
+    with _phase(console, seconds, "model and data", f"a tiny {options.model} and the sums below 200"):
+        folder = write_tiny_model(options.model, output / "model")
+        files = write_arithmetic(output / "data")
+    warm_up, job = _configs(options, output, folder, files)
+    with ray_cluster(job.cluster):
+        with _phase(console, seconds, "warm-up", "supervised, until about a third of the held-out answers are right"):
+            sft(warm_up)
+        with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
+            train(job)
+        with _phase(console, seconds, "check", "a fresh vLLM engine loads the export"):
+            confirmed = evaluate_model(_check_config(job, output))
+    return _report(console, job, output, confirmed, seconds)
+
+
+def _prepare(output: Path) -> None:
+    """Make room for a new run; a folder with anything else in it is left alone."""
+    if output.exists() and any(output.iterdir()):
+        if not (output / _MARKER).exists():
+            raise UserError(
+                f"{output} holds files that are not a quickstart's: remove it or give another --output-dir"
+            )
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / _MARKER).touch()
+
+
+def _configs(
+    options: argparse.Namespace, output: Path, model: Path, files: ArithmeticFiles
+) -> tuple[MegarlConfig, MegarlConfig]:
+    """The configurations of the warm-up and of the main job."""
+    layout = ["megatron.expert_model_parallel_size=1"] if options.model in _DENSE else []
+    warm_up = compose(
+        "quickstart_sft",
+        [
+            *layout,
+            f"output_dir='{output / 'warm_up'}'",
+            f"model.path='{model}'",
+            f"sft.train_files=['{files.sft_train}']",
+            f"sft.eval_files=['{files.sft_eval}']",
+        ],
+    )
+    job = compose(
+        "quickstart",
+        [
+            *layout,
+            f"output_dir='{output}'",
+            f"model.path='{output / 'warm_up' / EXPORT}'",
+            f"data.train_files=['{files.train}']",
+            f"data.eval_files=['{files.eval}']",
+            *([f"loop.steps={options.steps}"] if options.steps else []),
+        ],
+    )
+    validate_sft(warm_up)
+    validate(job)
+    return warm_up, job
+
+
+def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
+    overrides = [
+        f"model.path='{output / EXPORT}'",
+        f"data.eval_files=['{job.data.eval_files[0]}']",
+        f"output_dir='{output / 'check'}'",
+        f"rollout.max_response_tokens={job.rollout.max_response_tokens}",
+    ]
+    check = compose("eval", overrides)
+    check.rollout.engine_args = dict(job.rollout.engine_args)
+    check.cluster = job.cluster
+    return check
+
+
+def _report(
+    console: Console, job: MegarlConfig, output: Path, confirmed: float, seconds: Mapping[str, float]
+) -> int:
+    history = read_history(output)
+    accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
+    agrees = confirmed == accuracies[-1]
+    results: dict[str, Any] = {
+        "first accuracy": accuracies[0],
+        "last accuracy": accuracies[-1],
+        "accuracy of the export in a fresh vLLM": confirmed,
+        "largest log-prob difference, engine - trainer": max(
+            line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
+        ),
+        **{f"seconds: {phase}": value for phase, value in seconds.items()},
+    }
+    summary = {
+        "accuracy_first": accuracies[0],
+        "accuracy_last": accuracies[-1],
+        "accuracy_export": confirmed,
+        "export_confirmed": agrees,
+        "steps": job.loop.steps,
+        "seconds_per_phase": dict(seconds),
+        "seconds_per_stage": _stage_seconds(history),
+    }
+    written = write_report(output, history, summary)
+    checkpoints = checkpoints_folder(job)
+    paths = {
+        "metrics": output / "metrics.jsonl",
+        "summary": written.summary,
+        "curves": written.curves,
+        "Megatron checkpoint": iteration_folder(checkpoints, complete_iterations(checkpoints)[-1]),
+        "HuggingFace export": output / EXPORT,
+    }
+    console.print()
+    console.print(report_table("megarl quickstart", results, paths))
+    console.print()
+    if agrees:
+        console.print(f"The export was loaded by vLLM afresh and gives the same held-out accuracy, {confirmed:.4f}.")
+        return 0
+    console.print(
+        f"The export gives accuracy {confirmed:.4f} in a fresh vLLM, but training ended with {accuracies[-1]:.4f}: "
+        "the exported model is not the trained one."
+    )
+    return 1
+
+
+def _stage_seconds(history: list[dict[str, Any]]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for line in history:
+        for name, value in line.items():
+            if name.startswith("seconds/"):
+                totals[name.removeprefix("seconds/")] += value
+    return dict(totals)
+
+
+def _step_size(job: MegarlConfig) -> str:
+    return f"{job.loop.prompts_per_step} prompts x {job.loop.samples_per_prompt} samples"
+
+
+@contextmanager
+def _phase(console: Console, seconds: dict[str, float], name: str, what: str) -> Iterator[None]:
+    console.print(f"[bold]{name}[/bold]: {what}", highlight=False)
+    started = time.perf_counter()
+    yield
+    seconds[name] += time.perf_counter() - started
