@@ -2,7 +2,6 @@
 
 import multiprocessing
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -16,10 +15,9 @@ from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
 
 device.install()
-from megatron_ext import model, optimizer, parallel  # noqa: E402, F401 (imported before the ranks are forked)
+from megatron_ext import parallel  # noqa: E402 (after the device layer)
 
 _POLL_S = 0.02
-_PRELOADED = [__name__]
 
 
 def free_port() -> int:
@@ -37,8 +35,8 @@ def run_ranks(
     `function` is at the top of a module; Megatron's groups exist when it is called. Raises RuntimeError with the
     traceback of the first rank that failed, or if the ranks are not done after `timeout_s`; no process is left.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    # Forked, so that the ranks need not import torch and megatron each.
+    context = multiprocessing.get_context("fork")
     init_method = f"tcp://127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -82,5 +80,4 @@ def _rank(
         parallel.shutdown()
     except BaseException:
         (folder / f"{rank}.txt").write_text(traceback.format_exc())
-        sys.stderr.flush()
         raise

@@ -1,0 +1,137 @@
+"""What the ranks of a parity test run: the same model and tokens under any parallel sizes."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from converters.architectures import read_architecture
+from converters.convert import copy_transfers
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.plan import plan
+from megatron_ext.model import build_model, local_tensors
+from megatron_ext.optimizer import wrap_distributed
+from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.parallel import parallel_rank
+from megatron_ext.weights import load_huggingface
+
+# Micro-batches of different lengths, with sequences of one token and two of the same length.
+BATCHES = ((5, 12, 1, 33, 12), (40, 3), (1,), (17, 130, 2, 2))
+VOCABULARY = 63
+
+
+def sequences() -> list[list[Tensor]]:
+    """The token ids of every sequence of every micro-batch."""
+    generator = torch.Generator().manual_seed(7)
+    return [[torch.randint(4, VOCABULARY, (n,), generator=generator) for n in lengths] for lengths in BATCHES]
+
+
+def loaded_model(
+    rank: int, sizes: ParallelSizes, folder: Path, overrides: Mapping[str, Any] | None = None
+) -> list[torch.nn.Module]:
+    checkpoint = HuggingFaceCheckpoint(folder)
+    architecture = read_architecture(checkpoint.config)
+    chunks = build_model(architecture, sizes, params_dtype=torch.float32, overrides=overrides)
+    with torch.no_grad():
+        for tensor in local_tensors(chunks).values():
+            tensor.fill_(float("nan"))
+    load_huggingface(chunks, architecture, sizes, rank, checkpoint)
+    return chunks
+
+
+def logits(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[int, list[Tensor]]:
+    """This rank's tensor-parallel rank and its columns of the logits of each micro-batch; [] before the last stage."""
+    chunks = loaded_model(rank, sizes, folder)
+    collected: list[Tensor] = []
+
+    def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
+        collected.append(output[0])
+        return output
+
+    with torch.no_grad():
+        _run(chunks, sizes, sequences(), collect, forward_only=True, collect_non_loss_data=True)
+    return parallel_rank().tensor, collected
+
+
+def gradients(
+    rank: int, sizes: ParallelSizes, folder: Path, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """This rank's share of the gradient of the summed loss over all data-parallel ranks, in HuggingFace names.
+
+    Summed over ranks the shares are the whole gradient; elements of other ranks are 0.
+    """
+    chunks = loaded_model(rank, sizes, folder, overrides)
+    wrapped = wrap_distributed(chunks, {"use_distributed_optimizer": False})
+    chunks[0].config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(
+        model, None, **groups
+    )
+
+    def lose(output: Tensor) -> tuple[Tensor, Tensor, dict]:
+        loss = (output[0].sin() * torch.linspace(0.5, 1.5, len(output[0]))[:, None]).sum()
+        return loss, torch.zeros((), dtype=torch.int), {}
+
+    mine = sequences()[parallel_rank().data :: sizes.data_parallel_size]
+    _run(wrapped, sizes, mine, lose, forward_only=False)
+    return _in_huggingface_names(rank, sizes, folder, chunks)
+
+
+def _in_huggingface_names(
+    rank: int, sizes: ParallelSizes, folder: Path, chunks: Sequence[torch.nn.Module]
+) -> dict[str, Tensor]:
+    local = {
+        name: getattr(tensor, "main_grad", torch.zeros_like(tensor)) for name, tensor in local_tensors(chunks).items()
+    }
+    architecture = read_architecture(HuggingFaceCheckpoint(folder).config)
+    shapes = architecture.hf_shapes
+    share = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    transfers = plan(megatron_layout(architecture, sizes, module_names="local"), huggingface_layout(shapes))
+    copy_transfers([each for each in transfers if each.source_rank == rank], local, share)
+    return share
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module], sizes: ParallelSizes, batches: list[list[Tensor]], consume: Any, **options: Any
+) -> None:
+    packed = [
+        pack(
+            RaggedBatch(torch.cat(batch), torch.tensor([len(tokens) for tokens in batch]), {}),
+            range(len(batch)),
+            sizes.tensor_model_parallel_size,
+        )
+        for batch in batches
+    ]
+    iterators = [iter(packed) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=partial(_step, consume=consume),
+        data_iterator=iterators[0] if len(chunks) == 1 else iterators,
+        model=chunks[0] if len(chunks) == 1 else list(chunks),
+        num_microbatches=len(packed),
+        seq_length=1,
+        micro_batch_size=1,
+        **options,
+    )
+
+
+def _step(micro_batches: Any, model: torch.nn.Module, *, consume: Any) -> tuple[Tensor, Any]:
+    batch = next(micro_batches)
+    parameters = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    output = model(batch.tokens, batch.position_ids, None, packed_seq_params=parameters)
+
+    def cut_padding(output: Tensor, **arguments: Any) -> Any:
+        return consume(output[:, : batch.real_tokens], **arguments)
+
+    return output, cut_padding

@@ -1,0 +1,128 @@
+"""The model is the same model under every parallel size: logits against transformers, gradients against one rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+from parity import VOCABULARY, gradients, logits, sequences
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.model import transformer_config
+
+ONE = ParallelSizes()
+TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+PP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+VPP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+TP2_EP2 = ParallelSizes(
+    world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+)
+ETP1 = ParallelSizes(world_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+EP2_ETP2 = ParallelSizes(world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2)
+
+MOE = ("qwen3_moe", "deepseek_v3")
+CASES = [
+    *((name, sizes) for name in ("qwen3", *MOE) for sizes in ("ONE", "TP2", "PP2", "VPP2")),
+    *((name, sizes) for name in MOE for sizes in ("EP2", "TP2_EP2", "EP2_ETP2")),
+]
+TOLERANCE = {"qwen3": 1e-5, "qwen3_moe": 1e-4, "deepseek_v3": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def hf_logits(tiny_models: Mapping[str, Path]) -> Mapping[str, list[Tensor]]:
+    """Logits of every micro-batch from transformers, one sequence at a time."""
+    expected = {}
+    for name, folder in tiny_models.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            expected[name] = [torch.cat([model(tokens[None]).logits[0] for tokens in batch]) for batch in sequences()]
+    return expected
+
+
+@pytest.fixture(scope="module")
+def one_rank_gradients(tiny_models: Mapping[str, Path]) -> Mapping[str, dict[str, Tensor]]:
+    return {name: run_ranks(gradients, ONE, folder)[0] for name, folder in tiny_models.items()}
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
+def test_logits_equal_those_of_transformers(
+    name: str, sizes: str, tiny_models: Mapping[str, Path], hf_logits: Mapping[str, list[Tensor]]
+) -> None:
+    parallel: ParallelSizes = globals()[sizes]
+    results = [(rank, batches) for rank, batches in run_ranks(logits, parallel, tiny_models[name]) if batches]
+    tensor_ranks = parallel.tensor_model_parallel_size
+    assert len(results) == parallel.world_size // parallel.pipeline_model_parallel_size
+    for start in range(0, len(results), tensor_ranks):
+        columns = [batches for _, batches in sorted(results[start : start + tensor_ranks], key=lambda each: each[0])]
+        for index, expected in enumerate(hf_logits[name]):
+            got = torch.cat([batches[index] for batches in columns], dim=1)
+            torch.testing.assert_close(got[:, :VOCABULARY], expected, atol=TOLERANCE[name], rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("qwen3", "TP2"), ("qwen3", "PP2"), ("qwen3", "VPP2"), *((name, "EP2") for name in MOE), ("deepseek_v3", "TP2")],
+)
+def test_gradients_equal_those_of_one_rank(
+    name: str,
+    sizes: str,
+    tiny_models: Mapping[str, Path],
+    one_rank_gradients: Mapping[str, dict[str, Tensor]],
+) -> None:
+    shares = run_ranks(gradients, globals()[sizes], tiny_models[name])
+    assert_same_gradients(shares, one_rank_gradients[name])
+
+
+def test_experts_without_tensor_parallelism_get_their_whole_gradient(
+    tiny_models: Mapping[str, Path], one_rank_gradients: Mapping[str, dict[str, Tensor]]
+) -> None:
+    shares = run_ranks(gradients, ETP1, tiny_models["qwen3_moe"])
+    assert_same_gradients(shares, one_rank_gradients["qwen3_moe"])
+
+
+def test_selective_recompute_changes_no_gradient(
+    tiny_models: Mapping[str, Path], one_rank_gradients: Mapping[str, dict[str, Tensor]]
+) -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mla_up_proj"]}
+    shares = run_ranks(gradients, ONE, tiny_models["deepseek_v3"], recompute)
+    assert_same_gradients(shares, one_rank_gradients["deepseek_v3"])
+
+
+def assert_same_gradients(shares: list[dict[str, Tensor]], expected: Mapping[str, Tensor]) -> None:
+    for name, whole in expected.items():
+        scale = max(1.0, float(whole.abs().max()))
+        got = torch.stack([share[name] for share in shares]).sum(0)
+        torch.testing.assert_close(
+            got / scale, whole / scale, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
+        ({"recompute_granularity": "all"}, "recompute_granularity"),
+    ],
+)
+def test_fields_that_cannot_be_set_are_named(overrides: dict, words: str, tiny_models: Mapping[str, Path]) -> None:
+    architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
+    with pytest.raises(UserError, match=words):
+        transformer_config(architecture, ONE, params_dtype=torch.float32, overrides=overrides)
+
+
+def test_overrides_reach_the_configuration(tiny_models: Mapping[str, Path]) -> None:
+    architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
+    config = transformer_config(architecture, ONE, params_dtype=torch.bfloat16, overrides={"attention_dropout": 0.25})
+    assert config.attention_dropout == 0.25
+    assert config.bf16
+    assert config.pipeline_dtype is torch.bfloat16
