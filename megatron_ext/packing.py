@@ -152,13 +152,8 @@ def _longest_processing_time(
 def _deal(sizes: Sequence[int], bins: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
     heaviest_first = sorted(bins, key=lambda members: -sum(sizes[index] for index in members))
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for start in range(0, len(bins), ranks):
-        row = heaviest_first[start : start + ranks]
-        # Every other row is dealt backwards so that no rank always gets the heaviest.
-        if (start // ranks) % 2:
-            row = row[::-1]
-        for rank, members in enumerate(row):
-            result[rank].append(sorted(members))
+    for place, members in enumerate(heaviest_first):
+        result[place % ranks].append(sorted(members))
     return result
 
 

@@ -113,6 +113,14 @@ def test_assign_uses_no_more_micro_batches_than_needed_and_balances_them() -> No
     assert loads.sum(1).max() - loads.sum(1).min() < 0.01 * loads.sum(1).max()
 
 
+def test_the_fewest_micro_batches_are_found_where_the_token_count_alone_promises_less() -> None:
+    assert len(assign([6] * 20 + [1] * 4, 1, max_tokens=10)[0]) == 20
+
+
+def test_micro_batches_that_meet_have_similar_loads() -> None:
+    assert assign([9, 8, 5, 4], 2, max_tokens=9) == [[[0], [2]], [[1], [3]]]
+
+
 def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:
     assert sorted(assign([4, 4], 3, 10)) == [[[]], [[0]], [[1]]]
     assert assign([], 2, 10) == [[[]], [[]]]
