@@ -1,10 +1,60 @@
+import importlib
 import importlib.util
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.errors import UserError
 from megarl.tracking import LOGGERS, Run
+
+# Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
+WANDB = """
+runs = {}
+class Run:
+    def __init__(self, id): self.id, self.lines, self.axis, self.finished = id, [], {}, False
+    def define_metric(self, name, step_metric): self.axis[name] = step_metric
+    def log(self, line): self.lines.append(line)
+    def finish(self): self.finished = True
+def init(*, project, name, dir, config, id, resume):
+    assert (id is None) == (resume is None) and resume in (None, "must")
+    id = id or f"run{len(runs)}"
+    return runs.setdefault(id, Run(id))
+"""
+MLFLOW = """
+import types
+runs, active, experiments = {}, [], []
+def set_experiment(name): experiments.append(name)
+def start_run(run_id, run_name):
+    run_id = run_id or f"run{len(runs)}"
+    runs.setdefault(run_id, [])
+    active.append(run_id)
+    return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+def log_metrics(metrics, step): runs[active[-1]].append((step, metrics))
+def end_run(): active.pop()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Put the stand-in for a service where Python finds it; returns it."""
+
+    def install(name, source):
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        service = importlib.import_module(name)
+        monkeypatch.setitem(sys.modules, name, service)
+        return service
+
+    return install
+
+
+def log_once(name, run, step):
+    logger = LOGGERS[name](run)
+    logger.log(step, {"reward/mean": 0.5})
+    logger.close()
 
 
 def scalars(folder, name):
@@ -38,3 +88,26 @@ def test_a_service_that_is_not_installed_names_its_extra(tmp_path, name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(UserError, match=rf"'{name}', which is not installed; .*'megarl\[{name}\]'"):
         LOGGERS[name](Run(tmp_path, 0, 1))
+
+
+def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, installed):
+    wandb = installed("wandb", WANDB)
+    log_once("wandb", Run(tmp_path, 0, 9), step=0)
+    log_once("wandb", Run(tmp_path, 1, 9, resumed=True), step=1)
+    log_once("wandb", Run(tmp_path, 0, 9), step=0)
+    assert {name: [line["step"] for line in run.lines] for name, run in wandb.runs.items()} == {
+        "run0": [0, 1],
+        "run1": [0],
+    }
+    assert all(run.axis == {"*": "step"} and run.finished for run in wandb.runs.values())
+    assert wandb.runs["run1"].lines == [{"reward/mean": 0.5, "step": 0}]
+
+
+def test_a_resumed_run_goes_on_with_its_mlflow_run(tmp_path, installed):
+    mlflow = installed("mlflow", MLFLOW)
+    log_once("mlflow", Run(tmp_path, 0, 9, project="sums"), step=0)
+    log_once("mlflow", Run(tmp_path, 1, 9, project="sums", resumed=True), step=1)
+    log_once("mlflow", Run(tmp_path, 0, 9, project="sums"), step=0)
+    values = {"reward/mean": 0.5}
+    assert mlflow.runs == {"run0": [(0, values), (1, values)], "run1": [(0, values)]}
+    assert (mlflow.active, set(mlflow.experiments)) == ([], {"sums"})
