@@ -59,6 +59,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     Raises UserError for a name that EngineArgs does not have, one that must stay as it is, and a refused value.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMValidationError
 
     from megarl.rollout.vllm.weight_transfer import BACKEND
 
@@ -70,7 +71,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else {}
     try:
         return EngineArgs(**{**_DEFAULTS, "dtype": dtype, **on_device, **given, **required}).create_engine_config()
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses rollout.engine_args={dict(given)} for {model_path}: {error}") from error
 
 

@@ -102,6 +102,8 @@ class SequencesInFlight:
         self._sequences = {}
 
     def _core_request(self, request: Request) -> Any:
+        from vllm.exceptions import VLLMValidationError
+
         prompt, sampling = request.prompt_token_ids, request.sampling
         if sampling.samples < 1:
             raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
@@ -114,7 +116,7 @@ class SequencesInFlight:
             return self._processor.process_inputs(
                 "", {"prompt_token_ids": prompt}, _sampling_params(sampling), supported_tasks=self._tasks
             )
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             raise UserError(f"vLLM refuses a prompt of {len(prompt)} tokens with {sampling}: {error}") from error
 
 

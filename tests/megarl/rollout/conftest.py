@@ -1,0 +1,116 @@
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from engine_host import END_ID, Served, running_engines
+from transformers import AutoModelForCausalLM
+
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rollout.protocol import Request, SamplingParameters
+
+
+@pytest.fixture(scope="session")
+def engines():
+    with running_engines() as engines:
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    @functools.cache
+    def make(name, seed, tied=False):
+        fields = {"tie_word_embeddings": True} if tied else None
+        return write_tiny_model(name, tmp_path_factory.mktemp(f"{name}_{seed}_{tied}"), seed=seed, fields=fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def folders(model_folder):
+    return model_folder("qwen3_moe", 0), model_folder("qwen3_moe", 1)
+
+
+@pytest.fixture
+def fresh(engines, folders, request):
+    """An engine of this test's own; a parameter of the fixture is its engine arguments."""
+    return Served(engines.start(folders[0], **getattr(request, "param", {})), folders)
+
+
+@pytest.fixture(scope="session")
+def _shared():
+    return []
+
+
+@pytest.fixture
+def served(_shared, engines, folders):
+    """An engine that tests use one after the other; it has the weights of the first folder, of whatever version."""
+    if not _shared or _shared[-1].engine is not engines.running:
+        _shared.append(Served(engines.start(folders[0]), folders))
+    served = _shared[-1]
+    version = served.engine.version()
+    if version > 0:
+        served.update(served.first, version + 1)
+    return served
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+@pytest.fixture(scope="session")
+def reference_log_probs():
+    """log_softmax of HuggingFace's logits for all tokens of a sequence: [tokens, vocabulary]."""
+    load = functools.cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    @torch.no_grad()
+    def log_probs(folder, token_ids, temperature=1.0):
+        return (load(folder)(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
+
+    return log_probs
+
+
+@pytest.fixture(scope="session")
+def assert_greedy(reference_log_probs):
+    """Check tokens start..stop of a greedy generation, and their log-probabilities, against a HuggingFace folder."""
+
+    def check(folder, prompt, generation, start=0, stop=None):
+        expected = reference_log_probs(folder, prompt + generation.token_ids)[len(prompt) - 1 : -1]
+        best = expected.max(-1)
+        assert generation.token_ids[start:stop] == best.indices[start:stop].tolist()
+        assert torch.allclose(torch.tensor(generation.log_probs)[start:stop], best.values[start:stop], atol=1e-5)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def endless_prompt(folders, reference_log_probs):
+    """A prompt that neither model answers with an end-of-sequence token soon."""
+
+    def runs_on(prompt, folder):
+        token_ids = list(prompt)
+        for _ in range(60):
+            token_ids.append(int(reference_log_probs(folder, token_ids)[-1].argmax()))
+        return END_ID not in token_ids
+
+    return next([a, 9] for a in range(4, 60) if all(runs_on([a, 9], folder) for folder in folders))
+
+
+@pytest.fixture
+def half_generated(pool, endless_prompt):
+    """Pauses an engine when it has sampled some tokens, and not all, of a greedy answer to `endless_prompt`."""
+
+    def generate(engine):
+        engine.pause("keep")
+        sampling = SamplingParameters(temperature=0, max_tokens=400)
+        generating = pool.submit(engine.generate, [Request(endless_prompt, sampling)])
+        time.sleep(0.5)
+        engine.resume()
+        engine.pause("keep")
+        assert not generating.done()
+        return generating
+
+    return generate

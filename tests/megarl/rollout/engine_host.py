@@ -1,0 +1,98 @@
+"""Engines in a process of their own: vLLM changes torch's threads and random state of the process it runs in."""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.managers import BaseManager
+
+from safetensors.torch import load_file
+
+from megarl.quickstart.tiny_models import END, make_tokenizer
+from megarl.resharding.buckets import cut_into_buckets, views
+from megarl.resharding.shared_memory import create_segment, map_segment, unlink_segment
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.vllm.engine import VllmEngine
+
+SEGMENT_BYTES = 600_000
+PROMPTS = [[10, 20, 30, 40, 50], [7, 8, 9], [2, 11, 12, 30, 31, 3], [33] * 20]
+GREEDY = SamplingParameters(temperature=0, max_tokens=16)
+END_ID = make_tokenizer().convert_tokens_to_ids(END)
+
+
+class EngineHost(BaseManager):
+    """Serves every proxy call of every thread in a thread of its own, as an actor with concurrency does."""
+
+
+EngineHost.register("engine", VllmEngine)
+
+
+class Engines:
+    """Starts engines in one host process, one at a time: a process holds one."""
+
+    def __init__(self, host):
+        self._host = host
+        self.running = None
+
+    def start(self, folder, **engine_args):
+        self.close()
+        self.running = self._host.engine(folder, {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, **engine_args})
+        self.running.start()
+        return self.running
+
+    def close(self):
+        if self.running is not None:
+            self.running.close()
+            self.running = None
+
+
+@contextmanager
+def running_engines() -> Iterator[Engines]:
+    host = EngineHost(ctx=multiprocessing.get_context("spawn"))
+    host.start()
+    engines = Engines(host)
+    try:
+        yield engines
+        engines.close()
+    finally:
+        host.shutdown()
+
+
+class Weights:
+    """The tensors of a HuggingFace folder, cut into small buckets."""
+
+    def __init__(self, folder):
+        self.tensors = load_file(folder / "model.safetensors")
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        self.names = list(shapes)
+        self.buckets = cut_into_buckets(shapes, dtypes, SEGMENT_BYTES)
+
+
+class Served:
+    """A running engine, connected to two segments, and two models to try it with: `folders`, `first`, `second`."""
+
+    def __init__(self, engine, folders):
+        self.engine = engine
+        self.folders = folders
+        self.first, self.second = map(Weights, folders)
+        paths = [create_segment(SEGMENT_BYTES) for _ in range(2)]
+        self._memories = [map_segment(path, SEGMENT_BYTES) for path in paths]
+        engine.connect(paths, SEGMENT_BYTES)
+        for path in paths:
+            unlink_segment(path)
+
+    def write(self, weights, bucket):
+        for name, view in views(bucket, self._memories[bucket.segment]).items():
+            view.copy_(weights.tensors[name])
+        self.engine.write(bucket)
+        # The engine must have taken what it needs: the segment belongs to the next bucket now.
+        self._memories[bucket.segment].fill_(255)
+
+    def update(self, weights, version):
+        self.engine.begin_update(version, weights.names)
+        for bucket in weights.buckets:
+            self.write(weights, bucket)
+        self.engine.commit_update(version)
+
+    def greedy(self, prompt):
+        return self.engine.generate([Request(prompt, GREEDY)])[0][0]

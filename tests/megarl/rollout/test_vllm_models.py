@@ -1,0 +1,34 @@
+import pytest
+from engine_host import GREEDY, PROMPTS, Served
+
+from megarl.rollout.protocol import Request, UpdateError
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("name", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
+)
+def test_greedy_equals_huggingface_before_and_after_updates(
+    engines, model_folder, assert_greedy, name, tied, load_format
+):
+    folders = [model_folder(name, seed, tied) for seed in (0, 1)]
+    served = Served(engines.start(folders[0], load_format=load_format), folders)
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+
+    def check(folder, version):
+        assert served.engine.version() == version
+        for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
+            assert_greedy(folder, prompt, generation)
+            assert generation.versions == [version] * len(generation.token_ids)
+
+    if load_format == "dummy":
+        assert served.engine.version() == -1
+        with pytest.raises(UpdateError, match="dummy weights"):
+            served.engine.generate(requests)
+    else:
+        check(folders[0], 0)
+    assert len(served.second.buckets) > 1
+    served.update(served.second, 1)
+    check(folders[1], 1)
+    served.update(served.first, 5)
+    check(folders[0], 5)
