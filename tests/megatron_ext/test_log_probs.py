@@ -1,17 +1,13 @@
-import multiprocessing
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import run_ranks
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch import Tensor
 
 from converters.errors import UserError
+from converters.layouts.megatron import ParallelSizes
 from megatron_ext.log_probs import LogProbs, log_probs_and_entropy
 
 
@@ -39,7 +35,7 @@ def gradient(result: LogProbs, logits: Tensor, weights: Tensor, entropy_weights:
     return torch.autograd.grad(loss, logits)[0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     tokens=st.integers(0, 9),
     vocab_size=st.integers(1, 40),
@@ -158,50 +154,16 @@ def test_forward_and_backward_hold_few_fp32_rows_at_a_time() -> None:
     assert 0 < largest <= 16 * 1000 * 4
 
 
-def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], results: Any, arguments: tuple) -> None:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-        results.put((rank, body(*arguments)))
-        dist.destroy_process_group()
-    except Exception:  # noqa: BLE001 - carried to the test, which fails with it
-        results.put((rank, traceback.format_exc()))
-
-
-def on_ranks(size: int, folder: Path, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body` returns on each of `size` gloo processes."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, size, str(folder), body, results, arguments)) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        answers = dict(results.get(timeout=60) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    for answer in answers.values():
-        assert not isinstance(answer, str), answer
-    return [answers[rank] for rank in range(size)]
-
-
-def _cut_vocabulary(columns: int, vocab_size: int, temperature: float) -> list[list[Any]]:
+def cut_vocabulary(
+    rank: int, sizes: ParallelSizes, columns: int, vocab_size: int, temperature: float
+) -> tuple[LogProbs, Tensor]:
+    """What one rank computes from its part of the logits: values, and the gradient of that part."""
     logits, labels, weights, entropy_weights = random_case(13, columns, vocab_size)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    shard = logits.chunk(size, dim=1)[rank].clone().requires_grad_()
-    result = log_probs_and_entropy(
-        shard, labels, dist.group.WORLD, vocab_size=vocab_size, temperature=temperature, chunk_tokens=4
-    )
-    tensors = (
-        result.log_probs.detach(),
-        result.entropy.detach(),
-        result.greedy,
-        gradient(result, shard, weights, entropy_weights),
-    )
-    return [tensor.tolist() for tensor in tensors]
+    shard = logits.chunk(sizes.tensor_model_parallel_size, dim=1)[rank].clone().requires_grad_()
+    group = get_tensor_model_parallel_group()
+    result = log_probs_and_entropy(shard, labels, group, vocab_size=vocab_size, temperature=temperature, chunk_tokens=4)
+    values = LogProbs(result.log_probs.detach(), result.entropy.detach(), result.greedy)
+    return values, gradient(result, shard, weights, entropy_weights)
 
 
 @pytest.mark.parametrize(
@@ -214,20 +176,23 @@ def _cut_vocabulary(columns: int, vocab_size: int, temperature: float) -> list[l
     ],
 )
 def test_a_cut_vocabulary_gives_the_values_and_gradients_of_the_whole(
-    tmp_path: Path, ranks: int, columns: int, vocab_size: int
+    ranks: int, columns: int, vocab_size: int
 ) -> None:
-    answers = on_ranks(ranks, tmp_path, _cut_vocabulary, columns, vocab_size, 0.8)
+    sizes = ParallelSizes(world_size=ranks, tensor_model_parallel_size=ranks)
+    answers = run_ranks(cut_vocabulary, sizes, columns, vocab_size, 0.8)
     logits, labels, weights, entropy_weights = random_case(13, columns, vocab_size)
     logits.requires_grad_()
     expected = reference(logits, labels, vocab_size, 0.8)
-    for log_probs, entropy, greedy, _ in answers:
-        assert (log_probs, entropy, greedy) == tuple(answers[0][:3])
-    log_probs, entropy, greedy, _ = answers[0]
-    torch.testing.assert_close(torch.tensor(log_probs).double(), expected.log_probs, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(torch.tensor(entropy).double(), expected.entropy, rtol=1e-6, atol=2e-6)
-    assert greedy == expected.greedy.tolist()
+    first = answers[0][0]
+    for values, _ in answers:
+        assert torch.equal(values.log_probs, first.log_probs)
+        assert torch.equal(values.entropy, first.entropy)
+        assert torch.equal(values.greedy, first.greedy)
+    torch.testing.assert_close(first.log_probs.double(), expected.log_probs, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(first.entropy.double(), expected.entropy, rtol=1e-6, atol=2e-6)
+    assert torch.equal(first.greedy, expected.greedy)
     torch.testing.assert_close(
-        torch.cat([torch.tensor(answer[3]) for answer in answers], dim=1),
+        torch.cat([gradient_of_shard for _, gradient_of_shard in answers], dim=1),
         gradient(expected, logits, weights.double(), entropy_weights.double()),
         rtol=1e-5,
         atol=5e-6,

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import UserError
@@ -15,6 +15,8 @@ def ragged(lengths: list[int]) -> RaggedBatch:
     return RaggedBatch(tokens, torch.tensor(lengths, dtype=torch.long), {"value": -tokens.float()})
 
 
+# The same examples in every run, and no wall-time limits.
+deterministic = settings(deadline=None, derandomize=True)
 lengths_of_sequences = st.lists(st.integers(1, 9), max_size=12)
 
 
@@ -36,6 +38,7 @@ def test_a_micro_batch_spelled_out() -> None:
     assert torch.equal(micro_batch.fields["mask"], micro_batch.targets)
 
 
+@deterministic
 @given(lengths_of_sequences, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_every_index_holds_its_label_and_its_labels_fields(lengths, align, random) -> None:
     batch = ragged(lengths)
@@ -59,6 +62,7 @@ def test_every_index_holds_its_label_and_its_labels_fields(lengths, align, rando
     assert not micro_batch.targets[sum(lengths) :].any()
 
 
+@deterministic
 @given(lengths_of_sequences, st.integers(1, 4))
 def test_unpack_returns_what_pack_shifted(lengths, align) -> None:
     batch = ragged(lengths)
@@ -84,6 +88,7 @@ def test_not_a_number_outside_the_targets_does_not_enter() -> None:
     assert pack(batch, [0, 1]).fields["value"].tolist() == [0, 0]
 
 
+@deterministic
 @given(
     st.lists(st.integers(1, 50), max_size=60),
     st.integers(1, 4),
@@ -131,6 +136,7 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_its_length() -> No
         assign([3, 11], 1, 10)
 
 
+@deterministic
 @given(lengths_of_sequences, st.randoms(use_true_random=False))
 def test_select_and_concatenate(lengths, random) -> None:
     batch = ragged(lengths)

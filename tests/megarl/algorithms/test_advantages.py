@@ -1,13 +1,13 @@
 import statistics
 
 import pytest
+import reference_values as verl
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms.advantages import grpo
-from tests.megarl.algorithms import reference_values as verl
 
 rewards_in_groups = st.dictionaries(
     st.integers(-5, 1000), st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=5), min_size=1, max_size=5

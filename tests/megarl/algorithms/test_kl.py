@@ -1,12 +1,12 @@
 import math
 
 import pytest
+import reference_values as verl
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.kl import KL_ESTIMATORS, k2, k3
-from tests.megarl.algorithms import reference_values as verl
 
 
 @pytest.mark.parametrize(

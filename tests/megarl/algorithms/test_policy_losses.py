@@ -1,12 +1,12 @@
 import math
 
 import pytest
+import reference_values as verl
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.policy_losses import clip
-from tests.megarl.algorithms import reference_values as verl
 
 log_prob = st.floats(-6, 0)
 token = st.tuples(log_prob, log_prob, st.floats(-3, 3))

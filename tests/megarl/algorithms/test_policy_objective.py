@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,7 +85,6 @@ def by_the_formula(batch: RaggedBatch, table: Tensor) -> tuple[Tensor, Tensor, d
 shapes_of_sequences = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(shapes_of_sequences, st.integers(0, 100))
 def test_loss_gradient_and_metrics_are_those_of_the_formula(shapes, seed) -> None:
     batch, table = random_batch(shapes, seed)
@@ -97,7 +96,6 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(shapes, seed) -> Non
         assert float(actual[name]) == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@settings(deadline=None)
 @given(shapes_of_sequences, st.integers(0, 100), st.data())
 def test_no_cut_into_micro_batches_changes_anything(shapes, seed, data) -> None:
     batch, table = random_batch(shapes, seed)

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_grpo import (
+    ReferenceTrajectory,
+    grpo_loss_and_gradients,
+    load,
+    response_log_probs,
+)
 from safetensors import safe_open
 
 from megarl.algorithms import PolicyObjective
 from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
 from megatron_ext.log_probs import log_probs_and_entropy
 from megatron_ext.packing import RaggedBatch, pack
-from tests.megarl.algorithms.reference_grpo import (
-    ReferenceTrajectory,
-    grpo_loss_and_gradients,
-    load,
-    response_log_probs,
-)
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, KL_COEFFICIENT = 0.9, 0.1, 0.15, 0.3
 PROMPT_AND_RESPONSE = ((3, 4), (5, 1), (1, 6))

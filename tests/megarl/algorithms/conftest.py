@@ -1,0 +1,5 @@
+from hypothesis import settings
+
+# The same examples in every run, and no wall-time limits.
+settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.load_profile("deterministic")
