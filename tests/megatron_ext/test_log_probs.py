@@ -35,7 +35,7 @@ def gradient(result: LogProbs, logits: Tensor, weights: Tensor, entropy_weights:
     return torch.autograd.grad(loss, logits)[0]
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(
     tokens=st.integers(0, 9),
     vocab_size=st.integers(1, 40),
