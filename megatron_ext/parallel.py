@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
+from megatron_ext.loopback import listen_on_loopback
 
 _TIMEOUT = timedelta(minutes=30)
 _SEED = 1234
@@ -44,6 +45,7 @@ def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: in
             " numbered from 0"
         )
     device.bind(rank)
+    listen_on_loopback()
     if not dist.is_initialized():
         if init_method.startswith("tcp://127.0.0.1:"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())

@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.loopback import listen_on_loopback
+
 
 class Host:
     """Holds one object. What is heavy to import is imported here and not in the controller."""
@@ -16,6 +18,7 @@ class Host:
 
     def make(self, module: str, name: str, *arguments: Any) -> None:
         """Import `name`, a class or another maker, from `module` and make the object."""
+        listen_on_loopback()
         self._object = getattr(import_module(module), name)(*arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:

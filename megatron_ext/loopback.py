@@ -1,0 +1,43 @@
+"""Keeping torch's rendezvous off the network when all ranks are on this machine."""
+
+import socket
+from datetime import timedelta
+from importlib import import_module
+
+from torch.distributed import TCPStore
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# The package's attribute of this name is a function.
+_rendezvous = import_module("torch.distributed.rendezvous")
+_original = _rendezvous._create_c10d_store
+
+
+def listen_on_loopback() -> None:
+    """Let the store of a rendezvous at a loopback address listen there and nowhere else; idempotent.
+
+    torch (2.11 to 2.13) binds it to all interfaces whatever address it was given.
+    """
+    _rendezvous._create_c10d_store = _create_store  # type: ignore[attr-defined]
+
+
+def _create_store(
+    hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+) -> TCPStore:
+    if hostname not in _LOOPBACK:
+        return _original(hostname, port, rank, world_size, timeout, use_libuv)
+    is_master = rank == 0
+    listener = socket.create_server((hostname, port), family=_family(hostname)).detach() if is_master else None
+    return TCPStore(
+        host_name=hostname,
+        port=port,
+        world_size=world_size,
+        is_master=is_master,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener,
+        use_libuv=use_libuv,
+    )
+
+
+def _family(hostname: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in hostname else socket.AF_INET

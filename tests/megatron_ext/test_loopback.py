@@ -1,0 +1,34 @@
+"""A rendezvous at a loopback address is not reachable from other machines."""
+
+import socket
+
+import psutil
+import pytest
+import torch
+from launch import run_ranks
+
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.loopback import listen_on_loopback
+
+
+def listening_addresses(rank: int, sizes: ParallelSizes) -> tuple[list[str], float]:
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    connections = psutil.Process().net_connections("inet")
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN], float(total)
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only():
+    results = run_ranks(listening_addresses, ParallelSizes(world_size=2))
+    assert [total for _, total in results] == [2.0, 2.0]
+    addresses = {address for found, _ in results for address in found}
+    assert addresses
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_a_port_in_use_is_an_error():
+    listen_on_loopback()
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{taken.getsockname()[1]}", rank=0, world_size=1
+        )
