@@ -56,7 +56,7 @@ def by_the_formula(batch: RaggedBatch, table: Tensor) -> tuple[Tensor, Tensor, d
     """The same, in float64, one token after the other."""
     table = table.double().requires_grad_()
     log_p = torch.log_softmax(table, dim=-1)
-    fields, losses, kl_to_old, clipped, differences = batch.fields, [], 0.0, 0.0, []
+    fields, losses, kl_to_old, clipped, differences, ratios = batch.fields, [], 0.0, 0.0, [], []
     for position, weight in enumerate(fields["weights"].tolist()):
         if weight == 0:
             continue
@@ -68,6 +68,7 @@ def by_the_formula(batch: RaggedBatch, table: Tensor) -> tuple[Tensor, Tensor, d
         losses.append(weight * (policy + 0.3 * (d.exp() - 1 - d) + 0.05 * (row.exp() * row).sum()))
         kl_to_old += weight * float(ratio - 1 - (new - old))
         clipped += weight * bool((advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.9))
+        ratios.append(float(ratio))
         differences.append(abs(float(old - fields["rollout_log_probs"][position])))
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -75,6 +76,8 @@ def by_the_formula(batch: RaggedBatch, table: Tensor) -> tuple[Tensor, Tensor, d
         "policy/loss": loss.item(),
         "policy/kl_to_old": kl_to_old,
         "policy/clip_fraction": clipped,
+        "policy/ratio_mean": sum(ratios) / len(ratios),
+        "policy/ratio_max": max(ratios),
         "log_prob_difference/mean": sum(differences) / len(differences),
         "log_prob_difference/max": max(differences),
     }
