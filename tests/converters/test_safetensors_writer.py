@@ -157,6 +157,13 @@ def test_a_source_without_a_config_leaves_nothing_behind(tmp_path, source):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_the_space_is_taken_before_anyone_writes(tmp_path):
+    """A disk that fills up under a mapped file ends its writer by a signal, without a word."""
+    partial = partial_folder(tmp_path / "export")
+    create_checkpoint(partial, {"big": (2**18,)}, {"big": torch.float32}, 10**9)
+    assert (partial / "model.safetensors").stat().st_blocks * 512 >= 2**20
+
+
 def test_no_room_for_the_files_is_said_before_anything_is_written(tmp_path):
     partial = partial_folder(tmp_path / "export")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
