@@ -73,7 +73,8 @@ def keep_expert_weights() -> None:
 def rotate_interleaved_in_torch() -> None:
     """Rotate interleaved pairs (DeepSeek) in torch.
 
-    The C++ kernel of vLLM 0.32.0 is wrong in fp32 for `is_neox_style=False`.
+    The C++ kernel of vLLM 0.32.0 for `is_neox_style=False` is wrong for queries [tokens, heads, head size], which is
+    how multi-latent attention gives them.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

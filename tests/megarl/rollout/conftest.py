@@ -33,9 +33,9 @@ def folders(model_folder):
 
 
 @pytest.fixture
-def fresh(engines, folders, request):
-    """An engine of this test's own; a parameter of the fixture is its engine arguments."""
-    return Served(engines.start(folders[0], **getattr(request, "param", {})), folders)
+def fresh(engines, folders):
+    """An engine of this test's own."""
+    return Served(engines.start(folders[0]), folders)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +47,8 @@ def _shared():
 def served(_shared, engines, folders):
     """An engine that tests use one after the other; it has the weights of the first folder, of whatever version."""
     if not _shared or _shared[-1].engine is not engines.running:
-        _shared.append(Served(engines.start(folders[0]), folders))
+        # Few tokens per batch, so that many requests need several.
+        _shared.append(Served(engines.start(folders[0], max_num_batched_tokens=512), folders))
     served = _shared[-1]
     version = served.engine.version()
     if version > 0:

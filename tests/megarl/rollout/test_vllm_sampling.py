@@ -45,10 +45,9 @@ def test_samples_without_a_seed_differ(served):
     assert len({tuple(generation.token_ids) for generation in generations}) == 8
 
 
-@pytest.mark.parametrize("fresh", [{"max_num_batched_tokens": 512}], indirect=True)
-def test_seeded_requests_may_be_more_than_one_batch(fresh):
+def test_seeded_requests_may_be_more_than_one_batch(served):
     request = Request([33] * 100, SamplingParameters(samples=32, max_tokens=3, seed=0))
-    (generations,) = fresh.engine.generate([request])
+    (generations,) = served.engine.generate([request])
     assert all(generation.token_ids for generation in generations)
 
 
@@ -78,7 +77,7 @@ def test_requests_that_cannot_be_served(served):
     with pytest.raises(UserError, match="0 samples"):
         served.engine.generate([Request(PROMPTS[1], SamplingParameters(samples=0))])
     with pytest.raises(UserError, match="top_p"):
-        served.engine.generate([Request(PROMPTS[1], SamplingParameters(top_p=1.5))])
+        served.engine.generate([Request(PROMPTS[1], SamplingParameters(top_p=1.5, max_tokens=9))])
     with pytest.raises(UserError, match="prompt of 0 tokens"):
-        served.engine.generate([Request([], SamplingParameters())])
+        served.engine.generate([Request([], SamplingParameters(max_tokens=9))])
     assert served.engine.generate([]) == []

@@ -1,0 +1,44 @@
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from converters.errors import UserError
+from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
+
+
+@pytest.fixture(scope="module")
+def process():
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=prepare_environment) as process:
+        yield process
+
+
+def _config(folder, given):
+    config = make_engine_config(folder, given)
+    return config.model_config.dtype, config.scheduler_config.max_num_seqs, config.model_config.skip_tokenizer_init
+
+
+def test_the_models_own_dtype_is_the_default(process, model_folder):
+    folder = model_folder("qwen3", 0)
+    assert process.submit(_config, folder, {}).result() == (torch.float32, 512, True)
+    assert process.submit(_config, folder, {"dtype": "bfloat16", "max_num_seqs": 7}).result() == (
+        torch.bfloat16,
+        7,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel": 2}, r"engine_args\.tensor_parallel is not an argument .* nearest is tensor_parallel_size"),
+        ({"logprobs_mode": "raw_logprobs"}, r"engine_args\.logprobs_mode is set by megarl"),
+        ({"max_model_len": -5}, r"vLLM refuses rollout\.engine_args=.*max_model_len"),
+        ({"dtype": "float13"}, r"vLLM refuses rollout\.engine_args=.*float13"),
+    ],
+)
+def test_arguments_that_do_not_exist_or_are_refused(process, model_folder, given, message):
+    with pytest.raises(UserError, match=message):
+        process.submit(make_engine_config, model_folder("qwen3", 0), given).result()
