@@ -60,20 +60,22 @@ def has_transformer_engine() -> bool:
 
 
 def transformer_config_fields() -> dict[str, Any]:
-    """Fields of TransformerConfig that the device decides."""
+    """Fields of TransformerConfig for which only one value works on this device."""
     if has_transformer_engine():
-        return {"moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
+        return {"moe_grouped_gemm": True}
+    without_kernels = (
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "cross_entropy_loss_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+    )
     return {
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        # These need the kernels of Transformer Engine or Apex.
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "cross_entropy_loss_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
-        # Sends are asynchronous on gloo and still read the tensor that this option would free.
+        **dict.fromkeys(without_kernels, False),
+        "use_cpu_initialization": backend() == "gloo",
+        # A send on gloo may still be reading the tensor that this option frees.
         "deallocate_pipeline_outputs": False,
     }
 

@@ -67,22 +67,21 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 def transformer_config(
     architecture: Architecture, parallel: ParallelSizes, *, params_dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> TransformerConfig:
-    """The configuration of every layer: the architecture's, the device's and the job's fields, then `overrides`.
+    """The configuration of every layer: the architecture's fields, then `overrides`, then what cannot be chosen.
 
     Raises UserError as `build_model` does.
     """
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
-    from_job = _job_fields(parallel, params_dtype)
-    _check_overrides(config_class, from_job, overrides)
+    fixed = _fixed_fields(parallel, params_dtype)
+    _check_overrides(config_class, fixed, overrides)
     try:
         return config_class(
             **{
-                **device.transformer_config_fields(),
                 # The default dispatcher refuses variable lengths, even in a model without experts.
                 "moe_token_dispatcher_type": "alltoall",
                 **architecture.transformer_config,
                 **overrides,
-                **from_job,
+                **fixed,
             }
         )
     except (ValueError, AssertionError) as error:
@@ -93,10 +92,11 @@ def transformer_config(
         ) from error
 
 
-def _job_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str, Any]:
-    """Fields that follow from the parallel sizes, the type of the weights, and how micro-batches are made."""
+def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str, Any]:
+    """Fields that follow from the device, the parallel sizes, the type of the weights and the packed micro-batches."""
     interleaved = parallel.chunks > 1
     return {
+        **device.transformer_config_fields(),
         **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "context_parallel_size": 1,
@@ -115,7 +115,7 @@ def _job_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str,
 
 
 def _check_overrides(
-    config_class: type[TransformerConfig], from_job: Mapping[str, Any], overrides: Mapping[str, Any]
+    config_class: type[TransformerConfig], fixed: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
     names = {field.name for field in fields(config_class)}
     for name, value in overrides.items():
@@ -123,10 +123,10 @@ def _check_overrides(
             raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
         if name == "context_parallel_size" and value > 1:
             raise UserError(f"megatron.context_parallel_size is {value}; context parallelism is not supported, use 1")
-        if name in from_job and value != from_job[name]:
+        if name in fixed and value != fixed[name]:
             raise UserError(
-                f"megatron.{name} is {value!r}, but follows from the parallel sizes, the type of the weights and the"
-                f" packed micro-batches, which make it {from_job[name]!r}; leave it out"
+                f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the device, the"
+                " parallel sizes, the type of the weights and the packing of sequences; leave it out"
             )
 
 
