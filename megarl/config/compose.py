@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -65,7 +66,7 @@ def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequenc
     first, *others = folders
     if not first.is_dir():
         raise UserError(f"--config-dir {first} is not a folder")
-    search_path = ",".join(f"file://{folder}" for folder in others)
+    search_path = ",".join(f"'file://{folder}'" for folder in others)
     added = [f"hydra.searchpath=[{search_path}]"] if others else []
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(first)):
@@ -77,8 +78,8 @@ def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequenc
         nearest = nearest_name(config_name, names)
         hint = f"; did you mean {nearest}?" if nearest else f"; there are {', '.join(names)}"
         raise UserError(f"there is no recipe {config_name}{hint}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"recipe {config_name} cannot be composed: {str(error).splitlines()[0]}") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"recipe {config_name} cannot be composed: {' '.join(str(error).split())}") from error
 
 
 def _forced(text: str) -> str:

@@ -78,23 +78,13 @@ def flag_hints() -> dict[str, str]:
 
 
 def _nearest(key: str) -> list[str]:
-    leaf = key.rpartition(".")[2]
-    same_leaf = [known for known in all_keys() if known.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return difflib.get_close_matches(key, same_leaf, n=2, cutoff=0.0)
-    group = key.rpartition(".")[0]
+    """Keys of the same last name; else one of a similar name in the same group; else one that looks similar."""
+    group, _, leaf = key.rpartition(".")
+    for keys in (schema_keys(), all_keys()):
+        same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+        if same_leaf:
+            return difflib.get_close_matches(key, same_leaf, n=2, cutoff=0.0)
     neighbours = [known for known in all_keys() if known.rpartition(".")[0] == group]
-    return (
-        difflib.get_close_matches(key, neighbours, n=1, cutoff=0.75)
-        or difflib.get_close_matches(leaf, [known for known in all_keys() if "." not in known], n=1, cutoff=0.75)
-        or [_with_leaf(name) for name in difflib.get_close_matches(leaf, _leaves(), n=1, cutoff=0.75)]
-        or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.6)
+    return difflib.get_close_matches(key, neighbours, n=1, cutoff=0.75) or difflib.get_close_matches(
+        key, all_keys(), n=1
     )
-
-
-def _leaves() -> list[str]:
-    return [known.rpartition(".")[2] for known in all_keys()]
-
-
-def _with_leaf(leaf: str) -> str:
-    return next(known for known in all_keys() if known.rpartition(".")[2] == leaf)

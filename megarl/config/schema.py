@@ -150,6 +150,8 @@ class ClusterConfig:
     """Megatron ranks: TP x PP x DP."""
     address: str | None = None
     """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
+    rendezvous_port: int = 0
+    """Port at which the Megatron ranks meet; 0 takes one that is free."""
     trainer_cpus: float = 1.0
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0

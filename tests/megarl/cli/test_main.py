@@ -1,0 +1,164 @@
+"""The command: complete help, one sentence and exit code 2 for bad input, nothing heavy before it is needed."""
+
+import errno
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from megarl.cli.main import COMMANDS, build_parser, main
+
+HEAVY = ("torch", "ray", "hydra", "transformers", "vllm", "megatron.core")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "a model, with (odd) characters"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_option_and_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"examples:\n  megarl {command}" in text
+    for flag in ("--config-name", "--config-dir", "--print-config") if command in ("train", "sft") else ():
+        assert flag in text
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from megarl.cli.main import build_parser; build_parser().format_help(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"megarl.cli.main", "megarl.cli.train"} <= set(done.stdout.split())
+    assert not set(HEAVY) & set(done.stdout.split())
+
+
+def test_a_wrong_key_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    code = f"""import sys
+from megarl.cli.main import main
+code = main(["train", "--config-name", "quickstart", "model.path=m", "loop.stps=1"])
+print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["2", "hydra"]
+    assert done.stderr == "megarl: configuration key loop.stps does not exist; did you mean loop.steps?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train --config-name nowhere", "there is no recipe nowhere"),
+        ("train --config-name quickstart", "leaves model.path open"),
+        ("train --config-name quickstart model.path=m --tensor-model-paralel-size 2", "--tensor-model-parallel-size?"),
+        ("train --config-name quickstart model.path=m --global-batch-size 2", "here it is loop.prompts_per_step"),
+        ("train --config-name quickstart model.path=m --trainer-ranks 2", "give it as cluster.trainer_ranks=..."),
+        ("train --config-name quickstart model.path=m", "model.path=m is not a HuggingFace folder"),
+        ("sft --config-name quickstart_sft model.path=m --lr", "--lr needs a value"),
+        ("eval --model m --files e.parquet loop.stps=1", "did you mean loop.steps?"),
+        ("eval --model m --files e.parquet", "model.path=m is not a HuggingFace folder"),
+        ("doctor --jsn", "megarl doctor does not take --jsn"),
+        ("quickstart steps=3", "megarl quickstart does not take steps=3"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    words: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("megarl: ")
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_and_overrides_end_as_the_same_configuration(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    start = ["train", "--config-name", "quickstart", "--print-config", f"model.path='{model}'"]
+    assert main([*start, "--lr", "1e-5", "--sequence-parallel", "loop.steps=3", "--recompute-modules", "mlp"]) == 0
+    flags = capsys.readouterr().out
+    overrides = ["megatron.lr=1e-5", "megatron.sequence_parallel=true", "megatron.recompute_modules=[mlp]"]
+    assert main([*start, "loop.steps=3", *overrides]) == 0
+    assert flags == capsys.readouterr().out
+    assert "  sequence_parallel: true\n" in flags
+    assert OmegaConf.create(flags).model.path == str(model)
+
+
+def test_what_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "--config-name", "grpo_deepseek_v3", "model.path=m", "output_dir=o", "--print-config"]) == 0
+    first = capsys.readouterr().out
+    (tmp_path / "again.yaml").write_text(first)
+    assert main(["train", "--config-name", "again", "--config-dir", str(tmp_path), "--print-config"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_eval_takes_odd_paths_and_overrides(model: Path) -> None:
+    from megarl.cli.eval import overrides_of
+    from megarl.config.compose import compose
+
+    file = str(model / "it's, data.parquet")
+    words = ["eval", "--model", str(model), "--reward", "my rewards.py:score", "--files", file, "b.parquet"]
+    options, options.overrides = build_parser().parse_known_args([*words, "loop.seed=4"])
+    config = compose("eval", overrides_of(options))
+    assert config.model.path == str(model)
+    assert config.data.eval_files == [file, "b.parquet"]
+    assert config.reward.function == "my rewards.py:score"
+    assert (config.loop.seed, config.output_dir) == (4, "runs/eval")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_what_the_parser_asks_for(command: str) -> None:
+    module = importlib.import_module(f"megarl.cli.{command}")
+    assert callable(module.run)
+    assert isinstance(module.TAKES_OVERRIDES, bool)
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fill(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/step_3")
+
+    monkeypatch.setattr("megarl.cli.doctor.run", fill)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "megarl: the disk is full at runs/step_3: make room, then run again\n"
+
+
+def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs")
+
+    monkeypatch.setattr("megarl.cli.doctor.run", fail)
+    with pytest.raises(PermissionError):
+        main(["doctor"])
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+    # An nvidia-smi that never answers keeps the doctor waiting, so that the signal meets it at work.
+    started = tmp_path / "started"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ntouch {started}\nexec sleep 100\n")
+    program.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli.main", "doctor"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not started.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "megarl: interrupted\n"
+        assert process.returncode == 130
+    finally:
+        process.kill()

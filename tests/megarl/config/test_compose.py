@@ -1,0 +1,142 @@
+"""From recipes and overrides to one typed configuration; every wrong key is named with the one that was meant."""
+
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.config.compose import compose, recipes_folder
+from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, VERL
+from megarl.config.keys import all_keys, schema_keys
+from megarl.config.schema import MegarlConfig
+
+GIVEN = ["model.path=m", "output_dir=o"]
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> str:
+    (tmp_path / "mine.yaml").write_text("output_dir: out\nmodel: {path: m}\nloop: {steps: 7}\nmegatron: {lr: 1}\n")
+    (tmp_path / "built_on_ours.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\noutput_dir: out\n")
+    (tmp_path / "misspelt.yaml").write_text("output_dir: out\nmodel: {path: m}\nlop: {steps: 7}\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "dangling.yaml").write_text("defaults: [nowhere]\n")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in recipes_folder().glob("*.yaml")))
+def test_every_recipe_composes(name: str) -> None:
+    config = compose(name, GIVEN)
+    assert isinstance(config, MegarlConfig)
+    assert (config.model.path, config.output_dir) == ("m", "o")
+
+
+def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose("quickstart", GIVEN).cluster.trainer_ranks == 2
+
+
+def test_overrides_reach_keys_that_the_recipe_does_not_mention(recipes: str) -> None:
+    overrides = [
+        "loop.seed=3",
+        "rollout.engine_args.dtype=float32",
+        "+data.shuffle=false",
+        "megatron.sequence_parallel=true",
+    ]
+    config = compose("mine", [*overrides, "sft.stop_at_exact_match=0.5"], recipes)
+    assert (config.loop.steps, config.loop.seed, config.data.shuffle) == (7, 3, False)
+    assert config.rollout.engine_args == {"dtype": "float32"}
+    assert config.sft.stop_at_exact_match == 0.5
+    assert config.megatron == {"lr": 1.0, "sequence_parallel": True}
+    assert isinstance(config.megatron["lr"], float)
+
+
+def test_the_last_of_two_overrides_wins(recipes: str) -> None:
+    assert compose("mine", ["loop.steps=1", "loop.steps=2"], recipes).loop.steps == 2
+
+
+def test_own_recipes_build_on_ours(recipes: str) -> None:
+    config = compose("built_on_ours", ["model.path=m"], recipes)
+    assert config.megatron["expert_model_parallel_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["loop.stps=3"], r"loop\.stps does not exist; did you mean loop\.steps\?"),
+        (["lop.seed=3"], r"lop\.seed does not exist; did you mean loop\.seed\?"),
+        (["++loop.stps=3"], r"loop\.stps does not exist"),
+        (["steps=3"], r"did you mean (loop\.steps or sft|sft\.steps or loop)\.steps\?"),
+        (["zzz.qqq=3"], r"zzz\.qqq does not exist$"),
+        (["loop=3"], r"loop is a group of keys; set one of them, such as loop\.steps"),
+        (["loop.steps=many"], r"loop\.steps: Value 'many'"),
+        (["loop.steps=null"], r"loop\.steps"),
+        (["loop.steps"], "not of the form key=value"),
+        (["loop.steps=1,2"], "cannot be composed"),
+        (["model.dtype=${nowhere}"], "nowhere"),
+        (["~model.path"], r"leaves model\.path open: give it as model\.path=\.\.\."),
+        (["output_dir=???"], r"leaves output_dir open"),
+        (["megatron.tensor_parallel_size=2"], r"did you mean megatron\.tensor_model_parallel_size\?"),
+        (["megatron.lr=fast"], r"megatron\.lr=fast"),
+        (["megatron.bf16=true"], r"megatron\.bf16 follows from model\.dtype"),
+        (["rollout.engine_args.max_num_seq=2"], r"did you mean rollout\.engine_args\.max_num_seqs\?"),
+    ],
+)
+def test_wrong_overrides_are_named(recipes: str, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        compose("mine", overrides, recipes)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("actor_rollout_ref.actor.lr", "megatron.lr"),
+        ("actor_rollout_ref.actor.max_grad_norm", "megatron.clip_grad"),
+        ("actor_rollout_ref.actor.tensor_model_parallel_size", "megatron.tensor_model_parallel_size"),
+        ("actor_rollout_ref.actor.pipeline_model_parallel_size", "megatron.pipeline_model_parallel_size"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", "megatron.expert_model_parallel_size"),
+        ("actor_rollout_ref.model.backend", "leave it out"),
+        ("actor_rollout_ref.rollout.tensor_parallel_size", "rollout.engine_args.tensor_parallel_size"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs", "rollout.engine_args.max_num_seqs"),
+        ("actor_rollout_ref.rollout.enable_vision", "leave it out"),
+        ("actor_rollout_ref.actor.lora.rank", "leave it out"),
+        ("trainer.async_weight_update", "leave it out"),
+        ("reward_model.style", "reward.function"),
+        ("trainer.total_training_steps", "loop.steps"),
+    ],
+)
+def test_keys_of_verl_are_translated(recipes: str, key: str, says: str) -> None:
+    with pytest.raises(UserError, match=rf"^configuration key {key} does not exist; it is a key of verl.*{says}"):
+        compose("mine", [f"{key}=1"], recipes)
+
+
+def test_translations_name_keys_that_exist() -> None:
+    for target in {*VERL.values(), *MEGATRON_LM_FLAGS.values()}:
+        for part in target.split(" and "):
+            assert part.split("=")[0].split(" ")[0] in all_keys(), target
+
+
+def test_keys_of_verl_that_we_share_are_not_refused(recipes: str) -> None:
+    shared = [key for key in VERL if key in set(schema_keys())]
+    assert shared == ["data.train_files"]
+    assert compose("mine", ["data.train_files=[a.parquet]"], recipes).data.train_files == ["a.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("quickstrt", "there is no recipe quickstrt; did you mean quickstart"),
+        ("zzz", "there is no recipe zzz; there are .*grpo_qwen3_moe.*mine"),
+        ("misspelt", r"lop\.steps does not exist"),
+        ("broken", "recipe broken cannot be composed"),
+        ("dangling", "recipe dangling: .*nowhere"),
+    ],
+)
+def test_wrong_recipes_are_named(recipes: str, name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        compose(name, [], recipes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_recipes_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        compose("quickstart", GIVEN, "nowhere")

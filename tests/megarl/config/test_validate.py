@@ -1,0 +1,99 @@
+"""Values that contradict each other or their meaning are refused, each with its reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.errors import UserError
+from megarl.config.compose import compose
+from megarl.config.megatron import megatron_options
+from megarl.config.schema import MegarlConfig
+from megarl.config.validate import validate, validate_eval, validate_sft
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "data.parquet").touch()
+    given = [f"model.path={tmp_path}", f"output_dir={tmp_path}/out"]
+    files = [f"{key}=[{tmp_path}/data.parquet]" for key in ("data.train_files", "data.eval_files", "sft.train_files")]
+    return lambda *overrides: compose("quickstart", [*given, *files, *overrides])
+
+
+def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> None:
+    for check in (validate, validate_sft, validate_eval):
+        check(make_config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["loop.samples_per_prompt=1"],
+            "samples_per_prompt=1 .*group of one .*nothing would be learned; use 2 or more",
+        ),
+        (["algorithm.updates_per_step=3"], "prompts_per_step=64 cannot be cut into algorithm.updates_per_step=3"),
+        (["loop.max_tokens_per_micro_batch=23"], "= 24 does not fit .*raise the latter to 24"),
+        (["model.dtype=fp16"], "model.dtype=fp16 is none of bf16, fp32; did you mean"),
+        (["rollout.engine=vlm"], "rollout.engine=vlm .*did you mean vllm"),
+        (["algorithm.advantage=gae"], "algorithm.advantage=gae is none of grpo"),
+        (["algorithm.policy_loss=clp"], "did you mean clip"),
+        (["algorithm.aggregation=mean"], "algorithm.aggregation=mean is none of"),
+        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator=k9"),
+        (["reward.on_error=ignore"], "reward.on_error=ignore is none of drop, stop"),
+        (["data.overlong_prompts=cut"], "data.overlong_prompts=cut"),
+        (["checkpoint.resume=yes"], "checkpoint.resume"),
+        (["tracking.loggers=[console,wandbb]"], "tracking.loggers=wandbb .*did you mean wandb"),
+        (["loop.steps=0"], "loop.steps=0 is too small: it must be at least 1"),
+        (["sft.eval_every=0"], "sft.eval_every=0"),
+        (["rollout.temperature=0"], "rollout.temperature=0.0 .*above 0"),
+        (["rollout.top_p=1.5"], "rollout.top_p=1.5 is too large"),
+        (["algorithm.clip_low=2"], "algorithm.clip_low"),
+        (["rollout.top_k=0"], "rollout.top_k=0"),
+        (["algorithm.kl_coefficient=-1"], "algorithm.kl_coefficient=-1"),
+        (["model.path=nowhere"], "model.path=nowhere is not a HuggingFace folder"),
+        (["data.train_files=[]"], "data.train_files is empty"),
+        (["data.train_files=[gone.parquet]"], "there is no file gone.parquet"),
+        (["data.eval_files=[gone.parquet]"], "data.eval_files: there is no file gone.parquet"),
+        (["megatron.tensor_model_parallel_size=4"], "2 ranks cannot be divided"),
+        (["megatron.context_parallel_size=2"], "context_parallel_size must be 1"),
+        (["megatron.moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01 must be 0: .*global batch"),
+        (["megatron.moe_aux_loss_coeff=[0.0,0.1]"], "moe_aux_loss_coeff"),
+        (["megatron.moe_z_loss_coeff=1e-3"], "moe_z_loss_coeff"),
+    ],
+)
+def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        validate(make_config(*overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "megatron.moe_aux_loss_coeff=0.0",
+        "megatron.moe_z_loss_coeff=null",
+        "rollout.top_k=5",
+        "algorithm.updates_per_step=2",
+    ],
+)
+def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override: str) -> None:
+    validate(make_config(override))
+
+
+def test_fine_tuning_and_evaluation_need_files_of_their_own(make_config: Callable[..., MegarlConfig]) -> None:
+    with pytest.raises(UserError, match=r"sft\.train_files is empty"):
+        validate_sft(make_config("sft.train_files=[]"))
+    with pytest.raises(UserError, match=r"data\.eval_files is empty"):
+        validate_eval(make_config("data.eval_files=[]"))
+    validate_sft(make_config("data.train_files=[]", "loop.samples_per_prompt=1"))
+
+
+def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[..., MegarlConfig]) -> None:
+    options = megatron_options(make_config("megatron.clip_grad=0.5", "megatron.lr_warmup_steps=3", "model.dtype=bf16"))
+    assert (options.parallel.world_size, options.parallel.expert_model_parallel_size) == (2, 2)
+    assert options.params_dtype == torch.bfloat16
+    assert options.optimizer["clip_grad"] == 0.5
+    assert options.scheduler == {"lr_warmup_steps": 3}
+    assert options.transformer == {}

@@ -1,0 +1,176 @@
+"""The house holds together: imports go down, no circles, CUDA in one place, small files, names that say something."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("converters", "megatron_ext", "megarl")
+"""From the ground up: a package imports from itself and from those before it."""
+MAX_LINES = 400
+CUDA_HOME = ("megatron_ext/device.py", "/kernels/")
+
+
+def source_files(root: Path) -> list[Path]:
+    return [file for floor in FLOORS for file in sorted((root / floor).rglob("*.py"))]
+
+
+def module_of(file: Path, root: Path) -> str:
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(file: Path, root: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it; of `from package import name` both spellings."""
+    package = module_of(file, root).split(".")
+    package = package if file.name == "__init__.py" else package[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def imports_that_go_up(root: Path) -> list[str]:
+    return [
+        f"{module_of(file, root)} imports {module}"
+        for file in source_files(root)
+        for module in imported_modules(file, root)
+        if module.split(".")[0] in FLOORS
+        and FLOORS.index(module.split(".")[0]) > FLOORS.index(file.relative_to(root).parts[0])
+    ]
+
+
+def import_cycle(root: Path) -> list[str]:
+    """The modules of one circle of imports; empty where there is none."""
+    files = {module_of(file, root): file for file in source_files(root)}
+    edges = {}
+    for name, file in files.items():
+        found = [module for module in imported_modules(file, root) if module in files and module != name]
+        # `from package import module` builds on the module; the package's __init__ is only passed on the way.
+        edges[name] = {m for m in found if not any(other.startswith(f"{m}.") for other in found)}
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in finished:
+            return []
+        for target in sorted(edges[name]):
+            if cycle := visit(target, [*path, name]):
+                return cycle
+        finished.add(name)
+        return []
+
+    return next((cycle for name in files if (cycle := visit(name, []))), [])
+
+
+def cuda_mentions(root: Path) -> list[str]:
+    """Places outside the device layer that name torch.cuda or move a tensor with .cuda()."""
+    found = []
+    for file in source_files(root):
+        where = file.relative_to(root).as_posix()
+        if any(home in where for home in CUDA_HOME):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = isinstance(node, ast.Attribute) and node.attr == "cuda"
+            if named or (isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in imported_text(node)):
+                found.append(f"{where}:{node.lineno}")
+    return found
+
+
+def imported_text(node: ast.Import | ast.ImportFrom) -> str:
+    start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    return " ".join(f"{start}{alias.name}" for alias in node.names)
+
+
+def long_files(root: Path) -> list[str]:
+    lengths = {file.relative_to(root).as_posix(): len(file.read_text().splitlines()) for file in source_files(root)}
+    return [name for name, length in lengths.items() if length > MAX_LINES]
+
+
+def nameless_files(root: Path) -> list[str]:
+    return [
+        file.relative_to(root).as_posix()
+        for file in source_files(root)
+        if "utils" in file.relative_to(root).parts or "utils" in file.stem
+    ]
+
+
+CHECKS = {
+    "imports go down": imports_that_go_up,
+    "no import cycles": import_cycle,
+    "torch.cuda only in the device layer": cuda_mentions,
+    "small files": long_files,
+    "names that say something": nameless_files,
+}
+BROKEN_TREES = {
+    "imports go down": [
+        {"converters/a.py": "from megarl import b", "megarl/b.py": ""},
+        {"converters/a.py": "def f():\n    import megatron_ext.b", "megatron_ext/b.py": ""},
+        {"megatron_ext/sub/a.py": "from ...megarl.b import x", "megarl/b.py": "x = 1"},
+    ],
+    "no import cycles": [
+        {
+            "megarl/a.py": "import megarl.b",
+            "megarl/b.py": "from megarl.c import x",
+            "megarl/c.py": "from megarl import a",
+        },
+        {"megarl/p/__init__.py": "from megarl.p.a import x", "megarl/p/a.py": "from megarl.p import y"},
+        {"megarl/p/a.py": "from . import b", "megarl/p/b.py": "from .a import x"},
+    ],
+    "torch.cuda only in the device layer": [
+        {"megarl/a.py": "import torch\ntorch.cuda.synchronize()"},
+        {"megarl/a.py": "from torch import cuda"},
+        {"megatron_ext/a.py": "from torch.cuda import Stream"},
+        {"converters/a.py": "import torch.cuda.nvtx"},
+        {"converters/a.py": "def f(x):\n    return x.cuda()"},
+    ],
+    "small files": [{"megarl/a.py": "x = 1\n" * (MAX_LINES + 1)}],
+    "names that say something": [
+        {"megarl/utils.py": ""},
+        {"megarl/utils/a.py": ""},
+        {"converters/tensor_utils.py": ""},
+    ],
+}
+SOUND_TREE = {
+    "converters/a.py": "import torch",
+    "megatron_ext/device.py": "import torch\ntorch.cuda.synchronize()",
+    "megatron_ext/kernels/copy.py": "import torch\ntorch.cuda.synchronize()",
+    "megarl/p/__init__.py": "from megarl.p.b import x",
+    "megarl/p/b.py": "from converters.a import torch\nfrom . import c",
+    "megarl/p/c.py": "from megatron_ext import device\n" * MAX_LINES,
+}
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_house_holds(check: str) -> None:
+    assert CHECKS[check](ROOT) == []
+
+
+@pytest.mark.parametrize(("check", "tree"), [(name, tree) for name, trees in BROKEN_TREES.items() for tree in trees])
+def test_each_check_can_fail(tmp_path: Path, check: str, tree: dict[str, str]) -> None:
+    write_tree(tmp_path, tree)
+    assert CHECKS[check](tmp_path) != []
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_sound_house_passes(tmp_path: Path, check: str) -> None:
+    write_tree(tmp_path, SOUND_TREE)
+    assert CHECKS[check](tmp_path) == []
+
+
+def test_the_checks_see_the_real_files() -> None:
+    modules = {module_of(file, ROOT) for file in source_files(ROOT)}
+    assert {"converters.errors", "megatron_ext.device", "megarl.loop", "megarl.config"} <= modules
