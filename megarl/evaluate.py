@@ -18,7 +18,7 @@ def evaluate_model(config: MegarlConfig) -> float:
     function = load_reward(config.reward.function)
     logs = Path(config.output_dir) / LOGS
     with ray_cluster(config.cluster), EngineGroup(config.rollout.replicas, config.cluster, logs) as engines:
-        engines.wait(engines.begin_start(config.rollout.engine, model.folder, config.rollout.engine_args))
+        engines.wait_started(engines.begin_start(config.rollout.engine, model.folder, config.rollout.engine_args))
         return evaluate(
             engines,
             prompts,

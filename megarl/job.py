@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, read_architecture
+from converters.convert import check_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
@@ -122,7 +123,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         )
         if checkpoint is not None:
             trainer.load(checkpoint)
-        engines.wait(starting)
+        engines.wait_started(starting)
         yield Job(
             config=config,
             model=model,
@@ -140,7 +141,7 @@ def read_model(folder: Path, extra_stop_token_ids: list[int]) -> Model:
     """What a HuggingFace folder holds, checked whole: a missing or misshapen tensor is found here."""
     source = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(source.config)
-    source.check(architecture.hf_shapes)
+    check_checkpoint(source, architecture)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Model(folder, architecture, tokenizer, _stop_token_ids(folder, tokenizer, extra_stop_token_ids))
 

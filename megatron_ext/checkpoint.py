@@ -1,8 +1,7 @@
 """The state of a training run in Megatron's distributed format (torch_dist), readable at any layout."""
 
-import errno
-import os
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_ext import compat
-from megatron_ext.checkpoint_folder import disk_error
+from converters.errors import UserError
+from megatron_ext import compat, device
 from megatron_ext.engine import MegatronEngine
 
 
 def save(engine: MegatronEngine, folder: Path) -> None:
     """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
 
-    Raises UserError if the disk is full or not writable.
+    Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
     """
-    try:
-        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(folder))
-    except Exception as error:
-        # The writers run in processes of their own and wrap what befell them.
-        if "No space left" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-            raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder.parent) from error
-        raise
+    state = _sharded_state(engine, is_loading=False)
+    _check_room(state, folder)
+    dist_checkpointing.save(state, str(folder))
 
 
 def load(engine: MegatronEngine, folder: Path) -> None:
@@ -42,6 +43,19 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     compat.separate_step_counters(engine.optimizer)
     engine.scheduler.load_state_dict(state["scheduler"])
     _set_rng_state(state["rng_state"])
+
+
+def _check_room(state: Mapping[str, Any], folder: Path) -> None:
+    # Megatron's writers report a full disk as an inconsistent file position, with the reason lost.
+    parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
+    own = sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
+    needed = torch.tensor([own], dtype=torch.int64, device=device.device())
+    torch.distributed.all_reduce(needed)
+    if int(needed) > (free := shutil.disk_usage(folder).free):
+        raise UserError(
+            f"cannot write a checkpoint of {int(needed):,} bytes to {folder.parent}: the disk has {free:,} bytes free; "
+            "make room or choose another output_dir (the last complete checkpoint is untouched)"
+        )
 
 
 def _named_chunks(engine: MegatronEngine) -> dict[str, torch.nn.Module]:

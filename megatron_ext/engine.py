@@ -79,9 +79,7 @@ class MegatronEngine:
         `micro_batches` lists the sequences of each micro-batch. None on all but the last pipeline stage.
         """
         packed = self._pack(batch, micro_batches)
-        predictions = forward_log_probs(
-            self._bare_chunks, packed, vocab_size=self._vocab_size, temperature=temperature
-        )
+        predictions = forward_log_probs(self._bare_chunks, packed, vocab_size=self._vocab_size, temperature=temperature)
         if not predictions:
             return None
         columns = zip(*((p.log_probs, p.entropy, p.greedy) for p in predictions), strict=True)
@@ -91,7 +89,7 @@ class MegatronEngine:
     def train_step(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], objective: Objective, *, temperature: float
     ) -> StepResult:
-        """One optimizer step on `batch`. Raises RuntimeError if a gradient is not finite; no weight has changed then."""
+        """One optimizer step on `batch`. Raises RuntimeError, with no weight changed, if a gradient is not finite."""
         learning_rate = self._learning_rate()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -146,9 +144,7 @@ def _exchange(left: Tensor, right: Tensor) -> None:
         right.copy_(kept)
 
 
-def _unpack_all(
-    values: Sequence[Tensor], packed: Sequence[MicroBatch], lengths: Tensor, order: Tensor
-) -> Tensor:
+def _unpack_all(values: Sequence[Tensor], packed: Sequence[MicroBatch], lengths: Tensor, order: Tensor) -> Tensor:
     """Values of packed micro-batches, put back into the order of the batch they were packed from."""
     in_packed_order = torch.cat([unpack(value, batch) for value, batch in zip(values, packed, strict=True)]).cpu()
     pieces = in_packed_order.split(lengths[order].tolist())

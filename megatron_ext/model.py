@@ -12,9 +12,9 @@ from torch import Tensor
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.layouts.megatron import ParallelSizes
+from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device
-from megatron_ext.specs import block_spec
+from megatron_ext.specs import block_spec, module_names
 
 _PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
@@ -38,10 +38,11 @@ def build_model(
 
     `overrides` are fields of megatron-core's TransformerConfig. Call after `parallel.initialize`.
 
-    Raises UserError for a field that does not exist, that follows from something else, or whose value megatron-core
-    refuses.
+    Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
+    something else, or whose value megatron-core refuses.
     """
     compat.install()
+    megatron_layout(architecture, parallel, module_names=module_names())  # checks the sizes
     config = transformer_config(architecture, parallel, params_dtype=params_dtype, overrides=overrides or {})
     chunks = [
         _build_chunk(architecture, parallel, config, chunk).to(device.device()) for chunk in range(parallel.chunks)

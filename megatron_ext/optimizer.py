@@ -9,9 +9,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
-def wrap_distributed(
-    chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]
-) -> list[DistributedDataParallel]:
+def wrap_distributed(chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> list[DistributedDataParallel]:
     """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise."""
     config = DistributedDataParallelConfig(
         **{

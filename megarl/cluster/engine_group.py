@@ -5,8 +5,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from ray.exceptions import RayTaskError
+
+from converters.errors import UserError
 from megarl.cluster.placement import worker_environment
-from megarl.cluster.worker_group import Call, WorkerGroup
+from megarl.cluster.runtime import last_lines
+from megarl.cluster.worker_group import Call, WorkerDied, WorkerGroup
 from megarl.config.schema import ClusterConfig
 from megarl.resharding.buckets import Bucket
 from megarl.rollout.protocol import Generation, Request
@@ -29,9 +33,21 @@ class EngineGroup(WorkerGroup):
         )
 
     def begin_start(self, engine: str, model_path: Path, engine_args: Mapping[str, Any]) -> list[Call]:
-        """Begin to start all engines; they are up when `wait` returns."""
+        """Begin to start all engines; they are up when `wait_started` returns."""
         self.make("megarl.rollout", "make_engine", [(engine, model_path, dict(engine_args))] * len(self))
         return self.begin("start")
+
+    def wait_started(self, calls: Sequence[Call]) -> None:
+        """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""
+        try:
+            self.wait(calls)
+        except (RayTaskError, WorkerDied) as error:
+            reason = error.cause if isinstance(error, RayTaskError) else "its process died"
+            log = self._logs[0]
+            raise UserError(
+                f"an engine did not start: {reason}; check rollout.engine_args and model.path. "
+                f"The end of {log}:\n{last_lines(log)}"
+            ) from error
 
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
         """Generations of every request, in order; neighbours go to the same engine."""

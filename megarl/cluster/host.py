@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from megatron_ext.loopback import listen_on_loopback
 
 
@@ -20,6 +22,10 @@ class Host:
         """Import `name`, a class or another maker, from `module` and make the object."""
         listen_on_loopback()
         self._object = getattr(import_module(module), name)(*arguments)
+
+    def node(self) -> str:
+        """The machine this process runs on, as Ray names it."""
+        return ray.get_runtime_context().get_node_id()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""

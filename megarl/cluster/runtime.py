@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 from ray._private import ray_constants
 
+from converters.errors import UserError
 from megarl.config.schema import ClusterConfig
 
 LOOPBACK = "127.0.0.1"
@@ -69,10 +70,17 @@ def _bind_to_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """A port that was free a moment ago on `host`."""
+def free_port(host: str = LOOPBACK, port: int = 0) -> int:
+    """`port`, or with 0 any port, that was free on `host` a moment ago. Raises UserError if `port` is in use."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} of {host} cannot be used ({error.strerror}): free it, or set cluster.rendezvous_port to "
+                "another, or to 0 for any that is free"
+            ) from error
         return probe.getsockname()[1]
 
 

@@ -36,9 +36,7 @@ class TrainerGroup(WorkerGroup):
 
     def __init__(self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int) -> None:
         size = options.parallel.world_size
-        super().__init__(
-            "trainer", size, cpus=cluster.trainer_cpus, environment=worker_environment(cluster), logs=logs
-        )
+        super().__init__("trainer", size, cpus=cluster.trainer_cpus, environment=worker_environment(cluster), logs=logs)
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster
@@ -47,7 +45,7 @@ class TrainerGroup(WorkerGroup):
     def start(self) -> None:
         """Let the ranks meet at an address of rank 0."""
         self.make("megarl.cluster.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
-        address = self.call("rendezvous", worker_host(self._cluster))[0]
+        address = self.call("rendezvous", worker_host(self._cluster), self._cluster.rendezvous_port)[0]
         self.call("join", self._options, address)
 
     def build(self, model_path: Path, total_steps: int, *, reference: bool) -> None:
@@ -92,7 +90,9 @@ class TrainerGroup(WorkerGroup):
         return self.call("peak_memory_bytes")
 
     def _cut(self, batch: RaggedBatch) -> list[_Share]:
-        return [_share(batch, cut) for cut in assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens)]
+        return [
+            _share(batch, cut) for cut in assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens)
+        ]
 
     def _call_shares(self, method: str, shares: Sequence[_Share], *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""

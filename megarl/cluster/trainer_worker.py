@@ -29,9 +29,9 @@ class TrainerWorker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def rendezvous(self, host: str) -> str:
+    def rendezvous(self, host: str, port: int) -> str:
         """An address at which the ranks can meet; asked of rank 0."""
-        return f"tcp://{host}:{free_port(host)}"
+        return f"tcp://{host}:{free_port(host, port)}"
 
     def join(self, options: MegatronOptions, init_method: str) -> None:
         """Enter the process groups."""
@@ -41,7 +41,6 @@ class TrainerWorker:
         """Make the model, read its weights and prepare training; an earlier model is forgotten."""
         source = HuggingFaceCheckpoint(model_path)
         architecture = read_architecture(source.config)
-        source.check(architecture.hf_shapes)
         self.engine = MegatronEngine(architecture, options, self.rank)
         self.engine.load_huggingface(source)
         if reference:

@@ -50,6 +50,10 @@ class WorkerGroup:
         """Make the object that answers the calls: worker i gets `arguments[i]`."""
         self.wait([host.make.remote(module, name, *own) for host, own in zip(self._hosts, arguments, strict=True)])
 
+    def nodes(self) -> set[str]:
+        """The machines that the workers run on, as Ray names them."""
+        return set(self.wait([host.node.remote() for host in self._hosts]))
+
     def begin(self, method: str, *arguments: Any) -> list[Call]:
         """Begin a call of every worker."""
         return [host.call.remote(method, *arguments) for host in self._hosts]

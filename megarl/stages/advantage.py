@@ -1,10 +1,12 @@
 """Scored trajectories to a training batch: advantages, weights, and the log-probs the loss compares with."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import AlgorithmConfig
@@ -20,6 +22,7 @@ def advantage(
     The log-probs of the policy that sampled are computed only if there are several optimizer steps: in the first, the
     policy is still the one that sampled, and its own log-probs are the old ones.
     """
+    trajectories = _in_company(trajectories)
     advantages = _advantages(trajectories, config)
     mini_batches = _mini_batches(trajectories, config.updates_per_step)
     batches = []
@@ -61,6 +64,17 @@ def ragged_batch(trajectories: Sequence[Trajectory], advantages: Tensor, aggrega
     )
 
 
+def _in_company(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Without the responses that dropped rewards have left alone: there is nothing to compare them with."""
+    sizes = Counter(trajectory.group for trajectory in trajectories)
+    kept = [trajectory for trajectory in trajectories if sizes[trajectory.group] > 1]
+    if not kept:
+        raise UserError(
+            "no two responses to one prompt are left in this step after dropping failed rewards: repair reward.function"
+        )
+    return kept
+
+
 def _advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> Tensor:
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
     groups = torch.tensor([trajectory.group for trajectory in trajectories])
@@ -74,4 +88,4 @@ def _mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[list[i
     batches: list[list[int]] = [[] for _ in range(count)]
     for index, trajectory in enumerate(trajectories):
         batches[place[trajectory.group]].append(index)
-    return batches
+    return [batch for batch in batches if batch]

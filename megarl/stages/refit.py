@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megarl.cluster.worker_group import Call
 
+from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.resharding.buckets import cut_into_buckets
@@ -23,6 +24,11 @@ class Refit:
         hf_shapes: Mapping[str, tuple[int, ...]],
         bucket_bytes: int,
     ) -> None:
+        if len(nodes := trainer.nodes() | engines.nodes()) > 1:
+            raise UserError(
+                f"the trainer and the engines run on {len(nodes)} machines, but a refit goes through the shared memory "
+                "of one: give them fewer ranks or replicas, or a machine with more cores"
+            )
         self._trainer = trainer
         self._engines = engines
         self._names = list(hf_shapes)

@@ -21,7 +21,8 @@ def reward(
 ) -> list[Trajectory]:
     """Score every response; those whose reward failed are left out if `config.on_error` says drop.
 
-    The text that is scored leaves special tokens out; what is trained on stays the sampled tokens.
+    The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. Raises RewardFailed
+    with the sample if a reward failed and is not to be dropped.
     """
     texts = tokenizer.batch_decode([t.token_ids for t in trajectories], skip_special_tokens=True)
     samples = [

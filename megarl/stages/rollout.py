@@ -32,7 +32,9 @@ def sampling_parameters(config: MegarlConfig, stop_token_ids: tuple[int, ...], s
     ]
 
 
-def rollout(engines: EngineGroup, prompts: Sequence[Prompt], sampling: Sequence[SamplingParameters]) -> list[Trajectory]:
+def rollout(
+    engines: EngineGroup, prompts: Sequence[Prompt], sampling: Sequence[SamplingParameters]
+) -> list[Trajectory]:
     """Sample responses to every prompt, with the parameters in its place; samples of one prompt are neighbours."""
     requests = [
         Request(prompt_token_ids=prompt.token_ids, sampling=parameters)

@@ -1,4 +1,4 @@
-"""GRPO on Megatron ranks against plain torch with transformers: the same loss and the same gradients at every layout."""
+"""GRPO on Megatron ranks against plain torch with transformers: one loss, one set of gradients, at every layout."""
 
 from pathlib import Path
 

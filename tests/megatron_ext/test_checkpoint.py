@@ -1,0 +1,137 @@
+"""A run continued from a checkpoint is the run that was not interrupted, bit for bit."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import sft_objective
+from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext.packing import RaggedBatch, assign
+
+STEPS = 4
+SAVED_AFTER = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ParallelSizes(),
+        ParallelSizes(world_size=2, expert_model_parallel_size=2),
+        ParallelSizes(world_size=2, tensor_model_parallel_size=2),
+        ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+    ],
+    ids=["1 rank", "EP2", "TP2", "PP2"],
+)
+def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
+    whole = run_ranks(train_and_save, sizes, folder, tmp_path)
+    continued = run_ranks(load_and_train, sizes, folder, tmp_path)
+    for whole_rank, continued_rank in zip(whole, continued, strict=True):
+        assert whole_rank["norms"][SAVED_AFTER:] == continued_rank["norms"]
+        assert whole_rank["rates"][SAVED_AFTER:] == continued_rank["rates"]
+        assert whole_rank["random"] == continued_rank["random"]
+        for name, tensor in whole_rank["weights"].items():
+            assert torch.equal(tensor, continued_rank["weights"][name]), name
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with 64 KiB."""
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a file system needs more rights")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
+    sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+    target = small_disk / "iter_0000001.partial"
+    target.mkdir()
+    messages = run_ranks(save_on_a_full_disk, sizes, folder, target)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("cannot write a checkpoint of ")
+    assert str(small_disk) in messages[0]
+    assert list(target.iterdir()) == []
+
+
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path):
+    from megatron_ext.engine import MegatronEngine
+    from megatron_ext.options import MegatronOptions
+
+    checkpoint = HuggingFaceCheckpoint(folder)
+    options = MegatronOptions(
+        sizes,
+        torch.float32,
+        optimizer={"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1},
+        scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
+    )
+    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
+    engine.load_huggingface(checkpoint)
+    engine.prepare_training(STEPS)
+    return engine
+
+
+def train(engine, steps: range) -> dict:
+    from megatron_ext.parallel import parallel_rank
+
+    results = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        lengths = torch.randint(3, 9, (6,), generator=generator)
+        total = int(lengths.sum())
+        weights = torch.ones(total) / total
+        batch = RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, {"weights": weights})
+        size = engine.options.parallel.data_parallel_size
+        results.append(
+            engine.train_step(batch, assign(lengths, size, 16)[parallel_rank().data], sft_objective, temperature=1.0)
+        )
+    return {"norms": [result.gradient_norm for result in results], "rates": [r.learning_rate for r in results]}
+
+
+def outcome(engine, steps: dict) -> dict:
+    return {
+        **steps,
+        "random": float(torch.rand(())),
+        "weights": {name: tensor.detach().clone() for name, tensor in engine.local_tensors().items()},
+    }
+
+
+def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder)
+    first = train(engine, range(SAVED_AFTER))
+    torch.manual_seed(rank + 100)
+    checkpoint.save(engine, target)
+    second = train(engine, range(SAVED_AFTER, STEPS))
+    return outcome(engine, {name: first[name] + second[name] for name in first})
+
+
+def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder)
+    checkpoint.load(engine, target)
+    return outcome(engine, train(engine, range(SAVED_AFTER, STEPS)))
+
+
+def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder)
+    train(engine, range(1))
+    with pytest.raises(UserError) as raised:
+        checkpoint.save(engine, target)
+    return str(raised.value)
