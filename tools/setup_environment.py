@@ -8,18 +8,18 @@ Needs nothing but a Python; see `--help`.
 from __future__ import annotations
 
 import argparse
-import csv
 import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
 from collections import deque
 from pathlib import Path
+
+from distributions import canonical, damaged_file, find_distributions, find_faults, read_lock, version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -42,65 +42,7 @@ def say(text: str) -> None:
     print(f"[setup] {text}", flush=True)
 
 
-# --- what should be there, and what is ---------------------------------------------------------------------------
-
-
-def canonical(name: str) -> str:
-    """A distribution's name as PEP 503 normalises it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def read_lock(path: Path) -> dict[str, str]:
-    """Canonical name -> exact version, from lines `name==version`."""
-    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
-    return {canonical(name): version for name, version in (line.split("==") for line in lines if line)}
-
-
-def same_version(wanted: str, found: str) -> bool:
-    """Whether `found` is `wanted`, where a local part such as +cpu that was not asked for does not matter."""
-    return found == wanted or found.split("+")[0] == wanted
-
-
-def find_distributions(site_packages: Path) -> dict[str, list[Path]]:
-    """Canonical name -> its *.dist-info folders; more than one is what a killed upgrade leaves."""
-    found: dict[str, list[Path]] = {}
-    for folder in sorted(site_packages.glob("*.dist-info")):
-        found.setdefault(canonical(folder.name[: -len(".dist-info")].split("-")[0]), []).append(folder)
-    return found
-
-
-def damaged_file(dist_info: Path) -> str | None:
-    """The first file of a distribution that is not there in its recorded size; None where all are."""
-    for needed in ("METADATA", "RECORD", "INSTALLER"):
-        if not (dist_info / needed).is_file():
-            return needed
-    with (dist_info / "RECORD").open(newline="") as record:
-        for path, _, size in csv.reader(record):
-            if size and not path.endswith(".pyc"):
-                file = dist_info.parent / path
-                if not file.is_file() or file.stat().st_size != int(size):
-                    return path
-    return None
-
-
-def find_fault(folders: list[Path], version: str | None) -> str | None:
-    """What is wrong with one distribution (`version` None: any will do); None where it is as it should be."""
-    if not folders:
-        return "missing"
-    if len(folders) > 1:
-        return "installed twice"
-    found = folders[0].name[: -len(".dist-info")].split("-")[1]
-    if version is not None and not same_version(version, found):
-        return f"{found} instead of {version}"
-    damaged = damaged_file(folders[0])
-    return None if damaged is None else f"{damaged} is damaged"
-
-
-def find_faults(site_packages: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Name -> what is wrong, for every wanted distribution that is not there as it should be."""
-    found = find_distributions(site_packages)
-    faults = {name: find_fault(found.get(name, []), version) for name, version in wanted.items()}
-    return {name: fault for name, fault in faults.items() if fault is not None}
+# --- the stamp ---------------------------------------------------------------------------------------------------
 
 
 def fingerprint(files: list[Path], *facts: str) -> str:
@@ -269,7 +211,7 @@ def set_up_cuda() -> dict[str, str]:
     say("installing transformer-engine and flash-attn, which may be compiled against that torch")
     pip("install", "--no-build-isolation", "--editable", ".[cuda,dev]", label="packages")
     found = find_distributions(site_packages())
-    return {name: folders[0].name[: -len(".dist-info")].split("-")[1] for name, folders in found.items()}
+    return {name: version_of(folders[0]) for name, folders in found.items()}
 
 
 def has_nvidia_gpu() -> bool:
@@ -297,7 +239,7 @@ def set_up(cuda: bool, benchmark: bool) -> None:
     STAMP.unlink(missing_ok=True)
     packages = set_up_cuda() if variant == "cuda" else set_up_cpu(locks)
     pip("install", "--no-deps", "--no-build-isolation", "--editable", ".")
-    packages["megarl"] = find_distributions(site_packages())["megarl"][0].name[: -len(".dist-info")].split("-")[1]
+    packages["megarl"] = version_of(find_distributions(site_packages())["megarl"][0])
     faults = find_faults(site_packages(), packages)
     if faults:
         raise SetupError(f"after the install .venv is still not in order: {faults}; remove .venv and run this again")
