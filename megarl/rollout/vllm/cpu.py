@@ -41,7 +41,7 @@ def install() -> None:
     """Apply all corrections to vLLM in this process, before a model is built."""
     keep_linear_weights()
     keep_expert_weights()
-    rotate_interleaved_in_torch()
+    rotate_split_heads_in_torch()
     unlink_worker_memory()
 
 
@@ -70,19 +70,18 @@ def keep_expert_weights() -> None:
     CPUUnquantizedExperts.apply = _apply_experts
 
 
-def rotate_interleaved_in_torch() -> None:
-    """Rotate interleaved pairs (DeepSeek) in torch.
+def rotate_split_heads_in_torch() -> None:
+    """Apply rotary embeddings to [tokens, heads, head size] in torch.
 
-    The C++ kernel of vLLM 0.32.0 for `is_neox_style=False` is wrong for queries [tokens, heads, head size], which is
-    how multi-latent attention gives them.
+    The C++ kernel of vLLM 0.32.0 is right for [tokens, heads * head size] only; multi-latent attention splits heads.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     compiled = RotaryEmbedding.forward_cpu
 
-    def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = compiled if self.is_neox_style else type(self).forward_native
-        return forward(self, *args, **kwargs)
+    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        forward = compiled if query.dim() == 2 else type(self).forward_native
+        return forward(self, positions, query, key)
 
     RotaryEmbedding.forward_cpu = forward_cpu
 

@@ -50,25 +50,26 @@ def _rotary():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    with set_current_vllm_config(VllmConfig()):
-        rotary = {neox: RotaryEmbedding(64, 64, 128, 10000.0, neox, torch.float32) for neox in (True, False)}
     positions, query, key = torch.arange(5), torch.randn(5, 4, 64), torch.randn(5, 1, 64)
 
-    def error(neox):
-        expected = rotary[neox].forward_native(positions, query.clone(), key.clone())
-        given = rotary[neox].forward_cpu(positions, query.clone(), key.clone())
-        return max(float((a - b).abs().max()) for a, b in zip(expected, given, strict=True))
+    def errors():
+        for neox in (True, False):
+            with set_current_vllm_config(VllmConfig()):
+                rotary = RotaryEmbedding(64, 64, 128, 10000.0, neox, torch.float32)
+            for tensors in ((query, key), (query.flatten(1), key.flatten(1))):
+                expected = rotary.forward_native(positions, *[tensor.clone() for tensor in tensors])
+                given = rotary.forward_cpu(positions, *[tensor.clone() for tensor in tensors])
+                yield max(float((a - b).abs().max()) for a, b in zip(expected, given, strict=True))
 
-    stock = error(False)
-    cpu.rotate_interleaved_in_torch()
-    return stock, error(False), error(True)
+    stock = list(errors())
+    cpu.rotate_split_heads_in_torch()
+    return stock, list(errors())
 
 
-def test_interleaved_rotary(in_new_process):
-    stock, interleaved, halves = in_new_process(_rotary)
-    assert stock > 0.1
-    assert interleaved == 0
-    assert halves < 1e-5
+def test_rotary_embeddings_of_split_heads(in_new_process):
+    stock, corrected = in_new_process(_rotary)
+    assert max(stock) > 0.1
+    assert max(corrected) < 1e-5
 
 
 def test_torch_cannot_wind_a_cpu_generator_back():
