@@ -14,7 +14,7 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.model import transformer_config
+from megatron_ext.model import build_model, transformer_config
 
 ONE = ParallelSizes()
 TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
@@ -26,6 +26,9 @@ TP2_EP2 = ParallelSizes(
 )
 ETP1 = ParallelSizes(world_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 EP2_ETP2 = ParallelSizes(world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2)
+
+TP4 = ParallelSizes(world_size=4, tensor_model_parallel_size=4)
+PP3 = ParallelSizes(world_size=3, pipeline_model_parallel_size=3)
 
 MOE = ("qwen3_moe", "deepseek_v3")
 CASES = [
@@ -119,6 +122,13 @@ def test_fields_that_cannot_be_set_are_named(overrides: dict, words: str, tiny_m
     architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
     with pytest.raises(UserError, match=words):
         transformer_config(architecture, ONE, params_dtype=torch.float32, overrides=overrides)
+
+
+@pytest.mark.parametrize(("sizes", "words"), [("EP2", "experts"), ("TP4", "num_key_value_heads"), ("PP3", "layers")])
+def test_sizes_that_do_not_divide_are_named(sizes: str, words: str, tiny_models: Mapping[str, Path]) -> None:
+    architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
+    with pytest.raises(UserError, match=words):
+        build_model(architecture, globals()[sizes], params_dtype=torch.float32)
 
 
 def test_overrides_reach_the_configuration(tiny_models: Mapping[str, Path]) -> None:
