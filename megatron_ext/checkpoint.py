@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from converters.errors import UserError
@@ -58,7 +59,7 @@ def _check_room(state: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _named_chunks(engine: MegatronEngine) -> dict[str, torch.nn.Module]:
+def _named_chunks(engine: MegatronEngine) -> dict[str, GPTModel]:
     bare = [chunk.module for chunk in engine.chunks]
     return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -15,8 +16,8 @@ from megatron_ext import device
 from megatron_ext.forward import forward_backward, forward_log_probs
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
-from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.objective import Objective
+from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import MicroBatch, RaggedBatch, pack, unpack
 from megatron_ext.step_result import StepResult
@@ -34,10 +35,9 @@ class MegatronEngine:
         self.architecture = architecture
         self.options = options
         self.rank = rank
-        self.chunks: list[torch.nn.Module] = build_model(
+        self._bare_chunks: list[torch.nn.Module] = build_model(
             architecture, options.parallel, params_dtype=options.params_dtype, overrides=options.transformer
         )
-        self._bare_chunks = self.chunks
         self._reference: dict[str, Tensor] | None = None
 
     def local_tensors(self) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ class MegatronEngine:
     def prepare_training(self, total_steps: int) -> None:
         """Wrap the model for data parallelism and make its optimizer and schedule of `total_steps` optimizer steps."""
         options = self.options
-        self.chunks = wrap_distributed(self._bare_chunks, options.distributed)
+        self.chunks: list[DistributedDataParallel] = wrap_distributed(self._bare_chunks, options.distributed)
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
         self.scheduler: OptimizerParamScheduler = build_scheduler(
             self.optimizer, options.optimizer, options.scheduler, total_steps

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,7 +30,7 @@ def forward_log_probs(
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     *,

@@ -1,7 +1,7 @@
 """The engines as one object: requests are cut over them, everything else goes to all."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ class EngineGroup(WorkerGroup):
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
         """Generations of every request, in order; neighbours go to the same engine."""
         bounds = [len(requests) * index // len(self) for index in range(len(self) + 1)]
-        shares = [(requests[start:stop],) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        shares = [(requests[start:stop],) for start, stop in pairwise(bounds)]
         return list(chain.from_iterable(self.wait(self.begin_each("generate", shares))))
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -12,7 +12,7 @@ from converters.errors import UserError
 from megarl.cluster.host import Host
 from megarl.cluster.runtime import last_lines
 
-Call = ray.ObjectRef
+Call: TypeAlias = ray.ObjectRef
 """A call that was begun; `WorkerGroup.wait` gives its result."""
 
 

@@ -56,9 +56,7 @@ def _prepare(output: Path) -> None:
     """Make room for a new run; a folder with anything else in it is left alone."""
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
-            raise UserError(
-                f"{output} holds files that are not a quickstart's: remove it or give another --output-dir"
-            )
+            raise UserError(f"{output} holds files that are not a quickstart's: remove it or give another --output-dir")
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / _MARKER).touch()
@@ -108,9 +106,7 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
     return check
 
 
-def _report(
-    console: Console, job: MegarlConfig, output: Path, confirmed: float, seconds: Mapping[str, float]
-) -> int:
+def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float, seconds: Mapping[str, float]) -> int:
     history = read_history(output)
     accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
     agrees = confirmed == accuracies[-1]

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from megarl.cluster.worker_group import Call
-
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.worker_group import Call
 from megarl.resharding.buckets import cut_into_buckets
 from megarl.resharding.shared_memory import create_segment, unlink_segment
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from megarl.algorithms import Metrics, PolicyObjective
+from megarl.algorithms import Metrics
 from megarl.cluster.trainer_group import TrainerGroup
+from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
 
 
 def update(
-    trainer: TrainerGroup, batches: Sequence[RaggedBatch], objective: PolicyObjective, *, temperature: float
+    trainer: TrainerGroup, batches: Sequence[RaggedBatch], objective: Objective, *, temperature: float
 ) -> dict[str, float]:
     """One optimizer step per batch; metrics are means over the batches, maxima over all."""
     steps = [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from safetensors.torch import save_file
 
 from converters.architectures import Architecture, read_architecture
-
-# The same examples in every run, and no wall-time limits.
-settings.register_profile("deterministic", deadline=None, derandomize=True)
-settings.load_profile("deterministic")
 
 COMMON = {
     "hidden_act": "silu",

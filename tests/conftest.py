@@ -1,3 +1,5 @@
+"""What all tests share."""
+
 from hypothesis import settings
 
 # The same examples in every run, and no wall-time limits.
