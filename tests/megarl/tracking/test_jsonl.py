@@ -62,9 +62,9 @@ def test_a_resumed_file_equals_that_of_a_run_without_interruption(
 
 
 def test_a_new_run_starts_a_new_file(tmp_path):
-    for _ in range(2):
-        logger = JsonLinesLogger(run(tmp_path, 3, resumed=False))
-        log(logger, [3])
+    for first_step in (0, 3):
+        logger = JsonLinesLogger(run(tmp_path, first_step, resumed=False))
+        log(logger, [first_step])
         logger.close()
     assert [line["step"] for line in read_history(tmp_path)] == [3]
 

@@ -32,11 +32,12 @@ def test_every_logger_gets_plain_numbers():
         assert logger.closed
 
 
-def test_all_loggers_are_closed_when_one_fails():
-    loggers = [Recorder(OSError("full")), Recorder()]
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_loggers_are_closed_when_one_fails(failing):
+    loggers = [Recorder(OSError("full") if place == failing else None) for place in range(3)]
     with pytest.raises(OSError, match="full"):
         Tracker(loggers).close()
-    assert loggers[1].closed
+    assert all(logger.closed for logger in loggers)
 
 
 def test_closing_twice_is_closing_once():
