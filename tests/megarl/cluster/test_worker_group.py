@@ -1,0 +1,107 @@
+"""Groups of worker processes: results in order, and the first failure with its reason."""
+
+import textwrap
+import time
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from converters.errors import UserError
+from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.worker_group import WorkerDied, WorkerGroup
+from megarl.config.schema import ClusterConfig
+
+PROGRAM = """
+import os, time
+from converters.errors import UserError
+
+class Program:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def pid(self):
+        return os.getpid()
+
+    def rank_plus(self, number):
+        return self.rank + number
+
+    def environment(self, name):
+        return os.environ.get(name)
+
+    def refuse(self):
+        if self.rank == 1:
+            raise UserError("rank 1 was given nonsense")
+        # The others wait for rank 1, as in a collective.
+        time.sleep(600)
+
+    def fail(self):
+        raise ZeroDivisionError("a fault of the program")
+
+    def die(self):
+        if self.rank == 1:
+            print("the last words of rank 1", flush=True)
+            os._exit(7)
+        time.sleep(600)
+
+    def close(self):
+        print("closed in order", flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with ray_cluster(ClusterConfig(trainer_ranks=2)):
+        yield
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def make_group(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+
+    def make() -> WorkerGroup:
+        environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
+        group = WorkerGroup("worker", 2, cpus=0.5, environment=environment, logs=tmp_path / "logs")
+        group.make("program", "Program", [(0,), (1,)])
+        return group
+
+    return make
+
+
+def test_results_come_in_the_order_of_the_workers(make_group, tmp_path):
+    with make_group() as group:
+        assert group.call("rank_plus", 10) == [10, 11]
+        assert group.wait(group.begin_each("rank_plus", [(1,), (2,)])) == [1, 3]
+        assert group.call("environment", "MEGARL_TEST") == ["seen", "seen"]
+        assert len(group.nodes()) == 1
+    assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
+
+
+def test_user_error_of_a_worker_arrives_as_such_while_others_wait(make_group):
+    with pytest.raises(UserError, match=r"^rank 1 was given nonsense$"), make_group() as group:
+        group.call("refuse")
+
+
+def test_fault_of_the_program_keeps_its_traceback(make_group):
+    with pytest.raises(RayTaskError, match="a fault of the program"), make_group() as group:
+        group.call("fail")
+
+
+def test_dead_worker_is_reported_with_its_last_lines(make_group):
+    with pytest.raises(WorkerDied, match="the last words of rank 1"), make_group() as group:
+        group.call("die")
+
+
+def test_processes_end_with_the_group(make_group):
+    with make_group() as group:
+        pids = group.call("pid")
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def wait_until(condition) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()

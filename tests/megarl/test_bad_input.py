@@ -1,0 +1,155 @@
+"""Bad input ends the command with one clear sentence and exit code 2, before anything was written or started."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megarl.cli.main import main
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.schema import ClusterConfig
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_arithmetic(tmp_path_factory.mktemp("data"), held_out=16)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(ClusterConfig(trainer_ranks=2)):
+        yield
+
+
+@pytest.fixture
+def run(model, files, tmp_path, capfd):
+    """`run(*overrides)` gives what `megarl train` writes to standard error; it has to end with exit code 2."""
+
+    def train(*overrides: str) -> str:
+        arguments = ["train", "--config-name", "quickstart", f"output_dir={tmp_path / 'run'}", f"model.path={model}"]
+        arguments += [f"data.train_files=[{files.train}]", f"data.eval_files=[{files.eval}]", *overrides]
+        assert main(arguments) == 2
+        message = capfd.readouterr().err
+        assert "Traceback" not in message
+        return message.strip().splitlines()[0 if "The end of" in message else -1]
+
+    yield train
+    assert {path.name for path in tmp_path.glob("run/*")} <= {"logs", "metrics.jsonl", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["loop.step=3"], ["loop.step", "loop.steps"]),
+        (["--tensor-model-paralel-size", "2"], ["--tensor-model-paralel-size", "--tensor-model-parallel-size"]),
+        (
+            ["--tensor-model-parallel-size", "4", "--expert-model-parallel-size", "1", "cluster.trainer_ranks=4"],
+            ["num_key_value_heads", "tensor_model_parallel_size = 4"],
+        ),
+        (
+            ["megatron.expert_model_parallel_size=3", "cluster.trainer_ranks=3"],
+            ["4 experts", "expert_model_parallel_size = 3"],
+        ),
+        (["--pipeline-model-parallel-size", "2", "megatron.expert_model_parallel_size=1"], ["num_hidden_layers", "3"]),
+        (["cluster.trainer_ranks=3"], ["3 ranks", "expert_model_parallel_size"]),
+        (["loop.samples_per_prompt=1"], ["samples_per_prompt"]),
+        (["reward.function=nowhere.py:score"], ["nowhere.py", "does not exist"]),
+        (["reward.function=exact"], ["exact", "exact_match"]),
+        (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
+        (["data.max_prompt_tokens=3"], ["8 tokens", "data.max_prompt_tokens=3", "data.overlong_prompts=drop"]),
+        (["model.path=nowhere"], ["nowhere"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_configuration(run, overrides, words):
+    message = run(*overrides)
+    assert message.startswith("megarl: ")
+    for word in words:
+        assert word in message
+
+
+def test_parquet_without_a_column(run, tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"data_source": ["a"], "prompt": [[{"role": "user", "content": "1+1="}]]}), path)
+    message = run(f"data.train_files=[{path}]")
+    assert "reward_model" in message
+    assert str(path) in message
+
+
+def test_empty_parquet(run, tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"data_source": pa.array([], pa.string())}), path)
+    assert str(path) in run(f"data.train_files=[{path}]")
+
+
+@pytest.fixture
+def damaged(model, tmp_path):
+    """A copy of the model and its tensors, to be damaged."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(model, folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def rewrite(folder: Path, tensors: dict) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensor(run, damaged):
+    folder, tensors = damaged
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    rewrite(folder, tensors)
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in run(f"model.path={folder}")
+
+
+def test_surplus_tensor(run, damaged):
+    folder, tensors = damaged
+    rewrite(folder, {**tensors, "model.layers.1.extra.weight": tensors["model.norm.weight"].clone()})
+    assert "model.layers.1.extra.weight" in run(f"model.path={folder}")
+
+
+def test_misshapen_tensor(run, damaged):
+    folder, tensors = damaged
+    rewrite(folder, {**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1].clone()})
+    assert "model.norm.weight" in run(f"model.path={folder}")
+
+
+def test_truncated_file(run, damaged):
+    folder, _ = damaged
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    assert "model.safetensors" in run(f"model.path={folder}")
+
+
+def test_unsupported_architecture(run, damaged):
+    folder, _ = damaged
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    message = run(f"model.path={folder}")
+    assert "gpt2" in message
+    assert "qwen3_moe" in message
+
+
+def test_port_in_use(run, cluster):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = run(f"cluster.rendezvous_port={port}")
+    assert f"port {port}" in message
+    assert "cluster.rendezvous_port" in message
+
+
+def test_engine_that_dies_at_start(run, cluster):
+    message = run("rollout.engine_args.kv_cache_memory_bytes=1")
+    assert "an engine did not start" in message
+    assert "engine_0.log" in message
