@@ -4,7 +4,7 @@
 #
 # Submit from the checkout, which lies on a file system that all nodes see, with .venv made by `make setup CUDA=1`:
 #
-#   sbatch slurm/grpo_deepseek.sh model.path=/models/policy data.train_files=[/data/math.parquet] output_dir=/runs/grpo
+#   sbatch slurm/grpo_deepseek.sh model.path=/models/policy 'data.train_files=[/data/math.parquet]' output_dir=/runs/grpo
 #
 # Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
 # system. A job that is requeued continues from the last checkpoint below output_dir.
