@@ -80,7 +80,6 @@ class VllmEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._owner.submit(self._close).result()
-        self._owner.shutdown()
 
     # What follows runs in the owner thread.
 

@@ -103,6 +103,7 @@ class SequencesInFlight:
 
     def _core_request(self, request: Request) -> Any:
         from vllm.exceptions import VLLMValidationError
+        from vllm.inputs import tokens_input
 
         prompt, sampling = request.prompt_token_ids, request.sampling
         if sampling.samples < 1:
@@ -114,7 +115,7 @@ class SequencesInFlight:
             )
         try:
             return self._processor.process_inputs(
-                "", {"prompt_token_ids": prompt}, _sampling_params(sampling), supported_tasks=self._tasks
+                "", tokens_input(prompt), _sampling_params(sampling), supported_tasks=self._tasks
             )
         except (ValueError, VLLMValidationError) as error:
             raise UserError(f"vLLM refuses a prompt of {len(prompt)} tokens with {sampling}: {error}") from error

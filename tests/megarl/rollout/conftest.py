@@ -1,6 +1,7 @@
 import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from engine_host import END_ID, Served, running_engines
 from transformers import AutoModelForCausalLM
 
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +33,20 @@ def folders(model_folder):
     return model_folder("qwen3_moe", 0), model_folder("qwen3_moe", 1)
 
 
+@contextmanager
+def _without_leftovers(served):
+    """Also after a test that failed, no thread may wait for an engine that is paused or fenced."""
+    yield served
+    with suppress(EngineDiedError):
+        served.engine.pause("abort")
+        served.engine.resume()
+
+
 @pytest.fixture
-def fresh(engines, folders):
+def fresh(pool, engines, folders):
     """An engine of this test's own."""
-    return Served(engines.start(folders[0]), folders)
+    with _without_leftovers(Served(engines.start(folders[0]), folders)) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +55,7 @@ def _shared():
 
 
 @pytest.fixture
-def served(_shared, engines, folders):
+def served(_shared, pool, engines, folders):
     """An engine that tests use one after the other; it has the weights of the first folder, of whatever version."""
     if not _shared or _shared[-1].engine is not engines.running:
         # Few tokens per batch, so that many requests need several.
@@ -53,7 +64,8 @@ def served(_shared, engines, folders):
     version = served.engine.version()
     if version > 0:
         served.update(served.first, version + 1)
-    return served
+    with _without_leftovers(served):
+        yield served
 
 
 @pytest.fixture

@@ -141,4 +141,7 @@ def test_closing_ends_every_call_and_leaves_no_shared_memory(engines, fresh, hal
     fresh.engine.close()
     with pytest.raises(EngineDiedError, match="closed"):
         generating.result(60)
+    with pytest.raises(EngineDiedError, match="closed"):
+        fresh.engine.version()
+    fresh.engine.close()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(("megarl-", "vllm_dist"))]
