@@ -1,0 +1,56 @@
+"""The table of `step.py`: medians over the runs, and how the others compare with the first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from observation import Observation
+from rich import box
+from rich.table import Table
+
+_STAGES = ("rollout", "reward", "advantage", "update", "refit", "overhead")
+
+Row = tuple[str, str, Callable[[Observation], float | None]]
+
+
+def _stage(name: str) -> Callable[[Observation], float | None]:
+    return lambda run: run.stage_seconds.get(name)
+
+
+_ROWS: tuple[Row, ...] = (
+    *((f"{name}, s", "{:.3f}", _stage(name)) for name in _STAGES),
+    ("step, s", "{:.3f}", lambda run: run.wall_seconds_per_step),
+    ("CPU seconds a step", "{:.3f}", lambda run: run.cpu_seconds_per_step),
+    ("tokens a step", "{:,.0f}", lambda run: run.tokens_per_step),
+    ("tokens/s", "{:,.0f}", lambda run: run.tokens_per_s),
+    ("tokens per CPU second", "{:,.0f}", lambda run: run.tokens_per_step / run.cpu_seconds_per_step),
+    ("peak memory, MiB", "{:,.0f}", lambda run: run.peak_memory_bytes / 2**20),
+    ("mean reward", "{:.3f}", lambda run: run.reward_mean),
+)
+"""What a row is called, how its numbers are written, and what it takes from a run (None: the program has no such)."""
+
+
+def step_table(observations: Mapping[str, Sequence[Observation]]) -> Table:
+    """A row for each quantity, a column for each program, in Markdown."""
+    table = Table("median over runs", *observations, box=box.MARKDOWN)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, shape, value in _ROWS:
+        cells = []
+        for runs in observations.values():
+            values = [found for run in runs if (found := value(run)) is not None]
+            cells.append(shape.format(median(values)) if values else "-")
+        table.add_row(name, *cells)
+    return table
+
+
+def cpu_seconds_ratios(observations: Mapping[str, Sequence[Observation]]) -> list[str]:
+    """One sentence for each program after the first: its CPU seconds a step, divided by those of the first."""
+    (first, first_runs), *others = observations.items()
+    return [_ratio_sentence(name, runs, first, first_runs) for name, runs in others]
+
+
+def _ratio_sentence(name: str, runs: Sequence[Observation], first: str, first_runs: Sequence[Observation]) -> str:
+    seconds, first_seconds = ([run.cpu_seconds_per_step for run in each] for each in (runs, first_runs))
+    ratio = median(seconds) / median(first_seconds)
+    pairs = ", ".join(f"{other / own:.2f}" for other, own in zip(seconds, first_seconds, strict=True))
+    return f"CPU seconds a step, {name} / {first}: {ratio:.2f} (run by run: {pairs})"

@@ -1,0 +1,140 @@
+"""TRL's GRPOTrainer on the job of a megarl recipe; a program of its own, which `step.py` runs and watches.
+
+It takes `megarl train`'s arguments: model, data, lengths, sampling, loss and optimizer are those of that configuration,
+the reward is `exact_match`, and metrics.jsonl gets the same lines as there.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow.parquet as pq
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from megarl.cli import recipe
+from megarl.clock import Clock
+from megarl.config.schema import MegarlConfig
+from megarl.job import open_tracker_of
+from megarl.rewards.text_match import exact_match
+from megarl.tracking import Tracker
+
+
+class TimedGRPOTrainer(GRPOTrainer):
+    """TRL's trainer, which takes the time of its rollouts, its rewards and all that comes before its update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.clock = Clock()
+        self.mean_reward = 0.0
+        super().__init__(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.stage("rollout"):
+            return super()._generate(*args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.stage("reward"):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        self.mean_reward = float(rewards.mean())
+        return rewards
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.stage("before_update"):
+            return super()._generate_and_score_completions(*args, **kwargs)
+
+
+class StepMetrics(TrainerCallback):
+    """Logs every step of `trainer` to `tracker`, from the end of the one before to its own end."""
+
+    def __init__(self, trainer: TimedGRPOTrainer, tracker: Tracker) -> None:
+        self._trainer, self._tracker, self._tokens = trainer, tracker, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - transformers' names
+        tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+        times = self._trainer.clock.metrics(tokens)
+        self._trainer.clock = Clock()
+        self._tracker.log(state.global_step, {"reward/mean": self._trainer.mean_reward, **_by_stage(times)})
+
+
+def _by_stage(times: dict[str, float]) -> dict[str, float]:
+    """The parts of TRL's step under the names of megarl's stages; TRL has no refit and no time outside its stages."""
+    before_update = times.pop("seconds/before_update")
+    times.pop("seconds/overhead")
+    return {
+        **times,
+        "seconds/advantage": before_update - times["seconds/rollout"] - times["seconds/reward"],
+        "seconds/update": times["seconds/step"] - before_update,
+    }
+
+
+def grpo_config(config: MegarlConfig) -> GRPOConfig:
+    """The same job in TRL's words."""
+    optimizer, rollout, algorithm, loop = config.megatron, config.rollout, config.algorithm, config.loop
+    return GRPOConfig(
+        output_dir=config.output_dir,
+        seed=loop.seed,
+        max_steps=loop.steps,
+        per_device_train_batch_size=loop.prompts_per_step * loop.samples_per_prompt,
+        num_generations=loop.samples_per_prompt,
+        max_completion_length=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=max(rollout.top_k, 0),
+        learning_rate=optimizer["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=optimizer.get("weight_decay", 0.0),
+        max_grad_norm=optimizer.get("clip_grad", 1.0),
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        beta=algorithm.kl_coefficient,
+        loss_type="dapo",  # the mean over all tokens of the batch
+        scale_rewards="group" if algorithm.normalize_by_std else "none",
+        router_aux_loss_coef=0.0,
+        model_init_kwargs={"dtype": "float32"},
+        bf16=False,
+        use_cpu=True,
+        # TRL's defaults that would only cost it time here.
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def exact_match_rewards(
+    completions: Sequence[Sequence[Mapping[str, str]]],
+    data_source: Sequence[str],
+    reward_model: Sequence[Mapping[str, Any]],
+    **_: Any,
+) -> list[float]:
+    """megarl's `exact_match` as TRL calls a reward: with columns of the data set, and completions as chats."""
+    return [
+        exact_match(source, chat[-1]["content"], truth["ground_truth"])
+        for chat, source, truth in zip(completions, data_source, reward_model, strict=True)
+    ]
+
+
+def main() -> None:
+    """Train to the last step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    recipe.add_arguments(parser, "train")
+    options, overrides = parser.parse_known_args()
+    options.overrides = overrides
+    config = recipe.read_config(options)
+    rows = [row for file in config.data.train_files for row in pq.read_table(file).to_pylist()]
+    trainer = TimedGRPOTrainer(
+        model=config.model.path,
+        processing_class=AutoTokenizer.from_pretrained(config.model.path),
+        args=grpo_config(config),
+        reward_funcs=exact_match_rewards,
+        train_dataset=Dataset.from_list(rows),
+    )
+    with open_tracker_of(config, step=0, last_step=config.loop.steps) as tracker:
+        trainer.add_callback(StepMetrics(trainer, tracker))
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
