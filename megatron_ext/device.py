@@ -101,31 +101,16 @@ def _disable_compilation() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event where everything has already happened."""
+    """A CUDA stream, or an event of it, where everything has already happened."""
 
-    def __init__(self, *_args: Any, **_options: Any) -> None:
+    def wait_stream(self, _stream: "_Stream") -> None:
         pass
 
-    def wait_stream(self, _stream: Any) -> None:
-        pass
-
-    def wait_event(self, _event: Any) -> None:
-        pass
-
-    def wait(self, _stream: Any = None) -> None:
-        pass
-
-    def record(self, _stream: Any = None) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> "_Stream":
-        return event or _Stream()
+    def record_event(self) -> "_Stream":
+        return _Stream()
 
     def synchronize(self) -> None:
         pass
-
-    def query(self) -> bool:
-        return True
 
 
 class _Generators:
@@ -159,9 +144,7 @@ _CUDA_REPLACEMENTS: Mapping[str, Any] = {
     "synchronize": _nothing,
     "empty_cache": _nothing,
     "Stream": _Stream,
-    "Event": _Stream,
-    "current_stream": lambda *_args: _Stream(),
-    "default_stream": lambda *_args: _Stream(),
+    "current_stream": _Stream,
     "stream": lambda _stream=None: contextlib.nullcontext(),
     "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
     "get_rng_state": _get_rng_state,
@@ -219,7 +202,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _complete_gloo() -> None:
-    for replace in (_all_reduce, _all_to_all_single, _all_gather, _reduce_scatter):
+    for replace in (_all_reduce, _all_to_all_single, _all_gather):
         original = getattr(dist, replace.__name__[1:])
         setattr(dist, replace.__name__[1:], functools.wraps(original)(functools.partial(replace, original)))
 
@@ -262,23 +245,6 @@ def _all_gather(
     original(padded, _pad_rows(tensor, max(rows)), group=group)
     for output, received in zip(outputs, padded, strict=True):
         output.copy_(received[: len(output)])
-    return None
-
-
-def _reduce_scatter(
-    original: Callable,
-    output: Tensor,
-    inputs: Sequence[Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    rows = [len(tensor) for tensor in inputs]
-    if len(set(rows)) == 1:
-        return original(output, inputs, op=op, group=group, async_op=async_op)
-    padded = output.new_empty(max(rows), *output.shape[1:])
-    original(padded, [_pad_rows(tensor, max(rows)) for tensor in inputs], op=op, group=group)
-    output.copy_(padded[: len(output)])
     return None
 
 

@@ -76,15 +76,18 @@ def test_tokens_outside_the_sequences_are_refused() -> None:
 
 
 def test_number_of_kernels_does_not_grow_with_the_number_of_sequences() -> None:
-    def calls(sequences: int) -> int:
+    def kernels(sequences: int) -> tuple[int, int]:
         lengths = [5 + index % 20 for index in range(sequences)]
         inputs = random_inputs(lengths, 2, 2, 4, 4)
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             packed_causal_attention(*inputs, cu_seqlens, softmax_scale=SCALE)
-        return sum(event.count for event in profile.key_averages())
+        counts = {event.key: event.count for event in profile.key_averages()}
+        return counts["aten::scaled_dot_product_attention"], sum(counts.values())
 
-    assert calls(400) == calls(40)
+    few, many = kernels(40), kernels(400)
+    assert few == many
+    assert many[0] == 3  # sequences of up to 8, up to 16 and up to 24 tokens
 
 
 def test_memory_is_linear_in_the_length() -> None:

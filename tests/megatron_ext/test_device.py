@@ -39,7 +39,7 @@ def collectives(rank: int, sizes: ParallelSizes) -> dict[str, Tensor]:
     return {"average": average, "gathered": torch.cat(gathered), "scattered": scattered, "exchanged": exchanged}
 
 
-def test_collectives_that_gloo_lacks() -> None:
+def test_collectives_of_nccl_that_megatron_uses() -> None:
     results = run_ranks(collectives, THREE)
     for rank, result in enumerate(results):
         assert result["average"].tolist() == [1.0, 3.0]
