@@ -116,7 +116,10 @@ def site_packages() -> Path:
 def pip(*arguments: str, label: str = "") -> None:
     """Run pip quietly, counting what it collects; its last lines are shown only when it fails."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    # pip inherits the lock of `hold_lock`: should this process be killed, a new set-up waits for the orphan.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, close_fds=False
+    )
     assert process.stdout is not None
     last: deque[str] = deque(maxlen=15)
     collected = 0
@@ -171,7 +174,7 @@ def remove_leftovers(names: list[str]) -> None:
 def install(wanted: dict[str, str], faults: dict[str, str]) -> None:
     """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go."""
     remove_leftovers(list(faults))
-    for name, fault in sorted(faults.items())[:8] if len(faults) < len(wanted) // 2 else []:
+    for name, fault in sorted(faults.items()) if len(faults) <= 8 else []:
         say(f"{name}: {fault}")
     locked = ["install", "--no-deps", "--force-reinstall"]
     tools = [f"{name}=={wanted[name]}" for name in BUILD_TOOLS if name in faults]
@@ -248,15 +251,25 @@ def set_up(cuda: bool, benchmark: bool) -> None:
     say(f".venv is ready ({variant}, {len(packages)} packages, {time.monotonic() - started:.0f} s)")
 
 
+def hold_lock() -> int:
+    """Wait until no other set-up runs here. The lock is on the folder itself: it leaves no file, and ends with us."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    os.set_inheritable(folder, True)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("another set-up is running here: waiting for it")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    return folder
+
+
 def main() -> int:
     """Parse the command line; 0 where .venv is in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; needs an NVIDIA GPU")
     parser.add_argument("--benchmark", action="store_true", help="also install what the benchmarks compare with")
     options = parser.parse_args()
-    # One set-up at a time: the lock is on the folder itself, so it leaves no file and dies with the process.
-    folder = os.open(ROOT, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
+    folder = hold_lock()
     try:
         if options.cuda and not has_nvidia_gpu():
             raise SetupError("CUDA=1 needs an NVIDIA GPU, and nvidia-smi shows none here: run `make setup` without it")
