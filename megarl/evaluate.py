@@ -11,14 +11,14 @@ from megarl.rewards import load_reward
 from megarl.stages.evaluate import evaluate
 
 
-def evaluate_model(config: MegarlConfig) -> float:
-    """Accuracy of `config.model` on `config.data.eval_files`."""
+def evaluate_model(config: MegarlConfig) -> dict[str, float]:
+    """Metrics of `config.model` on `config.data.eval_files`; see `megarl.stages.evaluate`."""
     model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
     prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
     function = load_reward(config.reward.function)
     logs = Path(config.output_dir) / LOGS
-    with ray_cluster(config.cluster), EngineGroup(config.rollout.replicas, config.cluster, logs) as engines:
-        engines.wait_started(engines.begin_start(config.rollout.engine, model.folder, config.rollout.engine_args))
+    with ray_cluster(config.cluster), EngineGroup(config.rollout, config.cluster, logs) as engines:
+        engines.wait_started(engines.begin_start(model.folder, load_weights=True))
         return evaluate(
             engines,
             prompts,

@@ -1,5 +1,6 @@
 """Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from converters.architectures import Architecture, read_architecture
 from converters.convert import check_checkpoint
+from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
@@ -25,6 +27,7 @@ from megatron_ext import checkpoint_folder
 from megatron_ext.options import MegatronOptions
 
 CHECKPOINTS = "checkpoints"
+EXPORT = "huggingface"
 LOGS = "logs"
 
 
@@ -74,6 +77,13 @@ class Job:
         self.tracker.log(self.state.step, metrics)
         return {"step": self.state.step, **metrics}
 
+    def export(self) -> None:
+        """Write the trained model as a HuggingFace folder, in the place of an earlier one of this run."""
+        folder = Path(self.config.output_dir) / EXPORT
+        if folder.exists():
+            shutil.rmtree(folder)
+        self.trainer.export(folder, self.model.folder)
+
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         root, step = checkpoints_folder(self.config), self.state.step
@@ -107,14 +117,12 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         stack.enter_context(ray_cluster(config.cluster))
         logs = Path(config.output_dir) / LOGS
         tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
-        engines = stack.enter_context(EngineGroup(config.rollout.replicas, config.cluster, logs))
+        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
         trainer = stack.enter_context(
             TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
         )
         # The engines start while the ranks read the weights; their first weights come by the first refit.
-        starting = engines.begin_start(
-            config.rollout.engine, model.folder, {**config.rollout.engine_args, "load_format": "dummy"}
-        )
+        starting = engines.begin_start(model.folder, load_weights=False)
         trainer.start()
         trainer.build(
             model.folder,
@@ -160,13 +168,20 @@ def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: lis
 
 
 def _read_task(config: MegarlConfig, model: Model) -> Task:
-    prompts = load_prompts(config.data.train_files, model.tokenizer, config.data).prompts
-    held_out = config.data.eval_files
+    train, held_out = config.data.train_files, config.data.eval_files
     return Task(
-        prompts=prompts,
-        eval_prompts=load_prompts(held_out, model.tokenizer, config.data).prompts if held_out else [],
+        prompts=_read_prompts(train, config, model),
+        eval_prompts=_read_prompts(held_out, config, model) if held_out else [],
         reward=load_reward(config.reward.function),
     )
+
+
+def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[Prompt]:
+    found = load_prompts(files, model.tokenizer, config.data)
+    if found.dropped:
+        limit = config.data.max_prompt_tokens
+        print(f"{found.dropped} prompts of {', '.join(files)} are longer than {limit} tokens and are left out")
+    return found.prompts
 
 
 def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | None]:
@@ -174,8 +189,13 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     state = LoopState(step=0, sampler=PromptSampler(prompts, config.data.shuffle, config.loop.seed))
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
-    if config.checkpoint.resume == "never" or not iterations:
+    if not iterations:
         return state, None
+    if config.checkpoint.resume == "never":
+        raise UserError(
+            f"{root} holds checkpoints up to step {iterations[-1]}, which checkpoint.resume=never would mix with those "
+            "of a new run: choose another output_dir, remove the folder, or continue with checkpoint.resume=auto"
+        )
     folder = checkpoint_folder.iteration_folder(root, iterations[-1])
     saved = checkpoint_folder.read_controller_state(folder)
     state.step = saved["step"]

@@ -1,7 +1,5 @@
 """The training loop: prompts, trajectories, rewards, advantages, update, refit."""
 
-from pathlib import Path
-
 from megarl.clock import Clock
 from megarl.config.schema import MegarlConfig
 from megarl.job import Job, open_job
@@ -10,8 +8,6 @@ from megarl.stages.evaluate import evaluate
 from megarl.stages.reward import reward, reward_metrics
 from megarl.stages.rollout import response_metrics, rollout, sampling_parameters
 from megarl.stages.update import update
-
-EXPORT = "huggingface"
 
 
 def train(config: MegarlConfig) -> None:
@@ -22,10 +18,13 @@ def train(config: MegarlConfig) -> None:
     with open_job(config) as job:
         job.refit(job.state.step)
         if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
-            job.log({"eval/accuracy": _accuracy(job)})
+            job.log(_evaluate(job))
         while job.state.step < config.loop.steps:
+            # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
             job.log(_train_step(job))
-        job.trainer.export(Path(config.output_dir) / EXPORT, job.model.folder)
+            if _due(job.state.step, config.checkpoint.every, config.loop.steps):
+                job.save()
+        job.export()
 
 
 def _train_step(job: Job) -> dict[str, float]:
@@ -51,14 +50,11 @@ def _train_step(job: Job) -> dict[str, float]:
     metrics |= reward_metrics(scored, dropped=len(trajectories) - len(scored))
     if task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
-            metrics["eval/accuracy"] = _accuracy(job)
-    if _due(state.step, config.checkpoint.every, config.loop.steps):
-        with clock.stage("checkpoint"):
-            job.save()
+            metrics |= _evaluate(job)
     return metrics | clock.metrics(tokens=sum(len(batch.tokens) for batch in batches))
 
 
-def _accuracy(job: Job) -> float:
+def _evaluate(job: Job) -> dict[str, float]:
     return evaluate(
         job.engines,
         job.task.eval_prompts,

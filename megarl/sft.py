@@ -14,8 +14,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PromptSampler, load_conversations
-from megarl.job import LOGS, check_layout, open_tracker_of, read_model
-from megarl.loop import EXPORT
+from megarl.job import EXPORT, LOGS, check_layout, open_tracker_of, read_model
 from megarl.stages.update import update
 from megatron_ext.packing import RaggedBatch
 
@@ -35,6 +34,9 @@ def sft(config: MegarlConfig) -> None:
     )
     if settings.stop_at_exact_match is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
+    export = Path(config.output_dir) / EXPORT
+    if export.exists():
+        raise UserError(f"{export} exists: remove it or choose another output_dir")
     sampler = PromptSampler(len(train), config.data.shuffle, config.loop.seed)
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
@@ -54,7 +56,7 @@ def sft(config: MegarlConfig) -> None:
             tracker.log(step, metrics | clock.metrics(tokens=len(batch.tokens)))
             if metrics.get("sft/exact_match", 0.0) >= (settings.stop_at_exact_match or 1.1):
                 break
-        trainer.export(Path(config.output_dir) / EXPORT, model.folder)
+        trainer.export(export, model.folder)
 
 
 def conversation_batch(conversations: Sequence[Conversation]) -> RaggedBatch:

@@ -40,8 +40,12 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(folder))
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(state[name])
+    rates = [(group["max_lr"], group["min_lr"]) for group in engine.optimizer.param_groups]
     engine.optimizer.load_state_dict(state["optimizer"])
     compat.separate_step_counters(engine.optimizer)
+    # As in the schedule, the rates are those of the configuration.
+    for group, (highest, lowest) in zip(engine.optimizer.param_groups, rates, strict=True):
+        group |= {"max_lr": highest, "min_lr": lowest}
     engine.scheduler.load_state_dict(state["scheduler"])
     _set_rng_state(state["rng_state"])
 

@@ -69,4 +69,7 @@ def build_scheduler(
         wd_incr_style=fields.get("weight_decay_incr_style", "constant"),
         wsd_decay_steps=fields.get("lr_wsd_decay_steps"),
         lr_wsd_decay_style=fields.get("lr_wsd_decay_style", "exponential"),
+        # A resumed run follows its configuration; only the position in the schedule comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

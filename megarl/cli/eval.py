@@ -52,6 +52,10 @@ def run(options: argparse.Namespace) -> int:
     validate_eval(config)
     from megarl.evaluate import evaluate_model
 
-    accuracy = evaluate_model(config)
-    print(json.dumps({"model": options.model, "accuracy": accuracy}) if options.json else f"accuracy {accuracy:.4f}")
+    metrics = evaluate_model(config)
+    accuracy, dropped = metrics["eval/accuracy"], int(metrics["eval/dropped"])
+    if options.json:
+        print(json.dumps({"model": options.model, "accuracy": accuracy, "dropped": dropped}))
+    else:
+        print(f"accuracy {accuracy:.4f}" + (f" ({dropped} responses could not be scored)" if dropped else ""))
     return 0

@@ -1,17 +1,14 @@
 """The engines as one object: requests are cut over them, everything else goes to all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal
-
-from ray.exceptions import RayTaskError
+from typing import Literal
 
 from converters.errors import UserError
-from megarl.cluster.placement import worker_environment
-from megarl.cluster.runtime import last_lines
-from megarl.cluster.worker_group import Call, WorkerDied, WorkerGroup
-from megarl.config.schema import ClusterConfig
+from megarl.cluster.placement import engine_place
+from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
+from megarl.config.schema import ClusterConfig, RolloutConfig
 from megarl.resharding.buckets import Bucket
 from megarl.rollout.protocol import Generation, Request
 
@@ -22,32 +19,26 @@ _CALLS_AT_ONCE = 4
 class EngineGroup(WorkerGroup):
     """Equal engines, each in a process of its own."""
 
-    def __init__(self, replicas: int, cluster: ClusterConfig, logs: Path) -> None:
-        super().__init__(
-            "engine",
-            replicas,
-            cpus=cluster.engine_cpus,
-            environment=worker_environment(cluster),
-            logs=logs,
-            calls_at_once=_CALLS_AT_ONCE,
-        )
+    def __init__(self, config: RolloutConfig, cluster: ClusterConfig, logs: Path) -> None:
+        place = engine_place(cluster, config.engine_args)
+        super().__init__("engine", config.replicas, place, logs, calls_at_once=_CALLS_AT_ONCE)
+        self._config = config
 
-    def begin_start(self, engine: str, model_path: Path, engine_args: Mapping[str, Any]) -> list[Call]:
-        """Begin to start all engines; they are up when `wait_started` returns."""
-        self.make("megarl.rollout", "make_engine", [(engine, model_path, dict(engine_args))] * len(self))
+    def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call]:
+        """Begin to start all engines; they are up when `wait_started` returns.
+
+        Without `load_weights` their first weights come by a refit.
+        """
+        arguments = (self._config.engine, model_path, self._config.engine_args, load_weights)
+        self.make("megarl.rollout", "make_engine", [arguments] * len(self))
         return self.begin("start")
 
     def wait_started(self, calls: Sequence[Call]) -> None:
         """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""
         try:
             self.wait(calls)
-        except (RayTaskError, WorkerDied) as error:
-            reason = error.cause if isinstance(error, RayTaskError) else "its process died"
-            log = self._logs[0]
-            raise UserError(
-                f"an engine did not start: {reason}; check rollout.engine_args and model.path. "
-                f"The end of {log}:\n{last_lines(log)}"
-            ) from error
+        except WorkerFailed as error:
+            raise UserError(f"an engine did not start, check rollout.engine_args and model.path: {error}") from error
 
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
         """Generations of every request, in order; neighbours go to the same engine."""

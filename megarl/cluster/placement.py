@@ -1,13 +1,51 @@
 """Where worker processes run and what they find in their environment."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import ray
 
 from megarl.cluster.runtime import LOOPBACK
 from megarl.config.schema import ClusterConfig
 
 
-def worker_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Environment variables of every worker process."""
+@dataclass(frozen=True)
+class Place:
+    """What one worker asks of the cluster."""
+
+    cpus: float
+    gpus: float
+    environment: Mapping[str, str]
+    timeout_s: float
+    """How long to wait for the cluster to have room."""
+
+
+def trainer_place(cluster: ClusterConfig) -> Place:
+    """The place of one Megatron rank: a GPU of its own where the cluster has any."""
+    return _place(cluster, cluster.trainer_cpus, gpus=1)
+
+
+def engine_place(cluster: ClusterConfig, engine_args: Mapping[str, Any]) -> Place:
+    """The place of one engine: as many GPUs as its workers, where the cluster has any."""
+    sizes = (engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    gpus = 1
+    for size in sizes:
+        gpus *= size
+    return _place(cluster, cluster.engine_cpus, gpus)
+
+
+def _place(cluster: ClusterConfig, cpus: float, gpus: int) -> Place:
+    return Place(
+        # On this machine alone nobody else's work has to be kept apart from ours.
+        cpus=0 if cluster.address is None else cpus,
+        gpus=gpus if ray.cluster_resources().get("GPU", 0) else 0,
+        environment=_environment(cluster),
+        timeout_s=cluster.start_timeout_s,
+    )
+
+
+def _environment(cluster: ClusterConfig) -> dict[str, str]:
     environment = {
         # One thread a process: the ranks and engines share the cores, and sums keep one order.
         "OMP_NUM_THREADS": "1",
@@ -18,8 +56,3 @@ def worker_environment(cluster: ClusterConfig) -> dict[str, str]:
     if cluster.address is None:
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
     return environment
-
-
-def worker_host(cluster: ClusterConfig) -> str:
-    """The address at which workers of this machine are reached: loopback unless the configuration names a cluster."""
-    return LOOPBACK if cluster.address is None else ray.util.get_node_ip_address()

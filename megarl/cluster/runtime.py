@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import ray
 from ray._private import ray_constants
 
@@ -15,6 +16,7 @@ from converters.errors import UserError
 from megarl.config.schema import ClusterConfig
 
 LOOPBACK = "127.0.0.1"
+_FOLDER_PREFIX = "megarl-"
 # Prompts, responses and their statistics; weights never pass through Ray's object store.
 _OBJECT_STORE_BYTES = 256 * 1024**2
 
@@ -35,30 +37,40 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
+    _remove_stale_folders()
     # Short, because the path of a Unix socket ends after 107 bytes.
-    folder = tempfile.mkdtemp(prefix="megarl-")
+    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-")
     try:
-        _start_local(folder, config)
+        _start_local(folder)
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_local(folder: str, config: ClusterConfig) -> None:
+def _start_local(folder: str) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
     _bind_to_loopback()
-    slots = max(os.cpu_count() or 1, config.trainer_ranks * config.trainer_cpus + config.engine_cpus)
     ray.init(
         _node_ip_address=LOOPBACK,
         _temp_dir=folder,
-        num_cpus=int(slots) + 1,
+        num_cpus=1,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=False,
     )
+
+
+def _remove_stale_folders() -> None:
+    """Remove what runs left that were killed: their process is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bind_to_loopback() -> None:

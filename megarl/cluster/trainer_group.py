@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.placement import worker_environment, worker_host
+from megarl.cluster.placement import trainer_place
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.schema import ClusterConfig
 from megarl.resharding.buckets import Bucket
@@ -35,8 +35,7 @@ class TrainerGroup(WorkerGroup):
     """All ranks of one Megatron job."""
 
     def __init__(self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int) -> None:
-        size = options.parallel.world_size
-        super().__init__("trainer", size, cpus=cluster.trainer_cpus, environment=worker_environment(cluster), logs=logs)
+        super().__init__("trainer", options.parallel.world_size, trainer_place(cluster), logs)
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster
@@ -45,7 +44,7 @@ class TrainerGroup(WorkerGroup):
     def start(self) -> None:
         """Let the ranks meet at an address of rank 0."""
         self.make("megarl.cluster.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
-        address = self.call("rendezvous", worker_host(self._cluster), self._cluster.rendezvous_port)[0]
+        address = self.call("rendezvous", self._cluster.rendezvous_port)[0]
         self.call("join", self._options, address)
 
     def build(self, model_path: Path, total_steps: int, *, reference: bool) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ray
 import torch
 
 from megatron_ext import device
@@ -29,8 +30,9 @@ class TrainerWorker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def rendezvous(self, host: str, port: int) -> str:
-        """An address at which the ranks can meet; asked of rank 0."""
+    def rendezvous(self, port: int) -> str:
+        """An address of this rank's machine at which the ranks can meet; `port` 0 is any."""
+        host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{free_port(host, port)}"
 
     def join(self, options: MegatronOptions, init_method: str) -> None:

@@ -17,8 +17,8 @@ from megarl.config.compose import compose
 from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate, validate_sft
 from megarl.evaluate import evaluate_model
-from megarl.job import checkpoints_folder
-from megarl.loop import EXPORT, train
+from megarl.job import EXPORT, checkpoints_folder
+from megarl.loop import train
 from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.sft import sft
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             train(job)
         with _phase(console, seconds, "check", "a fresh vLLM engine loads the export"):
-            confirmed = evaluate_model(_check_config(job, output))
+            confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
     return _report(console, job, output, confirmed, seconds)
 
 

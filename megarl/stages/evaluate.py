@@ -22,11 +22,14 @@ def evaluate(
     *,
     max_tokens: int,
     stop_token_ids: Sequence[int],
-) -> float:
-    """Accuracy: the mean reward of one greedy response to each prompt."""
+) -> dict[str, float]:
+    """Accuracy, the mean reward of one greedy response to each prompt, and how many could not be scored."""
     greedy = SamplingParameters(samples=1, temperature=0.0, max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
     trajectories = rollout(engines, prompts, [greedy] * len(prompts))
     # What is sampled later must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
     scored = reward(function, trajectories, tokenizer, config)
-    return sum(trajectory.reward for trajectory in scored) / len(scored)
+    return {
+        "eval/accuracy": sum(trajectory.reward for trajectory in scored) / len(scored),
+        "eval/dropped": float(len(trajectories) - len(scored)),
+    }

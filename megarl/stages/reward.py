@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from converters.errors import UserError
 from megarl.config.schema import RewardConfig
 from megarl.data import Trajectory
 from megarl.rewards import RewardFunction, RewardSample, score_all
@@ -22,7 +23,7 @@ def reward(
     """Score every response; those whose reward failed are left out if `config.on_error` says drop.
 
     The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. Raises RewardFailed
-    with the sample if a reward failed and is not to be dropped.
+    with the sample if a reward failed and is not to be dropped, UserError if none is left.
     """
     texts = tokenizer.batch_decode([t.token_ids for t in trajectories], skip_special_tokens=True)
     samples = [
@@ -35,11 +36,17 @@ def reward(
         for trajectory, text in zip(trajectories, texts, strict=True)
     ]
     scores = asyncio.run(score_all(function, samples, workers=config.workers, on_error=config.on_error))
-    return [
+    scored = [
         replace(trajectory, score=score)
         for trajectory, score in zip(trajectories, scores, strict=True)
         if score is not None
     ]
+    if not scored:
+        raise UserError(
+            f"the reward function failed for all {len(trajectories)} responses, and reward.on_error=drop leaves none: "
+            "repair it (with reward.on_error=stop the first failure is shown)"
+        )
+    return scored
 
 
 def reward_metrics(scored: Sequence[Trajectory], dropped: int) -> dict[str, float]:

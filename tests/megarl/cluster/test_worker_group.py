@@ -6,11 +6,11 @@ import time
 import psutil
 import pytest
 import ray
-from ray.exceptions import RayTaskError
 
 from converters.errors import UserError
+from megarl.cluster.placement import Place
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.worker_group import WorkerDied, WorkerGroup
+from megarl.cluster.worker_group import WorkerFailed, WorkerGroup
 from megarl.config.schema import ClusterConfig
 
 PROGRAM = """
@@ -61,9 +61,10 @@ def cluster():
 def make_group(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
 
-    def make() -> WorkerGroup:
+    def make(cpus: float = 0) -> WorkerGroup:
         environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
-        group = WorkerGroup("worker", 2, cpus=0.5, environment=environment, logs=tmp_path / "logs")
+        place = Place(cpus=cpus, gpus=0, environment=environment, timeout_s=5 if cpus else 120)
+        group = WorkerGroup("worker", 2, place, tmp_path / "logs")
         group.make("program", "Program", [(0,), (1,)])
         return group
 
@@ -85,13 +86,18 @@ def test_user_error_of_a_worker_arrives_as_such_while_others_wait(make_group):
 
 
 def test_fault_of_the_program_keeps_its_traceback(make_group):
-    with pytest.raises(RayTaskError, match="a fault of the program"), make_group() as group:
+    with pytest.raises(WorkerFailed, match="a fault of the program"), make_group() as group:
         group.call("fail")
 
 
 def test_dead_worker_is_reported_with_its_last_lines(make_group):
-    with pytest.raises(WorkerDied, match="the last words of rank 1"), make_group() as group:
+    with pytest.raises(WorkerFailed, match="the last words of rank 1"), make_group() as group:
         group.call("die")
+
+
+def test_cluster_without_room_is_a_user_error(make_group):
+    with pytest.raises(UserError, match="after 5 s only 0 of 2 worker processes run: each asks for 100 CPUs"):
+        make_group(cpus=100)
 
 
 def test_processes_end_with_the_group(make_group):
