@@ -5,12 +5,14 @@ depends on the device alone is in `device`.
 """
 
 import contextlib
+import queue
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -24,6 +26,7 @@ from megatron_ext import device
 def install() -> None:
     """Apply the replacements; idempotent."""
     copy_optimizer_state_by_saved_keys()
+    collect_write_results_in_this_process()
     if not device.has_transformer_engine():
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
@@ -82,6 +85,14 @@ def copy_optimizer_state_by_saved_keys() -> None:
 
     set_states.original = original  # type: ignore[attr-defined]
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def collect_write_results_in_this_process() -> None:
+    """Saving starts a server process for a queue that, in a save that is waited for, only this process uses.
+
+    The server imports the whole program anew, seconds per rank at the first checkpoint, and stays until the end.
+    """
+    filesystem_async._results_queue = queue.Queue()
 
 
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:

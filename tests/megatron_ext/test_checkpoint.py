@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launch import run_ranks
@@ -43,6 +44,10 @@ def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
         assert whole_rank["random"] == continued_rank["random"]
         for name, tensor in whole_rank["weights"].items():
             assert torch.equal(tensor, continued_rank["weights"][name]), name
+
+
+def test_saving_leaves_no_process(folder, tmp_path):
+    assert run_ranks(children_after_saving, ParallelSizes(), folder, tmp_path) == [[]]
 
 
 @pytest.fixture
@@ -135,3 +140,12 @@ def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: P
     with pytest.raises(UserError) as raised:
         checkpoint.save(engine, target)
     return str(raised.value)
+
+
+def children_after_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder)
+    train(engine, range(1))
+    checkpoint.save(engine, target)
+    return [child.name() for child in psutil.Process().children()]
