@@ -146,11 +146,13 @@ class VllmEngine:
         if self._update is not None:
             self._workers("abandon_weight_update")
         self._update = WeightUpdate(version, names)
+        # Until the workers have begun: whatever is raised below leaves the update failed, also in the other methods.
+        self._update.failed = True
         self._workers("start_weight_update")
+        self._update.failed = False
 
     def _write(self, bucket: Bucket) -> None:
         update = self._update_under_way("write")
-        # Until it has succeeded: whatever is raised below leaves the update failed.
         update.failed = True
         update.accept(entry.name for entry in bucket.entries)
         self._workers("update_weights", {"bucket": bucket})

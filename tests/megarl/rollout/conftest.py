@@ -37,6 +37,8 @@ def folders(model_folder):
 def _without_leftovers(served):
     """Also after a test that failed, no thread may wait for an engine that is paused or fenced."""
     yield served
+    # A call that a failed test made last may be on its way.
+    time.sleep(0.2)
     with suppress(EngineDiedError):
         served.engine.pause("abort")
         served.engine.resume()

@@ -88,9 +88,12 @@ def test_a_broken_update_is_refused_and_can_be_repeated(served, pool, assert_gre
     break_it, error, message = FAULTS[fault]
     new, weights = served.engine.version() + 1, served.second
     served.engine.begin_update(new, weights.names)
-    served.write(weights, weights.buckets[0])
+    # Half of what vLLM joins to one parameter: the gates of some experts without their up projections.
+    bucket = weights.buckets[0]
+    half = replace(bucket, entries=tuple(entry for entry in bucket.entries if "gate_proj" in entry.name))
+    served.write(weights, half)
     with pytest.raises(error, match=message):
-        break_it(served, new, weights.buckets[0])
+        break_it(served, new, half)
     with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
         served.engine.commit_update(new)
     generating = pool.submit(served.greedy, PROMPTS[0])
@@ -144,4 +147,4 @@ def test_closing_ends_every_call_and_leaves_no_shared_memory(engines, fresh, hal
     with pytest.raises(EngineDiedError, match="closed"):
         fresh.engine.version()
     fresh.engine.close()
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("megarl-", "vllm_dist"))]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"megarl-{os.getpid()}-")]
