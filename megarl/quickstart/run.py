@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from converters.errors import UserError
 from megarl.cluster.runtime import ray_cluster
@@ -35,6 +36,7 @@ def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
     _prepare(output)
+    disable_progress_bar()
     console = Console()
     seconds: dict[str, float] = defaultdict(float)
 
@@ -46,6 +48,7 @@ def main(options: argparse.Namespace) -> int:
         with _phase(console, seconds, "warm-up", "supervised, until about a third of the held-out answers are right"):
             sft(warm_up)
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
+            validate(job)
             train(job)
         with _phase(console, seconds, "check", "a fresh vLLM engine loads the export"):
             confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
@@ -89,7 +92,6 @@ def _configs(
         ],
     )
     validate_sft(warm_up)
-    validate(job)
     return warm_up, job
 
 
