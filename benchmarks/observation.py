@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from process_tree import ProcessTree
+from process_tree import PeakMemory, ProcessTree
 
 from megarl.tracking import read_history
 from megarl.tracking.jsonl import FILE_NAME
 
 _POLL_S = 0.01
-_MEMORY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Window:
 
     @property
     def run_steps(self) -> int:
-        """Steps of the whole run: one more than is measured, because a last step may save and export."""
+        """Steps of the whole run: one more, so that what follows the last step does not touch the window."""
         return self.warm_up + self.steps + 1
 
 
@@ -83,18 +82,14 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[_StepE
     """The ends of steps 1, 2, ... and the most memory that was seen, until the process ends."""
     tree = ProcessTree(process.pid)
     step_ends: list[_StepEnd] = []
-    peak_memory_bytes, memory_due_s = 0, time.monotonic()
-    while process.poll() is None:
-        now = time.monotonic()
-        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if lines > len(step_ends):
-            end = _StepEnd(now, tree.cpu_seconds())
-            step_ends += [end] * (lines - len(step_ends))
-        if now >= memory_due_s:
-            peak_memory_bytes = max(peak_memory_bytes, tree.memory_bytes())
-            memory_due_s = now + _MEMORY_EVERY_S
-        time.sleep(_POLL_S)
-    return step_ends, peak_memory_bytes
+    with PeakMemory(tree) as peak_memory:
+        while process.poll() is None:
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            if lines > len(step_ends):
+                end = _StepEnd(time.monotonic(), tree.cpu_seconds())
+                step_ends += [end] * (lines - len(step_ends))
+            time.sleep(_POLL_S)
+    return step_ends, peak_memory.bytes
 
 
 def _summarise(step_ends: Sequence[_StepEnd], peak_memory_bytes: int, output_dir: Path, window: Window) -> Observation:

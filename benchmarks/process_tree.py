@@ -1,6 +1,9 @@
 """What a process and all its descendants cost: CPU seconds and memory, from Linux' /proc."""
 
+import threading
 from contextlib import suppress
+from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -33,3 +36,30 @@ class ProcessTree:
             return [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+class PeakMemory:
+    """The most memory that `tree` held while the context was open, sampled every `every_s` seconds.
+
+    By a thread of its own: a sample takes tens of milliseconds, and seconds while a process maps its libraries.
+    """
+
+    def __init__(self, tree: ProcessTree, every_s: float = 2.0) -> None:
+        self.bytes = 0
+        self._tree, self._every_s = tree, every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self.bytes = max(self.bytes, self._tree.memory_bytes())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.loop import EXPORT
+from megarl.job import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 
@@ -57,6 +57,8 @@ def prepare(model: str, folder: Path) -> Workload:
     return Workload(
         (
             *("--config-name", "quickstart", *MODELS[model]),
+            # The rate would fall to its end within the few steps of a benchmark.
+            "megatron.lr_decay_style=constant",
             f"model.path='{folder / 'warm_up' / EXPORT}'",
             f"data.train_files=['{files.train}']",
         )

@@ -1,6 +1,7 @@
 """A Ray cluster for one run: this machine alone on loopback, or one that is already there."""
 
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._raylet import Config
 
 from converters.errors import UserError
 from megarl.config.schema import ClusterConfig
@@ -52,6 +54,7 @@ def _start_local(folder: str) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
+    _require_token()
     _bind_to_loopback()
     ray.init(
         _node_ip_address=LOOPBACK,
@@ -73,8 +76,18 @@ def _remove_stale_folders() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _require_token() -> None:
+    """Give this cluster a secret of its own: other users of the machine can reach loopback too.
+
+    Left alone, Ray (2.60) keeps one in the user's home for all clusters, and says so on every start.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    Config.initialize("")  # read the environment again
+
+
 def _bind_to_loopback() -> None:
-    """Make Ray (2.55 to 2.60) take loopback for this node's address, so that its servers listen nowhere else.
+    """Make Ray (2.60) take loopback for this node's address, so that its servers listen nowhere else.
 
     Ray replaces a loopback address it is given by one that other machines reach, except where it never forms clusters.
     """

@@ -40,8 +40,6 @@ _REQUIRED: Mapping[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "skip_tokenizer_init": True,
     "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
-    # End-of-sequence tokens come from the model's folder.
-    "generation_config": "auto",
 }
 
 
