@@ -21,13 +21,13 @@ def train(config: MegarlConfig) -> None:
             job.log(_evaluate(job))
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            job.log(_train_step(job))
+            job.log(train_step(job))
             if _due(job.state.step, config.checkpoint.every, config.loop.steps):
                 job.save()
         job.export()
 
 
-def _train_step(job: Job) -> dict[str, float]:
+def train_step(job: Job) -> dict[str, float]:
     """What the present version of the weights samples makes the next version."""
     config, task, state, clock = job.config, job.task, job.state, Clock()
     temperature, version = config.rollout.temperature, state.step

@@ -1,0 +1,91 @@
+"""The main job on every architecture: what is sampled is what is trained on, and the engine has the trained weights."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.compose import compose
+from megarl.config.schema import ClusterConfig
+from megarl.job import EXPORT, open_job
+from megarl.loop import train_step
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rollout.protocol import SamplingParameters
+from megarl.stages.rollout import rollout
+
+STEPS = 3
+LENGTH = 12
+# Each model on another layout, so that every kind of cut is put together by a refit.
+LAYOUTS = {
+    "qwen3_moe": "expert_model_parallel_size",
+    "qwen3": "tensor_model_parallel_size",
+    "deepseek_v3": "pipeline_model_parallel_size",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with ray_cluster(ClusterConfig()):
+        yield
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
+    with open_job(make_config(model, tmp_path)) as job:
+        job.refit(0)
+        for step in range(STEPS):
+            metrics = train_step(job)
+            assert metrics["log_prob_difference/max"] < 1e-4
+            assert metrics["policy/gradient_norm"] > 0
+            # All of a step's tokens are of the version it began with.
+            assert metrics["staleness/mean"] == 0
+            assert job.state.step == step + 1
+        job.export()
+        prompts = job.task.eval_prompts[:4]
+        # The model's own end tokens are not in the way of twelve tokens: the engine stops where transformers would.
+        greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
+        answers = rollout(job.engines, prompts, [greedy] * len(prompts))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == greedy_tokens(reference, prompt.token_ids)
+        assert set(answer.versions) == {STEPS}
+
+
+def make_config(model: str, folder):
+    fields = {"num_hidden_layers": 4} if LAYOUTS[model].startswith("pipeline") else {}
+    path = write_tiny_model(model, folder / "model", fields=fields)
+    files = write_arithmetic(folder / "data", held_out=16)
+    return compose(
+        "quickstart",
+        [
+            f"output_dir={folder / 'run'}",
+            f"model.path={path}",
+            f"data.train_files=[{files.train}]",
+            f"data.eval_files=[{files.eval}]",
+            "megatron.expert_model_parallel_size=1",
+            f"megatron.{LAYOUTS[model]}=2",
+            # Large steps: a refit that did not happen would show.
+            "megatron.lr=1e-2",
+            "loop.prompts_per_step=8",
+            "loop.samples_per_prompt=4",
+            # A reward with some variance, though the model knows nothing yet.
+            f"reward.function={__file__}:count_digits",
+            "refit.bucket_bytes=400000",
+            "tracking.loggers=[]",
+        ],
+    )
+
+
+def count_digits(data_source, solution_str, ground_truth, extra_info):
+    return float(sum(character.isdigit() for character in solution_str))
+
+
+def greedy_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + LENGTH:
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == model.generation_config.eos_token_id:
+                break
+    return tokens[len(prompt) :]
