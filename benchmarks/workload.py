@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils import logging
+
 from megarl.job import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -44,6 +46,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def prepare(model: str, folder: Path) -> Workload:
     """Write `model` and the data to `folder` and warm the model up as the quickstart does."""
+    logging.disable_progress_bar()
     untrained = write_tiny_model(model, folder / "model")
     files = write_arithmetic(folder / "data")
     warm_up = [
