@@ -12,7 +12,7 @@ help:
 	@echo "make test              the tests"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"
-	@echo "make docs              docs/configuration.md from the schema"
+	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 
 setup:
@@ -35,6 +35,7 @@ format: setup
 
 docs: setup
 	$(PYTHON) -m megarl.config.reference docs/configuration.md
+	$(PYTHON) -m megarl.tracking.reference docs/metrics.md
 
 quickstart: setup
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \

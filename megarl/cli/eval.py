@@ -9,7 +9,8 @@ import json
 from megarl.cli import recipe
 
 EXAMPLES = """examples:
-  megarl eval --model runs/quickstart/huggingface --files runs/quickstart/data/eval.parquet
+  megarl eval --model runs/quickstart_qwen3_moe/huggingface \\
+      --files runs/quickstart_qwen3_moe/data/eval.parquet --max-response-tokens 8
   megarl eval --model Qwen3-30B-A3B --files gsm8k.parquet --reward gsm8k --max-response-tokens 1024 \\
       rollout.engine_args.tensor_parallel_size=4
 """

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="family of the tiny model (%(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of GRPO (default: those of the recipe)")
-    parser.add_argument("--output-dir", metavar="DIR", help="where everything is written (default: runs/quickstart)")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="where everything is written (default: runs/quickstart_MODEL)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

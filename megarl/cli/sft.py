@@ -9,8 +9,10 @@ import argparse
 from megarl.cli import recipe
 
 EXAMPLES = """examples:
-  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[chats.parquet] output_dir=runs/sft
-  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[chats.parquet] output_dir=o --lr 2e-5
+  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[a.parquet] \\
+      sft.stop_at_exact_match=null
+  megarl sft --config-name quickstart_sft model.path=model sft.train_files=[a.parquet] \\
+      sft.eval_files=[b.parquet] --lr 2e-5
 """
 TAKES_OVERRIDES = True
 

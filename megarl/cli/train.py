@@ -12,7 +12,7 @@ EXAMPLES = """examples:
   megarl train --config-name grpo_qwen3_moe model.path=/models/Qwen3-30B-A3B data.train_files=[gsm8k.parquet]
   megarl train --config-name grpo_qwen3_moe loop.steps=200 --tensor-model-parallel-size 4 --sequence-parallel
   megarl train --config-name mine --config-dir ~/recipes reward.function=rewards.py:score --lr 1e-6
-  megarl train --config-name quickstart model.path=runs/quickstart/model --print-config
+  megarl train --config-name quickstart model.path=runs/quickstart_qwen3_moe/model --print-config
 """
 TAKES_OVERRIDES = True
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray import _raylet
 from ray._private import ray_constants
-from ray._raylet import Config
 
 from converters.errors import UserError
 from megarl.config.schema import ClusterConfig
@@ -83,7 +83,7 @@ def _require_token() -> None:
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    Config.initialize("")  # read the environment again
+    _raylet.Config.initialize("")  # type: ignore[attr-defined]  # reads the environment again
 
 
 def _bind_to_loopback() -> None:

@@ -127,6 +127,10 @@ def _check_choice(key: str, value: str, names: Collection[str]) -> None:
 def _check_megatron(config: MegarlConfig) -> None:
     parallel_sizes(config)
     options = config.megatron
+    if not options.get("lr"):
+        raise UserError("megatron.lr is not set: give the learning rate, for instance as --lr 1e-6")
+    if (options.get("min_lr") or 0.0) > options["lr"]:
+        raise UserError(f"megatron.min_lr={options['min_lr']} is above megatron.lr={options['lr']}: lower it")
     if options.get("context_parallel_size", 1) != 1:
         raise UserError("megatron.context_parallel_size must be 1: context parallelism is not supported")
     for name in _AUXILIARY_LOSSES:

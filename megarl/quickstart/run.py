@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,32 @@ from megarl.tracking.report import report_table, write_report
 from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 
 _MARKER = ".megarl-quickstart"
-# The data-parallel ranks hold different experts; a dense model has none to cut.
-_DENSE = ("qwen3",)
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """Overrides by which a model's recipes differ from those of Qwen3-MoE."""
+
+    both: tuple[str, ...] = ()
+    warm_up: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
+
+
+_DIFFERENCES = {
+    "qwen3_moe": _Differences(),
+    # A dense model has no experts to cut: its two ranks are data-parallel.
+    "qwen3": _Differences(
+        both=("megatron.expert_model_parallel_size=1",),
+        warm_up=("megatron.lr=1e-3",),
+        training=("loop.steps=220",),
+    ),
+    # Its projections out of the latent have 512 inputs: a change of weights changes the output five times as much.
+    # Addition comes suddenly to it, so the warm-up looks more often.
+    "deepseek_v3": _Differences(
+        warm_up=("megatron.lr=1e-3", "sft.eval_every=3", "sft.stop_at_exact_match=0.25"),
+        training=("loop.steps=200",),
+    ),
+}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,11 +94,12 @@ def _configs(
     options: argparse.Namespace, output: Path, model: Path, files: ArithmeticFiles
 ) -> tuple[MegarlConfig, MegarlConfig]:
     """The configurations of the warm-up and of the main job."""
-    layout = ["megatron.expert_model_parallel_size=1"] if options.model in _DENSE else []
+    differences = _DIFFERENCES[options.model]
     warm_up = compose(
         "quickstart_sft",
         [
-            *layout,
+            *differences.both,
+            *differences.warm_up,
             f"output_dir='{output / 'warm_up'}'",
             f"model.path='{model}'",
             f"sft.train_files=['{files.sft_train}']",
@@ -83,7 +109,8 @@ def _configs(
     job = compose(
         "quickstart",
         [
-            *layout,
+            *differences.both,
+            *differences.training,
             f"output_dir='{output}'",
             f"model.path='{output / 'warm_up' / EXPORT}'",
             f"data.train_files=['{files.train}']",
@@ -132,7 +159,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     }
     written = write_report(output, history, summary)
     checkpoints = checkpoints_folder(job)
-    paths = {
+    paths: dict[str, Path] = {
         "metrics": output / "metrics.jsonl",
         "summary": written.summary,
         "curves": written.curves,

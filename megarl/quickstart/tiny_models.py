@@ -61,7 +61,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         {
             "hidden_size": 96,
             "intermediate_size": 192,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "q_lora_rank": 48,

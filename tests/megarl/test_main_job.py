@@ -71,7 +71,7 @@ def make_config(model: str, folder):
             "loop.samples_per_prompt=4",
             # A reward with some variance, though the model knows nothing yet.
             f"reward.function={__file__}:count_digits",
-            "refit.bucket_bytes=400000",
+            "refit.bucket_bytes=600000",
             "tracking.loggers=[]",
         ],
     )
