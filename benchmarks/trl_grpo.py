@@ -52,8 +52,7 @@ class StepMetrics(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - transformers' names
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
-        times = self._trainer.clock.metrics(tokens)
-        self._trainer.clock = Clock()
+        times = self._trainer.clock.end_step(tokens)
         self._tracker.log(state.global_step, {"reward/mean": self._trainer.mean_reward, **_by_stage(times)})
 
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Adds up the wall time of named stages, from the moment it is made."""
+    """Adds up the wall time of named stages, step by step, without a gap between the steps."""
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._begin_step()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -22,11 +21,20 @@ class Clock:
         finally:
             self._seconds[name] += time.perf_counter() - started
 
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """Seconds of every stage, of all together and of what was in no stage; and `tokens` per second."""
+    def end_step(self, tokens: int) -> dict[str, float]:
+        """Metrics of the step that ends here: seconds of every stage, of the step and of what was in no stage.
+
+        What happens between two steps, logging and checkpoints, belongs to the later one. `tokens` are those of the
+        step, for its tokens per second.
+        """
         total = time.perf_counter() - self._started
         seconds = {**self._seconds, "step": total, "overhead": total - sum(self._seconds.values())}
+        self._begin_step()
         return {
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "throughput/tokens_per_s": tokens / total,
         }
+
+    def _begin_step(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)

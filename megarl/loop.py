@@ -19,17 +19,19 @@ def train(config: MegarlConfig) -> None:
         job.refit(job.state.step)
         if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
             job.log(_evaluate(job))
+        clock = Clock()
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            job.log(train_step(job))
+            job.log(train_step(job, clock))
             if _due(job.state.step, config.checkpoint.every, config.loop.steps):
-                job.save()
+                with clock.stage("checkpoint"):
+                    job.save()
         job.export()
 
 
-def train_step(job: Job) -> dict[str, float]:
+def train_step(job: Job, clock: Clock) -> dict[str, float]:
     """What the present version of the weights samples makes the next version."""
-    config, task, state, clock = job.config, job.task, job.state, Clock()
+    config, task, state = job.config, job.task, job.state
     temperature, version = config.rollout.temperature, state.step
 
     with clock.stage("rollout"):
@@ -51,7 +53,7 @@ def train_step(job: Job) -> dict[str, float]:
     if task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    return metrics | clock.metrics(tokens=sum(len(batch.tokens) for batch in batches))
+    return metrics | clock.end_step(tokens=sum(len(batch.tokens) for batch in batches))
 
 
 def _evaluate(job: Job) -> dict[str, float]:

@@ -45,15 +45,15 @@ def sft(config: MegarlConfig) -> None:
         trainer = stack.enter_context(TrainerGroup(options, config.cluster, logs, max_tokens))
         trainer.start()
         trainer.build(model.folder, settings.steps, reference=False)
+        clock = Clock()
         for step in range(1, settings.steps + 1):
-            clock = Clock()
             with clock.stage("update"):
                 batch = conversation_batch([train[i] for i in sampler.next(settings.sequences_per_step)])
                 metrics = update(trainer, [batch], sft_objective, temperature=1.0)
             if held_out and (step % settings.eval_every == 0 or step == settings.steps):
                 with clock.stage("evaluate"):
                     metrics["sft/exact_match"] = exact_match_share(trainer, held_out)
-            tracker.log(step, metrics | clock.metrics(tokens=len(batch.tokens)))
+            tracker.log(step, metrics | clock.end_step(tokens=len(batch.tokens)))
             if metrics.get("sft/exact_match", 0.0) >= (settings.stop_at_exact_match or 1.1):
                 break
         trainer.export(export, model.folder)

@@ -1,6 +1,7 @@
 """The quickstart: from nothing to a trained, exported and checked model, on a CPU."""
 
 import argparse
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -52,7 +53,6 @@ _DIFFERENCES = {
     # Addition comes suddenly to it, so the warm-up looks more often.
     "deepseek_v3": _Differences(
         warm_up=("megatron.lr=1e-3", "sft.eval_every=3", "sft.stop_at_exact_match=0.25"),
-        training=("loop.steps=200",),
     ),
 }
 
@@ -167,7 +167,8 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "HuggingFace export": output / EXPORT,
     }
     console.print()
-    console.print(report_table("megarl quickstart", results, paths))
+    shown = {name: Path(os.path.relpath(path)) for name, path in paths.items()}
+    console.print(report_table("megarl quickstart", results, shown))
     console.print()
     if agrees:
         console.print(f"The export was loaded by vLLM afresh and gives the same held-out accuracy, {confirmed:.4f}.")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.clock import Clock
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.schema import ClusterConfig
@@ -34,8 +35,9 @@ def cluster():
 def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     with open_job(make_config(model, tmp_path)) as job:
         job.refit(0)
+        clock = Clock()
         for step in range(STEPS):
-            metrics = train_step(job)
+            metrics = train_step(job, clock)
             assert metrics["log_prob_difference/max"] < 1e-4
             assert metrics["policy/gradient_norm"] > 0
             # All of a step's tokens are of the version it began with.
