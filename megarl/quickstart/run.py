@@ -47,7 +47,7 @@ _DIFFERENCES = {
     "qwen3": _Differences(
         both=("megatron.expert_model_parallel_size=1",),
         warm_up=("megatron.lr=1e-3",),
-        training=("loop.steps=220",),
+        training=("loop.steps=240",),
     ),
     # Its projections out of the latent have 512 inputs: a change of weights changes the output five times as much.
     # Addition comes suddenly to it, so the warm-up looks more often.
