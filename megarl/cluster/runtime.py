@@ -77,12 +77,13 @@ def _remove_stale_folders() -> None:
 
 
 def _require_token() -> None:
-    """Give this cluster a secret of its own: other users of the machine can reach loopback too.
+    """Give the cluster a secret of this process: other users of the machine can reach loopback too.
 
     Left alone, Ray (2.60) keeps one in the user's home for all clusters, and says so on every start.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # One for all clusters of this process: Ray reads it once.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     _raylet.Config.initialize("")  # type: ignore[attr-defined]  # reads the environment again
 
 

@@ -89,7 +89,7 @@ def test_interrupted_run_ends_cleanly(command, tmp_path, spawned):
     assert "Traceback" not in errors
     assert errors.splitlines()[-1] == "megarl: interrupted"
     assert [pid for pid in family if psutil.pid_exists(pid)] == []
-    assert leftovers() == before
+    assert leftovers() <= before
     assert listening
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 

@@ -95,5 +95,5 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
     assert (options.parallel.world_size, options.parallel.expert_model_parallel_size) == (2, 2)
     assert options.params_dtype == torch.bfloat16
     assert options.optimizer["clip_grad"] == 0.5
-    assert options.scheduler == {"lr_warmup_steps": 3}
+    assert options.scheduler.items() >= {"lr_warmup_steps": 3}.items()
     assert options.transformer == {}
