@@ -14,10 +14,9 @@
 # its first step. The sizes of grpo_deepseek_v3 need many nodes, so as it stands the recipe is refused. On the one node
 # asked for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
 #
-#   cluster.trainer_ranks=8 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
+#   cluster.trainer_ranks=4 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
 #   megatron.num_layers_in_first_pipeline_stage=null megatron.num_layers_in_last_pipeline_stage=null
-#   megatron.expert_model_parallel_size=8 rollout.replicas=1 rollout.engine_args.tensor_parallel_size=8
-#   rollout.engine_args.gpu_memory_utilization=0.4
+#   megatron.expert_model_parallel_size=4 rollout.replicas=1 rollout.engine_args.tensor_parallel_size=4
 #
 # See "Several machines" and "GPUs" in docs/operations.md. This script has not been run on GPUs.
 #
