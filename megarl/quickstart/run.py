@@ -30,6 +30,8 @@ from megarl.tracking.report import report_table, write_report
 from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 
 _MARKER = ".megarl-quickstart"
+# Paths stay whole, also where the output is no terminal.
+_TABLE_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,13 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     }
     console.print()
     shown = {name: Path(os.path.relpath(path)) for name, path in paths.items()}
-    console.print(report_table("megarl quickstart", results, shown))
+    console.print(report_table("megarl quickstart", results, shown), width=_TABLE_WIDTH, crop=False)
     console.print()
     if agrees:
-        console.print(f"The export was loaded by vLLM afresh and gives the same held-out accuracy, {confirmed:.4f}.")
+        console.print(
+            f"The export was loaded by vLLM afresh and gives the same held-out accuracy, {confirmed:.4f}.",
+            soft_wrap=True,
+        )
         return 0
     console.print(
         f"The export gives accuracy {confirmed:.4f} in a fresh vLLM, but training ended with {accuracies[-1]:.4f}: "
