@@ -170,7 +170,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     }
     console.print()
     shown = {name: Path(os.path.relpath(path)) for name, path in paths.items()}
-    console.print(report_table("megarl quickstart", results, shown), width=_TABLE_WIDTH, crop=False)
+    Console(width=max(console.width, _TABLE_WIDTH)).print(report_table("megarl quickstart", results, shown))
     console.print()
     if agrees:
         console.print(
