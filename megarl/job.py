@@ -72,10 +72,9 @@ class Job:
     tracker: Tracker
     state: LoopState
 
-    def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Give the metrics of the present step to all loggers; returns them with the step."""
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Give the metrics of the present step to all loggers."""
         self.tracker.log(self.state.step, metrics)
-        return {"step": self.state.step, **metrics}
 
     def export(self) -> None:
         """Write the trained model as a HuggingFace folder, in the place of an earlier one of this run."""

@@ -1,4 +1,8 @@
-"""The state of a training run in Megatron's distributed format (torch_dist), readable at any layout."""
+"""The state of a training run in Megatron's distributed format (torch_dist).
+
+The weights in it can be read at any layout. A run continues with the ranks and sizes it was saved with: the random
+number generators are kept per rank.
+"""
 
 import random
 import shutil

@@ -148,7 +148,4 @@ def _unpack_all(values: Sequence[Tensor], packed: Sequence[MicroBatch], lengths:
     """Values of packed micro-batches, put back into the order of the batch they were packed from."""
     in_packed_order = torch.cat([unpack(value, batch) for value, batch in zip(values, packed, strict=True)]).cpu()
     pieces = in_packed_order.split(lengths[order].tolist())
-    restored: list[Tensor] = [pieces[0]] * len(order)
-    for position, index in enumerate(order.tolist()):
-        restored[index] = pieces[position]
-    return torch.cat(restored)
+    return torch.cat([pieces[position] for position in order.argsort().tolist()])

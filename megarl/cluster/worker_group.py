@@ -18,12 +18,10 @@ Call: TypeAlias = ray.ObjectRef
 
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A call failed in a worker, or its process is gone; `log` is what it wrote."""
+    """A call failed in a worker, or its process is gone; the message ends with the end of its `log`."""
 
     def __init__(self, reason: str, log: Path) -> None:
         super().__init__(f"{reason}\nThe end of {log}:\n{last_lines(log)}")
-        self.reason = reason
-        self.log = log
 
 
 class WorkerGroup:

@@ -15,6 +15,7 @@ from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import ClusterConfig
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext import checkpoint_folder
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,16 @@ def test_configuration(run, overrides, words):
     assert message.startswith("megarl: ")
     for word in words:
         assert word in message
+
+
+def test_new_run_among_the_checkpoints_of_another(run, tmp_path):
+    root = tmp_path / "earlier" / "checkpoints"
+    checkpoint_folder.begin(root, 7)
+    checkpoint_folder.commit(root, 7, {"step": 7}, keep=1)
+    message = run(f"output_dir={root.parent}", "checkpoint.resume=never")
+    assert "step 7" in message
+    assert "checkpoint.resume=auto" in message
+    assert checkpoint_folder.complete_iterations(root) == [7]
 
 
 def test_parquet_without_a_column(run, tmp_path):

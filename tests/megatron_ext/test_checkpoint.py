@@ -46,6 +46,13 @@ def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
             assert torch.equal(tensor, continued_rank["weights"][name]), name
 
 
+def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(folder, tmp_path):
+    run_ranks(train_and_save, ParallelSizes(), folder, tmp_path)
+    (same,) = run_ranks(load_and_train, ParallelSizes(), folder, tmp_path)
+    (halved,) = run_ranks(load_and_train, ParallelSizes(), folder, tmp_path, 0.5)
+    assert halved["rates"] == pytest.approx([0.5 * rate for rate in same["rates"]])
+
+
 def test_saving_leaves_no_process(folder, tmp_path):
     assert run_ranks(children_after_saving, ParallelSizes(), folder, tmp_path) == [[]]
 
@@ -71,7 +78,7 @@ def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
     assert list(target.iterdir()) == []
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path):
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path, rate: float = 1.0):
     from megatron_ext.engine import MegatronEngine
     from megatron_ext.options import MegatronOptions
 
@@ -79,7 +86,7 @@ def make_engine(rank: int, sizes: ParallelSizes, folder: Path):
     options = MegatronOptions(
         sizes,
         torch.float32,
-        optimizer={"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1},
+        optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1},
         scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
     )
     engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
@@ -124,10 +131,10 @@ def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path) 
     return outcome(engine, {name: first[name] + second[name] for name in first})
 
 
-def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, rate: float = 1.0) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder)
+    engine = make_engine(rank, sizes, folder, rate)
     checkpoint.load(engine, target)
     return outcome(engine, train(engine, range(SAVED_AFTER, STEPS)))
 
