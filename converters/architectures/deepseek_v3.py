@@ -5,7 +5,8 @@ from typing import Any
 from converters.architectures.blocks import dense_mlp, embedding_and_output, latent_attention, mixture_of_experts
 from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder
 from converters.architectures.hf_config import HuggingFaceConfig
-from converters.architectures.weight_map import Architecture, Dimension
+from converters.architectures.multi_token_prediction import multi_token_prediction
+from converters.architectures.weight_map import Architecture, Dimension, Parameter
 
 MODEL_TYPES = ("deepseek_v3",)
 
@@ -21,7 +22,13 @@ def read(config: HuggingFaceConfig) -> Architecture:
     layers = range(config["num_hidden_layers"])
     moe_layers = layers[config["first_k_dense_replace"] :]
     tied = config.get("tie_word_embeddings", False)
-    shared_experts = config.get("n_shared_experts", 0)
+    mtp_layers = range(len(layers), len(layers) + config.get("num_nextn_predict_layers", 0))
+    mtp = multi_token_prediction(
+        _layers(config, mtp_layers, mtp_layers if len(layers) - 1 in moe_layers else range(0)),
+        mtp_layers,
+        hidden_size=config["hidden_size"],
+        tied=tied,
+    )
     return Architecture(
         model_type=config["model_type"],
         hf_config=config.fields,
@@ -29,6 +36,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
             **rms_norm_decoder(config),
             **_attention(config),
             **(_routing(config, moe_layers) if moe_layers else {}),
+            **mtp.transformer_config,
         },
         gpt_model={
             "vocab_size": config["vocab_size"],
@@ -40,18 +48,19 @@ def read(config: HuggingFaceConfig) -> Architecture:
         },
         multi_latent_attention=True,
         num_experts=config.num_experts if moe_layers else 0,
-        dimensions=_dimensions(config),
-        weight_map=(
-            *embedding_and_output(tied=tied),
-            *latent_attention(layers, low_rank_query=config.get("q_lora_rank", None) is not None),
-            *dense_mlp(set(layers) - set(moe_layers)),
-            *mixture_of_experts(moe_layers, expert_bias=True, shared_experts=shared_experts > 0),
-        ),
-        hf_copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
-        unsupported={
-            f"model.layers.{len(layers) + i}.": "multi-token prediction"
-            for i in range(config.get("num_nextn_predict_layers", 0))
-        },
+        dimensions={**_dimensions(config), **mtp.dimensions},
+        weight_map=(*embedding_and_output(tied=tied), *_layers(config, layers, moe_layers), *mtp.weight_map),
+        hf_copies={**({"lm_head.weight": "model.embed_tokens.weight"} if tied else {}), **mtp.hf_copies},
+        exported_copies=tuple(mtp.hf_copies),
+        mtp_layers=len(mtp_layers),
+    )
+
+
+def _layers(config: HuggingFaceConfig, layers: range, moe_layers: range) -> tuple[Parameter, ...]:
+    return (
+        *latent_attention(layers, low_rank_query=config.get("q_lora_rank", None) is not None),
+        *dense_mlp(set(layers) - set(moe_layers)),
+        *mixture_of_experts(moe_layers, expert_bias=True, shared_experts=config.get("n_shared_experts", 0) > 0),
     )
 
 

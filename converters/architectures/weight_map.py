@@ -29,6 +29,7 @@ class Part(Enum):
     LAYERS = "with its layer"
     LAST = "on the last stage"
     COPY_ON_LAST = "a copy, on a last stage that is not the first"
+    MTP = "with its multi-token-prediction layer, on the last stage"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Parameter:
     with Transformer Engine's specs where it differs. Names may hold `{layer}` and `{expert}`: global
     indices in HuggingFace names, local ones in Megatron names. `huggingface` pairs each HuggingFace
     name, in the order of `kind`, with its shape in terms of the architecture's named dimensions.
-    `layers` are the global indices of the layers that have it (`Part.LAYERS` only).
+    `layers` are the global indices of the layers that have it (`Part.LAYERS` and `Part.MTP` only);
+    multi-token-prediction layers are numbered after the others.
     """
 
     megatron: str
@@ -89,7 +91,11 @@ class Architecture:
     dimensions: Mapping[str, Dimension]
     weight_map: tuple[Parameter, ...]
     hf_copies: Mapping[str, str] = field(default_factory=dict)
-    """HuggingFace tensors a checkpoint may hold beside the tensor they are equal to (tied weights)."""
+    """HuggingFace tensors a checkpoint may hold beside the tensor they are equal to (tied or shared weights)."""
+    exported_copies: tuple[str, ...] = ()
+    """Those of `hf_copies` that released checkpoints of the family hold and an export writes."""
+    mtp_layers: int = 0
+    """Multi-token-prediction layers: `model.layers.{num_layers + m}.` of HuggingFace is Megatron's `mtp.layers.{m}.`"""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Prefix of HuggingFace names -> what they are: parts that cannot be converted."""
 
@@ -118,10 +124,12 @@ class Architecture:
         for layer in range(self.num_layers):
             yield from self._hf_tensors_of(Part.LAYERS, layer)
         yield from self._hf_tensors_of(Part.LAST)
+        for layer in range(self.num_layers, self.num_layers + self.mtp_layers):
+            yield from self._hf_tensors_of(Part.MTP, layer)
 
-    def _hf_tensors_of(self, part: Part, layer: int = 0) -> Iterator[tuple[str, tuple[str, ...], Parameter]]:
+    def _hf_tensors_of(self, part: Part, layer: int | None = None) -> Iterator[tuple[str, tuple[str, ...], Parameter]]:
         for parameter in self.weight_map:
-            if parameter.part is not part or (part is Part.LAYERS and layer not in parameter.layers):
+            if parameter.part is not part or (layer is not None and layer not in parameter.layers):
                 continue
             for expert in range(self.num_experts if parameter.is_expert else 1):
                 for name, dimensions in parameter.huggingface:

@@ -1,6 +1,6 @@
 """The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -82,12 +82,18 @@ def _indices(
     architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates, chunk: int
 ) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
     """Global and local indices of every layer and expert of a model chunk that has `parameter`."""
-    if parameter.part is not Part.LAYERS:
-        if _on_chunk(parallel, parameter.part, at.pipeline, chunk):
-            yield {}, {}
+    layers: Iterable[int]
+    if parameter.part is Part.LAYERS:
+        layers = parallel.layers(architecture.num_layers, at.pipeline, chunk)
+    elif not _on_chunk(parallel, parameter.part, at.pipeline, chunk):
+        return
+    elif parameter.part is Part.MTP:
+        layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_layers)
+    else:
+        yield {}, {}
         return
     experts = architecture.num_experts // parallel.expert_model_parallel_size if parameter.is_expert else 1
-    for local_layer, layer in enumerate(parallel.layers(architecture.num_layers, at.pipeline, chunk)):
+    for local_layer, layer in enumerate(layers):
         if layer in parameter.layers:
             for expert in range(experts):
                 yield (
@@ -99,7 +105,7 @@ def _indices(
 def _on_chunk(parallel: ParallelSizes, part: Part, pipeline_rank: int, chunk: int) -> bool:
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1
-    return {Part.FIRST: first, Part.LAST: last, Part.COPY_ON_LAST: last and not first}[part]
+    return {Part.FIRST: first, Part.LAST: last, Part.MTP: last, Part.COPY_ON_LAST: last and not first}[part]
 
 
 def _shard(architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rank: int) -> Shard:

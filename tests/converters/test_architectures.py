@@ -119,7 +119,7 @@ def test_one_group_of_experts_is_no_limit(config):
 def test_the_expert_bias_stays_float32(config):
     dtypes = read_architecture(config("deepseek_v3")).hf_dtypes(torch.bfloat16)
     assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {
-        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3, 4)
     }
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
 

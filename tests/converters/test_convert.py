@@ -63,11 +63,12 @@ def test_a_complete_checkpoint_passes(make_model):
         check_checkpoint(HuggingFaceCheckpoint(model.folder), model.architecture)
 
 
-def test_multi_token_prediction_on_disk_is_refused(make_model):
+def test_a_copy_in_a_multi_token_prediction_layer_must_equal_its_original(make_model):
     model = make_model("deepseek_v3")
-    checkpoint = rewrite(model, **{"model.layers.4.eh_proj.weight": torch.zeros(8, 16)})
-    with pytest.raises(UserError, match=r"holds model.layers.4.eh_proj.weight, a part of multi-token prediction"):
-        check_checkpoint(checkpoint, model.architecture)
+    copy, output = "model.layers.4.shared_head.head.weight", model.tensors["lm_head.weight"]
+    check_checkpoint(rewrite(model, **{copy: output.clone()}), model.architecture)
+    with pytest.raises(UserError, match=rf"holds {copy} with other values than lm_head.weight"):
+        check_checkpoint(rewrite(model, **{copy: output + 1}), model.architecture)
 
 
 def test_fp8_weights_are_refused(make_model):

@@ -107,10 +107,21 @@ def expected_tensors(
     tensors = {}
     for chunk, layers in enumerate(rank.chunks):
         model = f"model{chunk}." if len(rank.chunks) > 1 else ""
-        if layers[0] == 0:
+        mtp = range(4, 4 + config.get("num_nextn_predict_layers", 0)) if layers[-1] == 3 else ()
+        if layers[0] == 0 or mtp:
             tensors[model + "embedding.word_embeddings.weight"] = vocabulary(hf["model.embed_tokens.weight"])
-        for i, layer in enumerate(layers):
-            theirs, ours = f"model.layers.{layer}.", f"{model}decoder.layers.{i}."
+        for i, layer in enumerate(mtp):
+            theirs, ours = f"model.layers.{layer}.", f"{model}mtp.layers.{i}."
+            tensors[ours + "enorm.weight"] = hf[theirs + "enorm.weight"]
+            tensors[ours + "hnorm.weight"] = hf[theirs + "hnorm.weight"]
+            tensors[ours + "eh_proj.weight"] = cut(hf[theirs + "eh_proj.weight"], 0)
+            tensors[ours + "final_layernorm.weight"] = hf[theirs + "shared_head.norm.weight"]
+        prefixes = [
+            *(f"decoder.layers.{i}." for i in range(len(layers))),
+            *(f"mtp.layers.{i}.transformer_layer." for i in range(len(mtp))),
+        ]
+        for layer, prefix in zip([*layers, *mtp], prefixes, strict=True):
+            theirs, ours = f"model.layers.{layer}.", model + prefix
             tensors[ours + "input_layernorm.weight"] = hf[theirs + "input_layernorm.weight"]
             tensors[ours + "pre_mlp_layernorm.weight"] = hf[theirs + "post_attention_layernorm.weight"]
             for name, tensor in attention(theirs + "self_attn.").items():
