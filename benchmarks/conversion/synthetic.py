@@ -1,0 +1,215 @@
+"""Checkpoints of any size in HuggingFace form, with random values, made without a model.
+
+    python -m benchmarks.conversion.synthetic --size-gb 1.2 --out DIR [--fp8]
+
+They are DeepSeek-V3 (arXiv 2412.19437) made narrow: all its 61 layers and its layer of multi-token prediction, but 8
+experts instead of 256; about 2,300 tensors. `--fp8` writes the same model in the form of its release: e4m3 codes with a
+scale for every 128x128 block. Only one file's tensors are in memory at a time.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from converters.architectures import Architecture, read_architecture
+from converters.layout import Shape
+
+FP8_BLOCK = (128, 128)
+QUANTIZATION_CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": list(FP8_BLOCK),
+}
+_MIN_FILES = 8
+_MAX_FILE_BYTES = 256_000_000
+_WIDTH_STEP = 128
+_EXPERT_WIDTH_STEP = 32
+_FP8_NAN = 0x7F
+
+
+def deepseek_v3_config(size_bytes: int) -> dict[str, Any]:
+    """The config.json of a DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
+
+    The width of the experts comes as near to the size as steps of 32 allow, at a hidden size about three times as wide.
+    """
+    hidden = _WIDTH_STEP
+    while _size_bytes(_config(hidden + _WIDTH_STEP, _expert_width(hidden + _WIDTH_STEP))) <= size_bytes:
+        hidden += _WIDTH_STEP
+    widths = range(_EXPERT_WIDTH_STEP, 2 * hidden, _EXPERT_WIDTH_STEP)
+    return min((_config(hidden, width) for width in widths), key=lambda config: abs(_size_bytes(config) - size_bytes))
+
+
+def _expert_width(hidden: int) -> int:
+    return -(-hidden // 3 // _EXPERT_WIDTH_STEP) * _EXPERT_WIDTH_STEP
+
+
+def _config(hidden: int, expert_width: int) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+        "hidden_size": hidden,
+        "intermediate_size": 5 * hidden // 2,
+        "moe_intermediate_size": expert_width,
+        "vocab_size": 8192,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+        "q_lora_rank": hidden // 4,
+        "kv_lora_rank": hidden // 8,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 163840,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def _size_bytes(config: Mapping[str, Any]) -> int:
+    architecture = read_architecture(config)
+    dtypes = architecture.hf_dtypes(torch.bfloat16)
+    shapes = architecture.hf_shapes
+    stored = [*shapes, *architecture.hf_copies.values()]
+    return sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in stored)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file: its values are drawn from `seed`, so that a copy has those of its original."""
+
+    shape: Shape
+    dtype: torch.dtype
+    seed: int
+    mean: float = 0.0
+    std: float = 0.02
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def draw(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.dtype is torch.float8_e4m3fn:
+            # Every code but the two that are NaN.
+            magnitude = torch.randint(0, _FP8_NAN, self.shape, generator=generator, dtype=torch.uint8)
+            sign = torch.randint(0, 2, self.shape, generator=generator, dtype=torch.uint8)
+            return (magnitude | sign << 7).view(torch.float8_e4m3fn)
+        return torch.empty(self.shape, dtype=self.dtype).normal_(self.mean, self.std, generator=generator)
+
+
+def write_checkpoint(config: Mapping[str, Any], folder: Path, *, fp8: bool = False, seed: int = 0) -> int:
+    """Write a checkpoint of `config` to the new folder `folder`: weights, index, config.json and a tokenizer.
+
+    Matrices are in bf16, or with `fp8` those of the layers' linear modules in block FP8. The same arguments give the
+    same bytes. Returns the bytes of its tensors; raises FileExistsError where `folder` exists.
+    """
+    folder.mkdir(parents=True)
+    stored = dict(_stored_tensors(read_architecture(config), fp8=fp8, seed=seed))
+    total = sum(tensor.nbytes for tensor in stored.values())
+    files = _cut_into_files(stored, min(_MAX_FILE_BYTES, total // _MIN_FILES + 1))
+    index: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file_name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file({name: stored[name].draw() for name in names}, folder / file_name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(names, file_name))
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    _write_json(folder / "config.json", {**config, **({"quantization_config": QUANTIZATION_CONFIG} if fp8 else {})})
+    words = {f"word{i}": i for i in range(config["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
+    return total
+
+
+def _stored_tensors(architecture: Architecture, *, fp8: bool, seed: int) -> Iterator[tuple[str, _Stored]]:
+    dtypes = architecture.hf_dtypes(torch.bfloat16)
+    originals = {**{name: name for name in architecture.hf_shapes}, **architecture.hf_copies}
+    seeds = {name: seed * len(originals) + number for number, name in enumerate(architecture.hf_shapes)}
+    for name, original in originals.items():
+        shape, dtype = architecture.hf_shapes[original], dtypes[original]
+        if fp8 and _is_quantised(name):
+            yield name, _Stored(shape, torch.float8_e4m3fn, seeds[original])
+            blocks = tuple(-(-length // block) for length, block in zip(shape, FP8_BLOCK, strict=True))
+            # The mean of a block's largest weight, divided by the largest code.
+            yield f"{name}_scale_inv", _Stored(blocks, torch.float32, seeds[original], mean=2e-4, std=2e-5)
+        elif "norm" in name:
+            yield name, _Stored(shape, dtype, seeds[original], mean=1.0, std=0.1)
+        else:
+            yield name, _Stored(shape, dtype, seeds[original])
+
+
+def _is_quantised(name: str) -> bool:
+    # The released checkpoints leave the projection before a layer of multi-token prediction in bf16.
+    return "_proj" in name and name.endswith(".weight") and "eh_proj" not in name
+
+
+def _cut_into_files(stored: Mapping[str, _Stored], max_bytes: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    room = max_bytes
+    for name, tensor in stored.items():
+        if tensor.nbytes > room and files[-1]:
+            files.append([])
+            room = max_bytes
+        files[-1].append(name)
+        room -= tensor.nbytes
+    return files
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    """Write one checkpoint; see `--help`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, required=True, help="size of the bf16 form, in 10^9 bytes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--fp8", action="store_true", help="write the block-FP8 form, about half as large")
+    options = parser.parse_args()
+    total = write_checkpoint(deepseek_v3_config(int(options.size_gb * 1e9)), options.out, fp8=options.fp8)
+    print(f"{options.out}: {total / 1e6:,.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
