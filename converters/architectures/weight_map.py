@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from converters.architectures.extensions import Extensions
 from converters.layout import Shape
 
 
@@ -98,6 +99,8 @@ class Architecture:
     """Multi-token-prediction layers: `model.layers.{num_layers + m}.` of HuggingFace is Megatron's `mtp.layers.{m}.`"""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Prefix of HuggingFace names -> what they are: parts that cannot be converted."""
+    extensions: Extensions = Extensions()
+    """What the model computes beyond a GPTModel."""
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,17 @@
+"""What a model computes that megatron-core's GPTModel has no field for."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Additions to a GPTModel; the defaults are a GPTModel as it is."""
+
+    embedding_scale: float | None = None
+    """The token embeddings are multiplied by this, rounded to the type of the weights."""
+    attention_softcap: float | None = None
+    """`c`: attention scores become `c * tanh(scores / c)` before the mask and the softmax."""
+    output_softcap: float | None = None
+    """The same for the logits of the output layer."""
+    post_norms: bool = False
+    """A norm follows attention and another the MLP, each before its result is added to the residual."""
