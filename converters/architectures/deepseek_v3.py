@@ -3,15 +3,15 @@
 from typing import Any
 
 from converters.architectures.blocks import dense_mlp, embedding_and_output, latent_attention, mixture_of_experts
-from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder
+from converters.architectures.common import rms_norm_decoder
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import multi_token_prediction
+from converters.architectures.sigmoid_router import sigmoid_routing
 from converters.architectures.weight_map import Architecture, Dimension, Parameter
 
 MODEL_TYPES = ("deepseek_v3",)
 
 _YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_GROUP_SCORE_EXPERTS = 2  # DeepSeek-V3 scores a group of experts by the sum of its best two.
 
 
 def read(config: HuggingFaceConfig) -> Architecture:
@@ -35,7 +35,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
         transformer_config={
             **rms_norm_decoder(config),
             **_attention(config),
-            **(_routing(config, moe_layers) if moe_layers else {}),
+            **(sigmoid_routing(config, moe_layers) if moe_layers else {}),
             **mtp.transformer_config,
         },
         gpt_model={
@@ -101,38 +101,6 @@ def _rotary(config: HuggingFaceConfig) -> dict[str, Any]:
         "mscale": rope.get("mscale") or 1.0,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
-
-
-def _routing(config: HuggingFaceConfig, moe_layers: range) -> dict[str, Any]:
-    config.require("scoring_func", ("sigmoid",), "sigmoid")
-    config.require("topk_method", ("noaux_tc",), "noaux_tc")
-    config.require("norm_topk_prob", (True,), True)
-    shared = config["moe_intermediate_size"] * config.get("n_shared_experts", 0)
-    return {
-        **expert_routing(config),
-        **_group_limit(config),
-        "moe_layer_freq": layer_pattern(moe_layers, config["num_hidden_layers"]),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": True,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
-        **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
-    }
-
-
-def _group_limit(config: HuggingFaceConfig) -> dict[str, int]:
-    """Fields that limit a token's experts to the best `topk_group` of `n_group` groups."""
-    groups, chosen, topk = config.get("n_group", 1), config.get("topk_group", 1), config["num_experts_per_tok"]
-    if groups == chosen:
-        return {}
-    if topk // chosen != _GROUP_SCORE_EXPERTS:
-        # Megatron-core scores a group by its best num_experts_per_tok // topk_group experts.
-        raise config.error(
-            f"chooses {topk} experts in {chosen} groups: num_experts_per_tok // topk_group must be"
-            f" {_GROUP_SCORE_EXPERTS} for Megatron to choose the same groups"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
 def _dimensions(config: HuggingFaceConfig) -> dict[str, Dimension]:
