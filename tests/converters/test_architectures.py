@@ -145,7 +145,7 @@ def test_an_architecture_goes_to_other_processes(name, config):
         ("qwen3_moe", {"num_experts_per_tok": 1}, "has num_experts_per_tok = 1"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func = 'softmax'"),
         ("deepseek_v3", {"norm_topk_prob": False}, "has norm_topk_prob = False"),
-        ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "chooses 3 experts in 1 groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "chooses 3 of 4 experts in 1 of 2 groups"),
         ("deepseek_v3", {"rope_scaling": {"type": "linear"}}, "of type 'linear'"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 2}}, "no yarn parameter original_max_position"),
         (
