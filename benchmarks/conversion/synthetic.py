@@ -30,6 +30,59 @@ QUANTIZATION_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": list(FP8_BLOCK),
 }
+DEEPSEEK_V3: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+"""The released config.json of the model with 671 thousand million parameters, but for its quantization_config."""
 _MIN_FILES = 8
 _MAX_FILE_BYTES = 256_000_000
 _WIDTH_STEP = 128
@@ -37,29 +90,21 @@ _EXPERT_WIDTH_STEP = 32
 _FP8_NAN = 0x7F
 
 
-def deepseek_v3_config(size_bytes: int) -> dict[str, Any]:
-    """The config.json of a DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
+def narrow_config(size_bytes: int) -> dict[str, Any]:
+    """The config.json of a narrow DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
 
     The width of the experts comes as near to the size as steps of 32 allow, at a hidden size about three times as wide.
     """
     hidden = _WIDTH_STEP
-    while _size_bytes(_config(hidden + _WIDTH_STEP, _expert_width(hidden + _WIDTH_STEP))) <= size_bytes:
+    while _size_bytes(_narrow(hidden + _WIDTH_STEP, (hidden + _WIDTH_STEP) // 3)) <= size_bytes:
         hidden += _WIDTH_STEP
     widths = range(_EXPERT_WIDTH_STEP, 2 * hidden, _EXPERT_WIDTH_STEP)
-    return min((_config(hidden, width) for width in widths), key=lambda config: abs(_size_bytes(config) - size_bytes))
+    return min((_narrow(hidden, width) for width in widths), key=lambda config: abs(_size_bytes(config) - size_bytes))
 
 
-def _expert_width(hidden: int) -> int:
-    return -(-hidden // 3 // _EXPERT_WIDTH_STEP) * _EXPERT_WIDTH_STEP
-
-
-def _config(hidden: int, expert_width: int) -> dict[str, Any]:
+def _narrow(hidden: int, expert_width: int) -> dict[str, Any]:
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 61,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 3,
+        **DEEPSEEK_V3,
         "hidden_size": hidden,
         "intermediate_size": 5 * hidden // 2,
         "moe_intermediate_size": expert_width,
@@ -71,40 +116,10 @@ def _config(hidden: int, expert_width: int) -> dict[str, Any]:
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "n_routed_experts": 8,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 4,
         "n_group": 4,
         "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "ep_size": 1,
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "max_position_embeddings": 163840,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
     }
 
 
@@ -149,7 +164,7 @@ def write_checkpoint(config: Mapping[str, Any], folder: Path, *, fp8: bool = Fal
     folder.mkdir(parents=True)
     stored = dict(_stored_tensors(read_architecture(config), fp8=fp8, seed=seed))
     total = sum(tensor.nbytes for tensor in stored.values())
-    files = _cut_into_files(stored, min(_MAX_FILE_BYTES, total // _MIN_FILES + 1))
+    files = _cut_into_files(stored, min(_MAX_FILE_BYTES, total // _MIN_FILES + 1), config["num_hidden_layers"])
     index: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file_name = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -184,15 +199,20 @@ def _is_quantised(name: str) -> bool:
     return "_proj" in name and name.endswith(".weight") and "eh_proj" not in name
 
 
-def _cut_into_files(stored: Mapping[str, _Stored], max_bytes: int) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    room = max_bytes
-    for name, tensor in stored.items():
-        if tensor.nbytes > room and files[-1]:
-            files.append([])
-            room = max_bytes
-        files[-1].append(name)
-        room -= tensor.nbytes
+def _cut_into_files(stored: Mapping[str, _Stored], max_bytes: int, num_layers: int) -> list[list[str]]:
+    """Names by file, in order. As in the released checkpoint, multi-token prediction is in files of its own."""
+    predictions = {
+        name for name in stored if name.startswith("model.layers.") and int(name.split(".")[2]) >= num_layers
+    }
+    files: list[list[str]] = []
+    for part in (stored.keys() - predictions, predictions):
+        room = 0
+        for name in (name for name in stored if name in part):
+            if stored[name].nbytes > room:
+                files.append([])
+                room = max_bytes
+            files[-1].append(name)
+            room -= stored[name].nbytes
     return files
 
 
@@ -207,7 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--fp8", action="store_true", help="write the block-FP8 form, about half as large")
     options = parser.parse_args()
-    total = write_checkpoint(deepseek_v3_config(int(options.size_gb * 1e9)), options.out, fp8=options.fp8)
+    total = write_checkpoint(narrow_config(int(options.size_gb * 1e9)), options.out, fp8=options.fp8)
     print(f"{options.out}: {total / 1e6:,.1f} MB")
 
 

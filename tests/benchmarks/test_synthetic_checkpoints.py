@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion.synthetic import deepseek_v3_config, write_checkpoint
+from conversion.synthetic import narrow_config, write_checkpoint
 from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
@@ -12,7 +12,7 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 
 # Wide enough for matrices of several blocks, the last of them cut off.
 SMALL = {
-    **deepseek_v3_config(0),
+    **narrow_config(0),
     "num_hidden_layers": 4,
     "hidden_size": 320,
     "vocab_size": 64,
@@ -61,7 +61,7 @@ def test_an_fp8_checkpoint_has_a_scale_for_every_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size_bytes", [300_000_000, 1_200_000_000])
 def test_a_config_has_about_the_wanted_size(size_bytes: int) -> None:
-    architecture = read_architecture(deepseek_v3_config(size_bytes))
+    architecture = read_architecture(narrow_config(size_bytes))
     dtypes = architecture.hf_dtypes(torch.bfloat16)
     stored = [*architecture.hf_shapes, *architecture.hf_copies.values()]
     total = sum(torch.Size(architecture.hf_shapes[name]).numel() * dtypes[name].itemsize for name in stored)
