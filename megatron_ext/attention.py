@@ -2,6 +2,8 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 # From this length on, giving the values the width of the keys costs less than the torch kernel without tiles, whose
@@ -33,6 +36,7 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
+        softcap: float | None = None,
         **_options: Any,
     ) -> None:
         super().__init__(config=config)
@@ -41,6 +45,8 @@ class PackedAttention(MegatronModule):
         self.layer_number = layer_number
         self.dropout = config.attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.softcap = softcap
+        self.window = _window(config, layer_number)
 
     def forward(
         self,
@@ -66,20 +72,42 @@ class PackedAttention(MegatronModule):
             packed_seq_params.cu_seqlens_q,
             softmax_scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
+            softcap=self.softcap,
+            window=self.window,
         ).flatten(1)
 
 
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Over how many tokens, itself included, a token of the layer looks back; None over all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    before = config.window_size[0]
+    return None if before < 0 else before + 1
+
+
 def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, softmax_scale: float, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal self-attention of sequences lying end to end.
 
     `query` [T, heads, k_width]; `key` [T, groups, k_width] and `value` [T, groups, v_width] with heads a multiple of
     groups; `cu_seqlens` [N + 1] are the sequences' bounds in T, the last of which is T. Returns [T, heads, v_width].
+    With `softcap`, scores become `softcap * tanh(scores / softcap)`; with `window`, a token looks at itself and the
+    `window - 1` tokens before it.
 
     Sequences of similar length are computed together, so the time does not grow with their number; memory is linear in
-    the length of long ones.
+    the length of long ones, quadratic with `softcap` or `window`.
     """
+    plain = softcap is None and window is None
+    attend = _attend if plain else partial(_attend_step_by_step, softcap=softcap, window=window)
     bounds = cu_seqlens.tolist()
     if bounds[-1] != len(query):
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}, but there are {len(query)} tokens")
@@ -87,7 +115,7 @@ def packed_causal_attention(
     for starts, lengths in _batches_of_similar_length(bounds):
         index, is_real = _padded_index(starts, lengths, query.device)
         batch = (tensor[index.flatten()].unflatten(0, index.shape) for tensor in (query, key, value))
-        output = _attend(*batch, softmax_scale=softmax_scale, dropout=dropout)
+        output = attend(*batch, softmax_scale=softmax_scale, dropout=dropout)
         outputs.append(output[is_real])
         positions.append(index[is_real])
     order = torch.cat(positions).argsort()
@@ -118,11 +146,40 @@ def _padded_index(starts: list[int], lengths: list[int], device: torch.device) -
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, dropout: float) -> Tensor:
     # What follows a sequence as padding comes after all its tokens, where the causal mask hides it.
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if (heads_per_group := query.shape[1] // key.shape[1]) > 1:
-        key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
+    query, key, value = _by_head(query, key, value)
     width = value.shape[-1]
     if query.shape[2] >= _TILED_FROM:
         value = F.pad(value, (0, key.shape[-1] - width))
     output = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=softmax_scale)
     return output[..., :width].transpose(1, 2)
+
+
+def _attend_step_by_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float,
+    dropout: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """What torch's kernels cannot: soft-capped scores and windows. At least float32 in between, as in the kernels."""
+    dtype = query.dtype
+    query, key, value = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in _by_head(query, key, value))
+    scores = query @ key.mT * softmax_scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    distance = position[:, None] - position[None, :]
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    weights = F.dropout(scores.masked_fill(hidden, -math.inf).softmax(-1), dropout)
+    return (weights @ value).transpose(1, 2).to(dtype)
+
+
+def _by_head(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    """Each as [N, heads, T, width], keys and values repeated for the heads that share them."""
+    heads_per_group = query.shape[2] // key.shape[2]
+    for tensor, repeats in ((query, 1), (key, heads_per_group), (value, heads_per_group)):
+        by_head = tensor.transpose(1, 2)
+        yield by_head.repeat_interleave(repeats, dim=1) if repeats > 1 else by_head

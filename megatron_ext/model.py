@@ -14,6 +14,7 @@ from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device
+from megatron_ext.extensions import extend_ends
 from megatron_ext.specs import block_spec, module_names
 
 _PARALLEL_FIELDS = (
@@ -136,9 +137,9 @@ def _build_chunk(
 ) -> GPTModel:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
-    return GPTModel(
+    model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, pipeline_rank=pipeline_rank, chunk=stage),
+        transformer_layer_spec=block_spec(config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage),
         pre_process=pipeline_rank == 0 and chunk == 0,
         post_process=pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1,
         vp_stage=stage,
@@ -147,3 +148,5 @@ def _build_chunk(
             "vocab_size": parallel.padded_vocabulary(architecture.gpt_model["vocab_size"]),
         },
     )
+    extend_ends(model, architecture.extensions)
+    return model

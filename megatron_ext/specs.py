@@ -10,9 +10,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from converters.architectures.extensions import Extensions
 from converters.layouts.megatron import ModuleNames
 from megatron_ext import device
 from megatron_ext.attention import PackedAttention
+from megatron_ext.extensions import check_transformer_engine_suffices, extend_layer
 from megatron_ext.norms import RMSNorm
 
 # Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's
@@ -32,9 +34,16 @@ def module_names() -> ModuleNames:
     return "te" if device.has_transformer_engine() else "local"
 
 
-def block_spec(config: TransformerConfig, *, pipeline_rank: int, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk; `chunk` is None without virtual pipeline stages."""
+def block_spec(
+    config: TransformerConfig, extensions: Extensions, *, pipeline_rank: int, chunk: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk; `chunk` is None without virtual pipeline stages.
+
+    Raises UserError for extensions that the modules of this device do not have.
+    """
     with_transformer_engine = device.has_transformer_engine()
+    if with_transformer_engine:
+        check_transformer_engine_suffices(extensions)
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=with_transformer_engine,
@@ -44,7 +53,8 @@ def block_spec(config: TransformerConfig, *, pipeline_rank: int, chunk: int | No
     )
     if with_transformer_engine:
         return spec
-    return replace(spec, layer_specs=[_plain_layer(layer) for layer in spec.layer_specs], layer_norm=RMSNorm)
+    layers = [extend_layer(_plain_layer(layer), extensions) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _plain_layer(layer: ModuleSpec) -> ModuleSpec:

@@ -1,0 +1,78 @@
+"""What some families compute beyond megatron-core's GPTModel, as parts of its layer specs and hooks at its ends."""
+
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from converters.architectures.extensions import Extensions
+from converters.errors import UserError
+from megatron_ext.norms import RMSNorm
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """A row-parallel projection with a norm of its output, under sequence parallelism too.
+
+    A subclass, since checkpoints name the norm as a part of the projection.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        if self.bias is not None:
+            raise NotImplementedError("a norm after a projection whose bias is added later")
+        self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Project `input_` [tokens, batch, input_size of this rank] and normalise; there is no bias to add."""
+        output, _ = super().forward(input_)
+        return self.post_layernorm(output), None
+
+
+def check_transformer_engine_suffices(extensions: Extensions) -> None:
+    """Raise UserError if a model wants more than a GPTModel: Transformer Engine's modules are used as they are."""
+    if wanted := [each.name for each in fields(extensions) if getattr(extensions, each.name) != each.default]:
+        raise UserError(
+            f"the model needs {', '.join(wanted)}, which is not supported with Transformer Engine; run it where"
+            " Transformer Engine is not installed"
+        )
+
+
+def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
+    """A layer of the local specs with soft-capped attention and with norms after attention and MLP, where wanted."""
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+    if extensions.attention_softcap is not None:
+        capped = ModuleSpec(attention.submodules.core_attention, params={"softcap": extensions.attention_softcap})
+        attention = _with(attention, core_attention=capped)
+    if extensions.post_norms:
+        attention = _with(attention, linear_proj=NormedRowParallelLinear)
+        mlp = _with(mlp, linear_fc2=NormedRowParallelLinear)
+    return _with(layer, self_attention=attention, mlp=mlp)
+
+
+def extend_ends(model: GPTModel, extensions: Extensions) -> None:
+    """Have the embedding scaled and the logits soft-capped on the stages that compute them, where wanted."""
+    if model.pre_process and extensions.embedding_scale is not None:
+        dtype = model.embedding.word_embeddings.weight.dtype
+        scale = torch.tensor(extensions.embedding_scale, dtype=dtype).item()
+        model.embedding.register_forward_hook(partial(_scale, scale))
+    if model.post_process and extensions.output_softcap is not None:
+        model.output_layer.register_forward_hook(partial(_softcap, extensions.output_softcap))
+
+
+def _with(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return replace(spec, submodules=replace(spec.submodules, **submodules))
+
+
+def _scale(scale: float, _module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
+    return embedded * scale
+
+
+def _softcap(cap: float, _module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    logits, bias = output
+    return cap * torch.tanh(logits / cap), bias
