@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from converters.architectures import deepseek_v3, qwen3
+from converters.architectures import deepseek_v2, deepseek_v3, gemma2, glm4_moe, llama, mixtral, qwen2, qwen3
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.weight_map import Architecture, Dimension, Kind, Parameter, Part
 from converters.errors import UserError
@@ -11,7 +11,9 @@ from converters.errors import UserError
 __all__ = ["FAMILIES", "Architecture", "Dimension", "Kind", "Parameter", "Part", "read_architecture"]
 
 FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
-    model_type: family.read for family in (qwen3, deepseek_v3) for model_type in family.MODEL_TYPES
+    model_type: family.read
+    for family in (llama, qwen2, qwen3, mixtral, gemma2, glm4_moe, deepseek_v2, deepseek_v3)
+    for model_type in family.MODEL_TYPES
 }
 
 

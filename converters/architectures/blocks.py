@@ -6,9 +6,9 @@ from converters.architectures.weight_map import Kind, Parameter, Part
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
-_EXPERT_HF = _HF + "mlp.experts.{expert}."
 _EXPERT_LOCAL = _MEGATRON + "mlp.experts.local_experts.{expert}."
 _EXPERTS_TE = _MEGATRON + "mlp.experts."
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def embedding_and_output(*, tied: bool) -> tuple[Parameter, ...]:
@@ -22,10 +22,25 @@ def embedding_and_output(*, tied: bool) -> tuple[Parameter, ...]:
     )
 
 
-def grouped_query_attention(layers: Iterable[int], *, qk_norm: bool) -> tuple[Parameter, ...]:
-    """Attention with separate query, key and value projections, after a norm."""
+def grouped_query_attention(
+    layers: Iterable[int], *, qk_norm: bool = False, qkv_bias: bool = False
+) -> tuple[Parameter, ...]:
+    """Attention with separate query, key and value projections (arXiv 2305.13245), after a norm."""
     hf, megatron = _HF + "self_attn.", _MEGATRON + "self_attention."
     layers = frozenset(layers)
+
+    def qkv(name: str, *inputs: str) -> Parameter:
+        return Parameter(
+            f"{megatron}linear_qkv.{name}",
+            (
+                (f"{hf}q_proj.{name}", ("query", *inputs)),
+                (f"{hf}k_proj.{name}", ("key_value", *inputs)),
+                (f"{hf}v_proj.{name}", ("key_value", *inputs)),
+            ),
+            Kind.QKV,
+            layers=layers,
+        )
+
     norms = [
         Parameter(
             f"{megatron}{x}_layernorm.weight",
@@ -37,16 +52,8 @@ def grouped_query_attention(layers: Iterable[int], *, qk_norm: bool) -> tuple[Pa
     ]
     return (
         _norm("input_layernorm", "input_layernorm", layers, fused_into="self_attention.linear_qkv"),
-        Parameter(
-            megatron + "linear_qkv.weight",
-            (
-                (hf + "q_proj.weight", ("query", "hidden")),
-                (hf + "k_proj.weight", ("key_value", "hidden")),
-                (hf + "v_proj.weight", ("key_value", "hidden")),
-            ),
-            Kind.QKV,
-            layers=layers,
-        ),
+        qkv("weight", "hidden"),
+        *((qkv("bias"),) if qkv_bias else ()),
         *(norms if qk_norm else ()),
         _linear(megatron + "linear_proj.weight", hf + "o_proj.weight", ("hidden", "query"), Kind.ROW, layers),
     )
@@ -87,41 +94,49 @@ def latent_attention(layers: Iterable[int], *, low_rank_query: bool) -> tuple[Pa
     )
 
 
-def dense_mlp(layers: Iterable[int]) -> tuple[Parameter, ...]:
-    """A gated MLP after a norm; nothing where there are no such layers."""
+def dense_mlp(layers: Iterable[int], norm: str = "post_attention_layernorm") -> tuple[Parameter, ...]:
+    """A gated MLP after a norm, which HuggingFace calls `norm`; nothing where there are no such layers."""
     layers = frozenset(layers)
     if not layers:
         return ()
     return (
-        _norm("post_attention_layernorm", "pre_mlp_layernorm", layers, fused_into="mlp.linear_fc1"),
+        _norm(norm, "pre_mlp_layernorm", layers, fused_into="mlp.linear_fc1"),
         *_gated_mlp(_HF + "mlp.", _MEGATRON + "mlp.", "ffn", layers),
     )
 
 
-def mixture_of_experts(layers: Iterable[int], *, expert_bias: bool, shared_experts: bool) -> tuple[Parameter, ...]:
+def mixture_of_experts(
+    layers: Iterable[int],
+    *,
+    expert_bias: bool = False,
+    shared_experts: bool = False,
+    hf_module: str = "mlp",
+    hf_projections: tuple[str, str, str] = _GATE_UP_DOWN,
+) -> tuple[Parameter, ...]:
     """A router and gated experts after a norm; nothing where there are no such layers.
 
-    With `expert_bias`, the router's balancing bias (arXiv 2408.15664).
+    With `expert_bias`, the router's balancing bias (arXiv 2408.15664). HuggingFace calls the whole `hf_module` and the
+    projections of an expert `hf_projections`: gate, up and down.
     """
-    layers = frozenset(layers)
+    layers, hf = frozenset(layers), f"{_HF}{hf_module}."
     if not layers:
         return ()
     bias = Parameter(
         _MEGATRON + "mlp.router.expert_bias",
-        ((_HF + "mlp.gate.e_score_correction_bias", ("experts",)),),
+        ((hf + "gate.e_score_correction_bias", ("experts",)),),
         Kind.REPLICATED,
         layers=layers,
         float32=True,
     )
-    shared = _gated_mlp(_HF + "mlp.shared_experts.", _MEGATRON + "mlp.shared_experts.", "shared_expert_ffn", layers)
+    shared = _gated_mlp(hf + "shared_experts.", _MEGATRON + "mlp.shared_experts.", "shared_expert_ffn", layers)
     router = _linear(
-        _MEGATRON + "mlp.router.weight", _HF + "mlp.gate.weight", ("experts", "hidden"), Kind.REPLICATED, layers
+        _MEGATRON + "mlp.router.weight", f"{hf}gate.weight", ("experts", "hidden"), Kind.REPLICATED, layers
     )
     return (
         _norm("post_attention_layernorm", "pre_mlp_layernorm", layers),
         router,
         *((bias,) if expert_bias else ()),
-        *_gated_mlp(_EXPERT_HF, _EXPERT_LOCAL, "expert_ffn", layers, grouped=_EXPERTS_TE),
+        *_gated_mlp(hf + "experts.{expert}.", _EXPERT_LOCAL, "expert_ffn", layers, hf_projections, grouped=_EXPERTS_TE),
         *(shared if shared_experts else ()),
     )
 
@@ -141,19 +156,25 @@ def _linear(megatron: str, hf: str, shape: tuple[str, str], kind: Kind, layers: 
 
 
 def _gated_mlp(
-    hf: str, megatron: str, ffn: str, layers: frozenset[int], grouped: str | None = None
+    hf: str,
+    megatron: str,
+    ffn: str,
+    layers: frozenset[int],
+    hf_projections: tuple[str, str, str] = _GATE_UP_DOWN,
+    grouped: str | None = None,
 ) -> tuple[Parameter, Parameter]:
+    gate, up, down = (f"{hf}{name}.weight" for name in hf_projections)
     return (
         Parameter(
             megatron + "linear_fc1.weight",
-            ((hf + "gate_proj.weight", (ffn, "hidden")), (hf + "up_proj.weight", (ffn, "hidden"))),
+            ((gate, (ffn, "hidden")), (up, (ffn, "hidden"))),
             Kind.GATED,
             layers=layers,
             transformer_engine=grouped and grouped + "linear_fc1.weight{expert}",
         ),
         Parameter(
             megatron + "linear_fc2.weight",
-            ((hf + "down_proj.weight", ("hidden", ffn)),),
+            ((down, ("hidden", ffn)),),
             Kind.ROW,
             layers=layers,
             transformer_engine=grouped and grouped + "linear_fc2.weight{expert}",

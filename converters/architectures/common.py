@@ -1,9 +1,10 @@
 """Megatron's configuration of what many architectures share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.weight_map import Dimension
 
 
 def rms_norm_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
@@ -23,13 +24,64 @@ def rms_norm_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
     }
 
 
-def expert_routing(config: HuggingFaceConfig) -> dict[str, Any]:
-    """TransformerConfig fields of a mixture of experts that drops no token and has no balancing loss."""
+def grouped_queries(config: HuggingFaceConfig, head_dim: int) -> dict[str, int]:
+    """TransformerConfig fields of grouped-query attention with heads of width `head_dim`."""
+    return {"num_query_groups": config["num_key_value_heads"], "kv_channels": head_dim}
+
+
+def gpt_model(config: HuggingFaceConfig, rotary: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of GPTModel; `rotary` are those of the position embedding."""
+    return {
+        "vocab_size": config["vocab_size"],
+        "max_sequence_length": config["max_position_embeddings"],
+        **rotary,
+        "share_embeddings_and_output_weights": config.tied,
+    }
+
+
+def decoder_dimensions(config: HuggingFaceConfig, head_dim: int) -> dict[str, Dimension]:
+    """Named lengths of the embedding, of grouped-query attention with heads of width `head_dim`, and of dense MLPs."""
+    return {
+        "vocabulary": Dimension("vocab_size", config["vocab_size"]),
+        "hidden": Dimension("hidden_size", config["hidden_size"]),
+        "head": Dimension("head_dim", head_dim),
+        "query": Dimension("num_attention_heads", config["num_attention_heads"], head_dim),
+        "key_value": Dimension("num_key_value_heads", config["num_key_value_heads"], head_dim),
+        "ffn": Dimension("intermediate_size", config["intermediate_size"]),
+    }
+
+
+def expert_dimensions(config: HuggingFaceConfig, *, width: str = "moe_intermediate_size") -> dict[str, Dimension]:
+    """Named lengths of a mixture of experts; `width` is the field of config.json with the width of an expert."""
+    return {
+        "experts": Dimension("num_experts", config.num_experts),
+        "expert_ffn": Dimension(width, config[width]),
+        "shared_expert_ffn": Dimension(width, config[width] * config.get("n_shared_experts", 0)),
+    }
+
+
+def tied_copies(config: HuggingFaceConfig) -> dict[str, str]:
+    """`Architecture.hf_copies` of an output layer that is tied to the embedding."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
+
+
+def refuse_sliding_window(config: HuggingFaceConfig) -> None:
+    """Raise UserError where some layer attends to the last tokens only."""
+    config.require("use_sliding_window", (False,), False)
+    if set(types := config.get("layer_types", [])) - {"full_attention"}:
+        raise config.error(f"has layer_types {sorted(set(types))}, which are not supported: only full_attention is")
+
+
+def expert_routing(config: HuggingFaceConfig, *, width: str = "moe_intermediate_size") -> dict[str, Any]:
+    """TransformerConfig fields of a mixture of experts that drops no token and has no balancing loss.
+
+    `width` is the field of config.json with the width of an expert.
+    """
     if config["num_experts_per_tok"] < 2:
         raise config.error("has num_experts_per_tok = 1; Megatron does not normalise the weight of a single expert")
     return {
         "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_ffn_hidden_size": config[width],
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

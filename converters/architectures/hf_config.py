@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import torch.nn.functional as F
 
 from converters.errors import UserError
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu}
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ class HuggingFaceConfig:
         raise self.error("has no field num_experts")
 
     @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.get("tie_word_embeddings", False)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head; by default the heads share out the hidden state."""
+        return self.get("head_dim", self["hidden_size"] // self["num_attention_heads"])
+
+    @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The MLP's activation function."""
         self.require("hidden_act", tuple(ACTIVATIONS), "silu")
@@ -57,10 +71,12 @@ class HuggingFaceConfig:
     def rope(self) -> dict[str, Any]:
         """The rotary embedding: `rope_theta`, `rope_type` and the parameters of that type.
 
-        transformers 5 keeps all of it in `rope_parameters`; before, `rope_theta` was a field of its own
-        and the rest `rope_scaling`, with the type under `type` or `rope_type`.
+        transformers 5 keeps all of it in `rope_parameters`; before, `rope_theta` and `partial_rotary_factor` were
+        fields of their own and the rest `rope_scaling`, with the type under `type` or `rope_type`.
         """
         rope = {**self.get("rope_scaling", {}), **self.get("rope_parameters", {})}
+        if self.fields.get("partial_rotary_factor") is not None:
+            rope.setdefault("partial_rotary_factor", self.fields["partial_rotary_factor"])
         old_type = rope.pop("type", "default")
         rope.setdefault("rope_type", old_type)
         rope.setdefault("rope_theta", self.fields.get("rope_theta"))

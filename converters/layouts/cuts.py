@@ -39,16 +39,27 @@ def interval(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
 def cut(kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
     """Part `part` of `parts` of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
 
-    The units of a dimension that is cut must be a multiple of `parts`, except with `Kind.VOCABULARY`.
+    `undividable` must find nothing.
     """
     return _CUTS[kind](dimensions, part, parts)
 
 
-def cut_dimensions(kind: Kind, dimensions: Sequence[Sequence[Dimension]]) -> list[Dimension]:
-    """The dimensions of which every part must get the same number of units."""
+def undividable(kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int) -> Dimension | None:
+    """The dimension that does not allow `parts` parts of a parameter of `kind`; None where all do."""
     if kind in (Kind.REPLICATED, Kind.VOCABULARY):
-        return []
-    return [shape[1 if kind is Kind.ROW else 0] for shape in dimensions]
+        return None
+    if kind is Kind.QKV:
+        return _undividable_qkv(dimensions[0][0], dimensions[1][0], parts)
+    cut_dimensions = (shape[1 if kind is Kind.ROW else 0] for shape in dimensions)
+    return next((dimension for dimension in cut_dimensions if dimension.units % parts), None)
+
+
+def _undividable_qkv(query: Dimension, key_value: Dimension, parts: int) -> Dimension | None:
+    if query.units % parts or query.units % key_value.units:
+        return query
+    # Several groups on a part, or several parts that share a group.
+    whole_groups = key_value.units % parts == 0 or parts % key_value.units == 0
+    return key_value if not whole_groups or (query.size + 2 * key_value.size) % parts else None
 
 
 def _even(source: int, dimension: Dimension, part: int, parts: int) -> Piece:
@@ -73,11 +84,26 @@ def _gated(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> 
 
 
 def _qkv(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
+    """Query heads, key and value of each group in turn; with fewer groups than parts a cut goes through a group."""
     groups = dimensions[1][0].units
-    local_groups = range(part * groups // parts, (part + 1) * groups // parts)
-    return Cut(
-        0, [_even(source, shape[0], group, groups) for group in local_groups for source, shape in enumerate(dimensions)]
-    )
+    interleaved = [
+        _even(source, shape[0], group, groups) for group in range(groups) for source, shape in enumerate(dimensions)
+    ]
+    length = sum(shape[0].size for shape in dimensions) // parts
+    return Cut(0, _between(interleaved, part * length, (part + 1) * length))
+
+
+def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """What lies from `start` to `stop` in pieces that follow each other."""
+    inside, position = [], 0
+    for piece in pieces:
+        end = position + piece.stop - piece.start
+        first, last = max(start, position), min(stop, end)
+        if first < last:
+            offset = piece.start - position
+            inside.append(Piece(piece.source, first + offset, last + offset))
+        position = end
+    return inside
 
 
 def _vocabulary(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:

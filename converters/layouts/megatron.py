@@ -9,7 +9,7 @@ from converters.architectures import Architecture, Parameter, Part
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Layout, Placement, Shape, Shard
-from converters.layouts.cuts import cut, cut_dimensions, interval
+from converters.layouts.cuts import cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 
 __all__ = ["ModuleNames", "ParallelSizes", "megatron_layout"]
@@ -41,16 +41,15 @@ def _check_divisible(architecture: Architecture, parallel: ParallelSizes) -> Non
         name, parts = "tensor_model_parallel_size", parallel.tensor_model_parallel_size
         if parameter.is_expert:
             name, parts = "expert_tensor_parallel_size", parallel.expert_tensor_size
-        for dimension in cut_dimensions(parameter.kind, architecture.dimensions_of(parameter)):
-            if dimension.units % parts:
-                raise UserError(
-                    f"the model's {dimension.field} = {dimension.units} cannot be divided by {name} = {parts};"
-                    " change that size"
-                )
+        if dimension := undividable(parameter.kind, architecture.dimensions_of(parameter), parts):
+            raise UserError(
+                f"the model's {dimension.field} = {dimension.units} cannot be divided by {name} = {parts};"
+                " change that size"
+            )
 
 
 @dataclass(frozen=True)
-class _Part:
+class ParameterPart:
     """A rank's part of a parameter, without the names, which differ by layer and expert."""
 
     shape: Shape
@@ -59,7 +58,9 @@ class _Part:
     padding: Box | None
 
 
-def _part(architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates) -> _Part:
+def parameter_part(
+    architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates
+) -> ParameterPart:
     index, parts = at.tensor, parallel.tensor_model_parallel_size
     if parameter.is_expert:
         index, parts = at.expert_tensor, parallel.expert_tensor_size
@@ -75,7 +76,12 @@ def _part(architecture: Architecture, parallel: ParallelSizes, parameter: Parame
         pieces.append((piece.source, hf_box, interval(shape, rank_cut.axis, position, end)))
         position = end
     padding = interval(shape, rank_cut.axis, position, rank_cut.length) if rank_cut.padding else None
-    return _Part(shape, pieces, padding)
+    return ParameterPart(shape, pieces, padding)
+
+
+def whole_parameter(architecture: Architecture, parameter: Parameter) -> ParameterPart:
+    """A parameter of the model as one rank would have it, without padding."""
+    return parameter_part(architecture, ParallelSizes(), parameter, RankCoordinates(0, 0, 0, 0))
 
 
 def _indices(
@@ -117,7 +123,7 @@ def _shard(architecture: Architecture, parallel: ParallelSizes, module_names: Mo
         megatron = parameter.megatron
         if module_names == "te" and parameter.transformer_engine:
             megatron = parameter.transformer_engine
-        part = _part(architecture, parallel, parameter, at)
+        part = parameter_part(architecture, parallel, parameter, at)
         for chunk in range(parallel.chunks):
             prefix = f"model{chunk}." if parallel.chunks > 1 else ""
             for hf_index, local_index in _indices(architecture, parallel, parameter, at, chunk):

@@ -45,6 +45,28 @@ _DENSE = {
 }
 
 TINY_MODELS: Mapping[str, TinyModel] = {
+    "llama": TinyModel(
+        "llama",
+        {
+            **_DENSE,
+            # With this base some of the frequencies are scaled, some are smoothed, and some stay as they are.
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "max_position_embeddings": 131072,
+        },
+    ),
+    # A key-value head for all, so that tensor parallelism cuts through it.
+    "qwen2": TinyModel(
+        "qwen2",
+        {**_DENSE, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        tensors_not_initialised={"_proj.bias": 0.1},
+    ),
     "qwen3": TinyModel("qwen3", _DENSE),
     "qwen3_moe": TinyModel(
         "qwen3_moe",
@@ -55,6 +77,37 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "moe_intermediate_size": 96,
             "norm_topk_prob": True,
         },
+    ),
+    "gemma2": TinyModel(
+        "gemma2",
+        {
+            **_DENSE,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 20,
+            # A window shorter than the sequences, and caps that scores and logits come near to.
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        tensors_not_initialised={"norm.weight": 0.1},
+    ),
+    "mixtral": TinyModel("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": TinyModel(
+        "glm4_moe",
+        {
+            **_DENSE,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0,
+        },
+        tensors_not_initialised={"e_score_correction_bias": 0.02, "_proj.bias": 0.1},
     ),
     "deepseek_v3": TinyModel(
         "deepseek_v3",

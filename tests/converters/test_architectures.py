@@ -9,14 +9,30 @@ from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megarl.quickstart.tiny_models import write_tiny_model
 
-NAMES = ["qwen3", "qwen3_moe", "deepseek_v3"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+NAMES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"]
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": None}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
         ("qwen3", {}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("mixtral", {}),
+        ("glm4_moe", {}),
+        (
+            "glm4_moe",
+            {"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0, "n_shared_experts": 2},
+        ),
         ("qwen3_moe", {"mlp_only_layers": [2]}),
         ("qwen3_moe", {"decoder_sparse_step": 2}),
         ("deepseek_v3", {}),
@@ -62,6 +78,62 @@ def test_configs_of_old_and_new_transformers_mean_the_same(config, form):
     architecture = read_architecture(config("qwen3_moe", **form))
     assert architecture.gpt_model["rotary_base"] == 500.0
     assert architecture.transformer_config["num_moe_experts"] == 4
+
+
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_llama3_scaling_of_old_and_new_transformers(config, form):
+    released = config("llama")
+    rope = released["rope_scaling"] | {"factor": 32.0}
+    if form == "rope_parameters":
+        fields = {"rope_scaling": None, "rope_theta": None, form: {**rope, "rope_theta": 500000.0}}
+    else:
+        fields = {form: rope}
+    architecture = read_architecture(released | fields)
+    expected = {
+        "position_embedding_type": "rope",
+        "rotary_base": 500000.0,
+        "rotary_percent": 1.0,
+        "rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+    }
+    assert {name: architecture.gpt_model[name] for name in expected} == expected
+
+
+def test_fields_of_qwen2_and_mixtral(config):
+    qwen2 = read_architecture(config("qwen2")).transformer_config
+    assert (qwen2["num_query_groups"], qwen2["kv_channels"]) == (2, 2)
+    assert (qwen2["add_qkv_bias"], qwen2["add_bias_linear"]) == (True, False)
+    mixtral = read_architecture(config("mixtral"))
+    expected = {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 12,
+        "moe_layer_freq": 1,
+        "moe_router_topk": 2,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+    }
+    assert {name: mixtral.transformer_config[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1000000}}])
+def test_fields_of_glm4_moe(config, rope):
+    architecture = read_architecture(config("glm4_moe", **rope, **({"partial_rotary_factor": None} if rope else {})))
+    expected = {
+        "kv_channels": 6,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 12,
+        "mtp_num_layers": 1,
+    }
+    assert {name: architecture.transformer_config[name] for name in expected} == expected
+    assert (architecture.gpt_model["rotary_percent"], architecture.gpt_model["rotary_base"]) == (0.5, 1000000)
+    assert architecture.mtp_layers == 1
+    assert "model.layers.4.self_attn.q_proj.bias" in architecture.hf_shapes
+    assert "model.layers.4.embed_tokens.weight" in architecture.exported_copies
 
 
 @pytest.mark.parametrize(
@@ -133,14 +205,35 @@ def test_an_architecture_goes_to_other_processes(name, config):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("qwen3", {"model_type": "bloom"}, "'bloom', which is not supported: deepseek_v3, qwen3, qwen3_moe are"),
+        ("qwen3", {"model_type": "bloom"}, "'bloom', which is not supported: .*llama, mixtral, .* are"),
         ("qwen3", {"model_type": None}, "has no field model_type"),
         ("qwen3", {"hidden_size": None}, "has no field hidden_size"),
-        ("qwen3", {"hidden_act": "gelu"}, "has hidden_act = 'gelu', which is not supported: only 'silu' is"),
+        (
+            "qwen3",
+            {"hidden_act": "gelu"},
+            "has hidden_act = 'gelu', which is not supported: only 'silu' or 'gelu_pytorch_tanh' is",
+        ),
         ("qwen3", {"attention_bias": True}, "has attention_bias = True"),
         ("qwen3", {"use_sliding_window": True}, "has use_sliding_window = True"),
         ("qwen3", {"rope_parameters": {"rope_type": "default"}}, "has no rope_theta"),
         ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "of type 'linear'"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types .*'sliding_attention'"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor = 0.5"),
+        ("qwen3", {"head_dim": None}, "has no field head_dim"),
+        ("llama", {"attention_bias": True}, "has attention_bias = True"),
+        ("llama", {"mlp_bias": True}, "has mlp_bias = True"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "of type 'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None: only 1.0"),
+        ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 2.0}}, "high_freq_factor = 2.0: only 4.0"),
+        ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "= 4096: only 8192"),
+        ("llama", {"rope_scaling": LLAMA3}, "without a factor"),
+        ("qwen2", {"use_sliding_window": True}, "has use_sliding_window = True"),
+        ("qwen2", {"use_mrope": True}, "has use_mrope = True"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config = "),
+        ("mixtral", {"sliding_window": 4096}, "has sliding_window = 4096"),
+        ("mixtral", {"num_local_experts": None}, "has no field num_experts"),
+        ("glm4_moe", {"norm_topk_prob": False}, "has norm_topk_prob = False"),
+        ("glm4_moe", {"rope_scaling": {"rope_type": "yarn"}}, "of type 'yarn'"),
         ("qwen3_moe", {"num_local_experts": None}, "has no field num_experts"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "has num_experts_per_tok = 1"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func = 'softmax'"),

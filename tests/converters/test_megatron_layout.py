@@ -35,6 +35,7 @@ class Case:
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
+DENSE, MOE = ("llama", "qwen2", "qwen3"), ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 FRONT, BACK, LOW, HIGH = ((0, 1),), ((2, 3),), (0, 1), (2, 3)
 DENSE_CASES = {
     "one rank": Case({}, (Rank(),)),
@@ -61,9 +62,11 @@ EXPERT_CASES = {
         ),
     ),
 }
+GROUP_CASES = {"tp4, two to a group": Case({TP: 4, ETP: 1}, tuple(Rank(tensor) for tensor in range(4)))}
 MODELS_AND_CASES = [
-    *[(name, case) for name in ("qwen3", "qwen3_moe", "deepseek_v3") for case in DENSE_CASES],
-    *[(name, case) for name in ("qwen3_moe", "deepseek_v3") for case in EXPERT_CASES],
+    *[(name, case) for name in (*DENSE, *MOE) for case in DENSE_CASES],
+    *[(name, case) for name in MOE for case in EXPERT_CASES],
+    *[(name, "tp4, two to a group") for name in (*DENSE, "qwen3_moe", "mixtral", "glm4_moe")],
 ]
 
 
@@ -80,8 +83,8 @@ def expected_tensors(
     def cut(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(tp, dim)[rank.tensor]
 
-    def mlp(prefix: str, cut_=cut) -> tuple[Tensor, Tensor]:
-        gate, up, down = (hf[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+    def mlp(prefix: str, cut_=cut, names=("gate_proj", "up_proj", "down_proj")) -> tuple[Tensor, Tensor]:
+        gate, up, down = (hf[f"{prefix}{name}.weight"] for name in names)
         return torch.cat([cut_(gate, 0), cut_(up, 0)]), cut_(down, 1)
 
     def vocabulary(tensor: Tensor) -> Tensor:
@@ -102,7 +105,12 @@ def expected_tensors(
         groups, hidden = config["num_key_value_heads"], config["hidden_size"]
         qkv = [hf[f"{hf_prefix}{x}_proj.weight"].view(groups, -1, hidden) for x in "qkv"]
         local["linear_qkv.weight"] = cut(torch.cat(qkv, 1).reshape(-1, hidden), 0)
-        return local | {f"{x}_layernorm.weight": hf[f"{hf_prefix}{x}_norm.weight"] for x in "qk"}
+        if config["model_type"] == "qwen2" or config.get("attention_bias"):
+            biases = [hf[f"{hf_prefix}{x}_proj.bias"].view(groups, -1) for x in "qkv"]
+            local["linear_qkv.bias"] = cut(torch.cat(biases, 1).flatten(), 0)
+        if config["model_type"] in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+            local |= {f"{x}_layernorm.weight": hf[f"{hf_prefix}{x}_norm.weight"] for x in "qk"}
+        return local
 
     tensors = {}
     for chunk, layers in enumerate(rank.chunks):
@@ -126,17 +134,21 @@ def expected_tensors(
             tensors[ours + "pre_mlp_layernorm.weight"] = hf[theirs + "post_attention_layernorm.weight"]
             for name, tensor in attention(theirs + "self_attn.").items():
                 tensors[f"{ours}self_attention.{name}"] = tensor
-            if theirs + "mlp.gate.weight" not in hf:
+            is_mixtral = config["model_type"] == "mixtral"
+            moe = theirs + ("block_sparse_moe." if is_mixtral else "mlp.")
+            if moe + "gate.weight" not in hf:
                 tensors[ours + "mlp.linear_fc1.weight"], tensors[ours + "mlp.linear_fc2.weight"] = mlp(theirs + "mlp.")
                 continue
-            tensors[ours + "mlp.router.weight"] = hf[theirs + "mlp.gate.weight"]
+            tensors[ours + "mlp.router.weight"] = hf[moe + "gate.weight"]
             for j, expert in enumerate(rank.experts):
                 parts = mlp(
-                    f"{theirs}mlp.experts.{expert}.", lambda tensor, dim: tensor.chunk(etp, dim)[rank.expert_tensor]
+                    f"{moe}experts.{expert}.",
+                    lambda tensor, dim: tensor.chunk(etp, dim)[rank.expert_tensor],
+                    ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj"),
                 )
                 for number, part in enumerate(parts, start=1):
                     tensors[f"{ours}mlp.experts.local_experts.{j}.linear_fc{number}.weight"] = part
-            if config["model_type"] == "deepseek_v3":
+            if config["model_type"] in ("deepseek_v3", "glm4_moe"):
                 tensors[ours + "mlp.router.expert_bias"] = hf[theirs + "mlp.gate.e_score_correction_bias"]
                 for number, part in enumerate(mlp(theirs + "mlp.shared_experts."), start=1):
                     tensors[f"{ours}mlp.shared_experts.linear_fc{number}.weight"] = part
@@ -163,7 +175,7 @@ def wrong_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 @pytest.mark.parametrize(("name", "case"), MODELS_AND_CASES)
 def test_every_rank_holds_what_megatron_expects_and_gives_it_back(name, case, make_model):
-    model, case = make_model(name), {**DENSE_CASES, **EXPERT_CASES}[case]
+    model, case = make_model(name), {**DENSE_CASES, **EXPERT_CASES, **GROUP_CASES}[case]
     sizes = sizes_of(case)
     layout = megatron_layout(model.architecture, sizes, module_names="local")
     back = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.tensors.items()}
@@ -179,8 +191,14 @@ def test_every_rank_holds_what_megatron_expects_and_gives_it_back(name, case, ma
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
+        ("llama", {"tie_word_embeddings": True, "head_dim": 2}),
+        ("qwen2", {"tie_word_embeddings": True, "vocab_size": 17}),
+        ("qwen2", {"num_key_value_heads": 1}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("mixtral", {"vocab_size": 17}),
+        ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 2}),
+        ("glm4_moe", {"num_nextn_predict_layers": 0, "num_key_value_heads": 1}),
         ("deepseek_v3", {"q_lora_rank": None}),
         ("deepseek_v3", {"vocab_size": 17}),
     ],
@@ -213,17 +231,46 @@ def with_parameter(architecture, megatron: str, **changes):
     return dataclasses.replace(architecture, weight_map=weight_map)
 
 
-def test_the_reference_tells_a_wrong_map_from_a_right_one(make_model):
-    """Gate and up swapped, and query, key and value stacked without interleaving: both are bijections."""
-    model = make_model("qwen3")
-    fc1, qkv = "decoder.layers.{layer}.mlp.linear_fc1.weight", "decoder.layers.{layer}.self_attention.linear_qkv.weight"
-    gate_up = next(p.huggingface for p in model.architecture.weight_map if p.megatron == fc1)
+def swapped(parameter):
+    return {"huggingface": parameter.huggingface[::-1]}
+
+
+def not_interleaved(parameter):
+    return {"kind": Kind.GATED}
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "change"),
+    [
+        ("llama", "mlp.linear_fc1.weight", swapped),
+        ("llama", "self_attention.linear_qkv.weight", not_interleaved),
+        ("qwen2", "self_attention.linear_qkv.bias", not_interleaved),
+        ("glm4_moe", "mlp.shared_experts.linear_fc1.weight", swapped),
+        ("mixtral", "mlp.experts.local_experts.{expert}.linear_fc1.weight", swapped),
+    ],
+)
+def test_the_reference_tells_a_wrong_map_from_a_right_one(name, line, change, make_model):
+    """Gate and up swapped, and query, key and value stacked without interleaving: all of them are bijections."""
+    model = make_model(name, num_nextn_predict_layers=0)
+    line = "decoder.layers.{layer}." + line
+    parameter = next(p for p in model.architecture.weight_map if p.megatron == line)
+    wrong = with_parameter(model.architecture, line, **change(parameter))
+    layout = megatron_layout(wrong, ParallelSizes(), module_names="local")
+    check_tiling(layout.shard(0))
     expected = expected_tensors(model.tensors, model.config, ParallelSizes(), Rank())
-    for name, changes in ((fc1, {"huggingface": gate_up[::-1]}), (qkv, {"kind": Kind.GATED})):
-        wrong = with_parameter(model.architecture, name, **changes)
-        layout = megatron_layout(wrong, ParallelSizes(), module_names="local")
-        check_tiling(layout.shard(0))
-        assert wrong_tensors(load(model, layout, 0), expected) == {name.format(layer=layer) for layer in range(4)}
+    experts = range(4) if parameter.is_expert else [0]
+    assert wrong_tensors(load(model, layout, 0), expected) == {
+        line.format(layer=layer, expert=expert) for layer in parameter.layers for expert in experts
+    }
+
+
+def test_the_reference_tells_shifted_experts(make_model):
+    model = make_model("mixtral")
+    sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+    layout = megatron_layout(model.architecture, sizes, module_names="local")
+    expected = expected_tensors(model.tensors, model.config, sizes, Rank(experts=(1, 2)))
+    wrong = wrong_tensors(load(model, layout, 0), expected)
+    assert wrong == {name for name in expected if ".local_experts." in name}
 
 
 def test_names_of_transformer_engine_modules(make_model):
@@ -259,18 +306,33 @@ def test_a_layout_goes_to_other_processes(make_model):
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("qwen3", {TP: 4}, "num_key_value_heads = 2 cannot be divided by tensor_model_parallel_size = 4"),
         ("qwen3", {TP: 3}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 3"),
         ("deepseek_v3", {TP: 8}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 8"),
         ("qwen3", {EP: 2}, "0 experts cannot be divided by expert_model_parallel_size = 2"),
         ("qwen3_moe", {EP: 3}, "4 experts cannot be divided by expert_model_parallel_size = 3"),
         ("qwen3_moe", {ETP: 4}, "moe_intermediate_size = 6 cannot be divided by expert_tensor_parallel_size = 4"),
+        ("mixtral", {ETP: 8}, "intermediate_size = 12 cannot be divided by expert_tensor_parallel_size = 8"),
         ("qwen3", {PP: 3}, "layers"),
     ],
 )
 def test_sizes_that_do_not_divide_the_model_are_refused(name, sizes, message, make_model):
     with pytest.raises(UserError, match=message):
         megatron_layout(make_model(name).architecture, ParallelSizes(world_size=24, **sizes), module_names="local")
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tensor_parallel", "wrong"),
+    [
+        (12, 4, 6, "num_key_value_heads = 4 cannot be divided by tensor_model_parallel_size = 6"),
+        (12, 6, 4, "num_key_value_heads = 6 cannot be divided by tensor_model_parallel_size = 4"),
+        (4, 3, 1, "num_attention_heads = 4"),
+    ],
+)
+def test_heads_that_cannot_be_shared_out_are_refused(heads, groups, tensor_parallel, wrong, make_model):
+    model = make_model("qwen3", num_attention_heads=heads, num_key_value_heads=groups)
+    sizes = ParallelSizes(world_size=tensor_parallel, tensor_model_parallel_size=tensor_parallel)
+    with pytest.raises(UserError, match=wrong):
+        megatron_layout(model.architecture, sizes, module_names="local")
 
 
 def test_tensors_of_another_shape_are_refused(make_model):
