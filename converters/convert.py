@@ -18,25 +18,30 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
 
-    Copies of a tied weight are accepted where they equal it.
+    Copies of a tied or shared weight are accepted where they equal it, and tensors that nothing reads.
     """
     for name, dtype in checkpoint.dtypes.items():
-        for prefix, what in architecture.unsupported.items():
-            if name.startswith(prefix):
-                raise UserError(f"{checkpoint.folder} holds {name}, a part of {what}, which is not supported yet")
         if dtype in _FLOAT8:
             raise UserError(f"{checkpoint.folder} holds {name} in FP8; give the model in bf16 or fp32")
     expected = dict(architecture.hf_shapes)
-    for copy, original in architecture.hf_copies.items():
-        if copy in checkpoint.shapes:
-            expected[copy] = expected[original]
+    shapes = checkpoint.shapes
+    expected |= {copy: expected[original] for copy, original in architecture.hf_copies.items() if copy in shapes}
+    expected |= {name: shapes[name] for name in architecture.hf_unused if name in shapes}
+    if architecture.mtp_layers and not any(
+        name.startswith(f"model.layers.{architecture.num_layers}.") for name in shapes
+    ):
+        # transformers leaves them out when it saves a model, but not their number.
+        raise UserError(
+            f"{checkpoint.folder} holds nothing of the {architecture.mtp_layers} multi-token-prediction layers of its"
+            " config.json; set num_nextn_predict_layers to 0 there"
+        )
     checkpoint.check(expected)
     for copy, original in architecture.hf_copies.items():
         whole = Box.whole(expected[original])
         if copy in expected and not torch.equal(checkpoint.read(copy, whole), checkpoint.read(original, whole)):
             raise UserError(
-                f"{checkpoint.folder} holds {copy} with other values than {original}, to which config.json ties it;"
-                " set tie_word_embeddings to false or delete one of them"
+                f"{checkpoint.folder} holds {copy} with other values than {original}, of which config.json makes it a"
+                " copy; set tie_word_embeddings to false if that is wrong, or delete one of them"
             )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from converters.architectures.blocks import dense_mlp, latent_attention, mixture_of_experts
+from converters.architectures.common import expert_dimensions, gpt_model
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.weight_map import Dimension, Parameter
 
@@ -57,23 +58,16 @@ def latent_attention_fields(config: HuggingFaceConfig) -> dict[str, Any]:
     }
 
 
-def gpt_model(config: HuggingFaceConfig) -> dict[str, Any]:
+def gpt_model_arguments(config: HuggingFaceConfig) -> dict[str, Any]:
     """Arguments of GPTModel."""
-    return {
-        "vocab_size": config["vocab_size"],
-        "max_sequence_length": config["max_position_embeddings"],
-        "position_embedding_type": "rope",
-        "rotary_base": config.rope["rope_theta"],
-        "rotary_percent": 1.0,
-        "share_embeddings_and_output_weights": config.get("tie_word_embeddings", False),
-    }
+    rotary = {"position_embedding_type": "rope", "rotary_base": config.rope["rope_theta"], "rotary_percent": 1.0}
+    return gpt_model(config, rotary)
 
 
 def dimensions(config: HuggingFaceConfig) -> dict[str, Dimension]:
     """The named lengths of all shapes."""
     heads, rope = config["num_attention_heads"], config["qk_rope_head_dim"]
     nope, value, latent = config["qk_nope_head_dim"], config["v_head_dim"], config["kv_lora_rank"]
-    width = config["moe_intermediate_size"]
     return {
         "vocabulary": Dimension("vocab_size", config["vocab_size"]),
         "hidden": Dimension("hidden_size", config["hidden_size"]),
@@ -84,9 +78,7 @@ def dimensions(config: HuggingFaceConfig) -> dict[str, Dimension]:
         "key_value_up": Dimension("num_attention_heads", heads, nope + value),
         "value": Dimension("num_attention_heads", heads, value),
         "ffn": Dimension("intermediate_size", config["intermediate_size"]),
-        "experts": Dimension("n_routed_experts", config.num_experts),
-        "expert_ffn": Dimension("moe_intermediate_size", width),
-        "shared_expert_ffn": Dimension("moe_intermediate_size", width * config.get("n_shared_experts", 0)),
+        **expert_dimensions(config),
     }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from converters.architectures import deepseek
 from converters.architectures.blocks import embedding_and_output
-from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder
+from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder, tied_copies
 from converters.architectures.expert_groups import expert_groups
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.weight_map import Architecture
@@ -19,7 +19,6 @@ def read(config: HuggingFaceConfig) -> Architecture:
     """The Megatron model of a DeepSeek-V2 config.json."""
     layers = range(config["num_hidden_layers"])
     moe_layers = [layer for layer in layers if deepseek.has_experts(config, layer)]
-    tied = config.get("tie_word_embeddings", False)
     return Architecture(
         model_type=config["model_type"],
         hf_config=config.fields,
@@ -28,15 +27,15 @@ def read(config: HuggingFaceConfig) -> Architecture:
             **deepseek.latent_attention_fields(config),
             **(_routing(config, moe_layers) if moe_layers else {}),
         },
-        gpt_model=deepseek.gpt_model(config),
+        gpt_model=deepseek.gpt_model_arguments(config),
         multi_latent_attention=True,
         num_experts=config.num_experts if moe_layers else 0,
         dimensions=deepseek.dimensions(config),
         weight_map=(
-            *embedding_and_output(tied=tied),
+            *embedding_and_output(tied=config.tied),
             *deepseek.decoder_layers(config, layers, moe_layers, expert_bias=False),
         ),
-        hf_copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+        hf_copies=tied_copies(config),
     )
 
 

@@ -5,7 +5,7 @@ DeepSeek-V2 with a sigmoid router, whose balance a bias per expert keeps, and wi
 
 from converters.architectures import deepseek
 from converters.architectures.blocks import embedding_and_output
-from converters.architectures.common import rms_norm_decoder
+from converters.architectures.common import rms_norm_decoder, tied_copies
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import MultiTokenPrediction, multi_token_prediction
 from converters.architectures.sigmoid_router import sigmoid_routing
@@ -18,7 +18,6 @@ def read(config: HuggingFaceConfig) -> Architecture:
     """The Megatron model of a config.json of DeepSeek-V3 or a model of its shape."""
     layers = range(config["num_hidden_layers"])
     moe_layers = [layer for layer in layers if deepseek.has_experts(config, layer)]
-    tied = config.get("tie_word_embeddings", False)
     mtp = _multi_token_prediction(config, layers)
     return Architecture(
         model_type=config["model_type"],
@@ -29,18 +28,20 @@ def read(config: HuggingFaceConfig) -> Architecture:
             **(sigmoid_routing(config, moe_layers) if moe_layers else {}),
             **mtp.transformer_config,
         },
-        gpt_model=deepseek.gpt_model(config),
+        gpt_model=deepseek.gpt_model_arguments(config),
         multi_latent_attention=True,
         num_experts=config.num_experts if moe_layers else 0,
         dimensions={**deepseek.dimensions(config), **mtp.dimensions},
         weight_map=(
-            *embedding_and_output(tied=tied),
+            *embedding_and_output(tied=config.tied),
             *deepseek.decoder_layers(config, layers, moe_layers, expert_bias=True),
             *mtp.weight_map,
         ),
-        hf_copies={**({"lm_head.weight": "model.embed_tokens.weight"} if tied else {}), **mtp.hf_copies},
+        hf_copies={**tied_copies(config), **mtp.hf_copies},
         exported_copies=tuple(mtp.hf_copies),
         mtp_layers=config.get("num_nextn_predict_layers", 0),
+        # Moonlight and Kimi-K2 were released with them; they follow from config.json.
+        hf_unused=frozenset(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers),
     )
 
 
@@ -55,5 +56,5 @@ def _multi_token_prediction(config: HuggingFaceConfig, layers: range) -> MultiTo
         deepseek.decoder_layers(config, mtp_layers, moe_layers, expert_bias=True),
         mtp_layers,
         hidden_size=config["hidden_size"],
-        tied=config.get("tie_word_embeddings", False),
+        tied=config.tied,
     )

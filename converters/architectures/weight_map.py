@@ -97,9 +97,9 @@ class Architecture:
     """Those of `hf_copies` that released checkpoints of the family hold and an export writes."""
     mtp_layers: int = 0
     """Multi-token-prediction layers: `model.layers.{num_layers + m}.` of HuggingFace is Megatron's `mtp.layers.{m}.`"""
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of HuggingFace names -> what they are: parts that cannot be converted."""
-    extensions: Extensions = Extensions()
+    hf_unused: frozenset[str] = frozenset()
+    """HuggingFace tensors a checkpoint may hold that no computation reads, and that are therefore not converted."""
+    extensions: Extensions = field(default_factory=Extensions)
     """What the model computes beyond a GPTModel."""
 
     @property

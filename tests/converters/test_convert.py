@@ -71,6 +71,26 @@ def test_a_copy_in_a_multi_token_prediction_layer_must_equal_its_original(make_m
         check_checkpoint(rewrite(model, **{copy: output + 1}), model.architecture)
 
 
+def test_declared_prediction_layers_that_are_not_there_are_named(make_model):
+    model = make_model("deepseek_v3")
+    missing = {name: None for name in model.tensors if name.startswith("model.layers.4.")}
+    with pytest.raises(
+        UserError, match=r"nothing of the 1 multi-token-prediction .* set num_nextn_predict_layers to 0"
+    ):
+        check_checkpoint(rewrite(model, **missing), model.architecture)
+    del missing["model.layers.4.enorm.weight"]
+    with pytest.raises(UserError, match=r"lacks the tensor model.layers.4.hnorm.weight"):
+        check_checkpoint(rewrite(model, **missing), model.architecture)
+
+
+def test_tensors_that_nothing_reads_may_be_there(make_model):
+    model = make_model("deepseek_v3")
+    unused = "model.layers.3.self_attn.rotary_emb.inv_freq"
+    check_checkpoint(rewrite(model, **{unused: torch.ones(64)}), model.architecture)
+    with pytest.raises(UserError, match=r"holds the tensor model.layers.5.self_attn.rotary_emb.inv_freq"):
+        check_checkpoint(rewrite(model, **{unused.replace("3", "5"): torch.ones(64)}), model.architecture)
+
+
 def test_fp8_weights_are_refused(make_model):
     model = make_model("qwen3")
     checkpoint = rewrite(model, **{"lm_head.weight": torch.zeros(18, 8).to(torch.float8_e4m3fn)})
