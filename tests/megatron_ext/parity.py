@@ -1,6 +1,6 @@
 """What the ranks of a parity test run: the same model and tokens under any parallel sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ def loaded_model(
 
 def logits(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[int, list[Tensor]]:
     """This rank's tensor-parallel rank and its columns of the logits of each micro-batch; [] before the last stage."""
-    chunks = loaded_model(rank, sizes, folder)
+    return parallel_rank().tensor, computed_logits(loaded_model(rank, sizes, folder), sizes)
+
+
+def computed_logits(chunks: Sequence[torch.nn.Module], sizes: ParallelSizes) -> list[Tensor]:
+    """This rank's columns of the logits of each micro-batch; [] before the last stage."""
     collected: list[Tensor] = []
 
     def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
@@ -58,7 +62,14 @@ def logits(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[int, list[Ten
 
     with torch.no_grad():
         _run(chunks, sizes, sequences(), collect, forward_only=True, collect_non_loss_data=True)
-    return parallel_rank().tensor, collected
+    return collected
+
+
+def of_each(
+    rank: int, sizes: ParallelSizes, function: Callable[..., Any], folders: Mapping[str, Path]
+) -> dict[str, Any]:
+    """What `function`, `logits` or `gradients`, gives for each of several models: one launch of the ranks for all."""
+    return {name: function(rank, sizes, folder) for name, folder in folders.items()}
 
 
 def gradients(

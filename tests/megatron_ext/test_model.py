@@ -1,12 +1,14 @@
 """The model is the same model under every parallel size: logits against transformers, gradients against one rank."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks
-from parity import VOCABULARY, gradients, logits, sequences
+from parity import VOCABULARY, gradients, logits, of_each, sequences
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,39 +29,67 @@ TP2_EP2 = ParallelSizes(
 ETP1 = ParallelSizes(world_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 EP2_ETP2 = ParallelSizes(world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2)
 
-TP4 = ParallelSizes(world_size=4, tensor_model_parallel_size=4)
+TP4 = ParallelSizes(world_size=4, tensor_model_parallel_size=4, expert_tensor_parallel_size=1)
+TP8 = ParallelSizes(world_size=8, tensor_model_parallel_size=8)
 PP3 = ParallelSizes(world_size=3, pipeline_model_parallel_size=3)
 
-MOE = ("qwen3_moe", "deepseek_v3")
-CASES = [
-    *((name, sizes) for name in ("qwen3", *MOE) for sizes in ("ONE", "TP2", "PP2", "VPP2")),
-    *((name, sizes) for name in MOE for sizes in ("EP2", "TP2_EP2", "EP2_ETP2")),
-]
-TOLERANCE = {"qwen3": 1e-5, "qwen3_moe": 1e-4, "deepseek_v3": 1e-4}
+DENSE, MOE = ("llama", "qwen2", "qwen3"), ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+LOGITS = {
+    **dict.fromkeys(("ONE", "TP2", "PP2", "VPP2"), (*DENSE, *MOE)),
+    **dict.fromkeys(("EP2", "TP2_EP2", "EP2_ETP2"), MOE),
+    # Four ranks for two or for one key-value head.
+    "TP4": ("llama", "qwen2", "mixtral", "glm4_moe"),
+}
+GRADIENTS = {
+    "TP2": ("qwen2", "qwen3", "glm4_moe", "deepseek_v3"),
+    "PP2": ("qwen2", "qwen3"),
+    "VPP2": ("qwen3",),
+    "EP2": MOE,
+    "TP4": ("llama", "qwen2"),
+}
+TOLERANCE = {**dict.fromkeys(DENSE, 1e-5), **dict.fromkeys(MOE, 1e-4)}
+
+Ranks = list[dict[str, Any]]
+
+
+def cases(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(name, sizes) for sizes in names for name in names[sizes]]
 
 
 @pytest.fixture(scope="module")
 def hf_logits(tiny_models: Mapping[str, Path]) -> Mapping[str, list[Tensor]]:
     """Logits of every micro-batch from transformers, one sequence at a time."""
     expected = {}
-    for name, folder in tiny_models.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name in (*DENSE, *MOE):
+        model = AutoModelForCausalLM.from_pretrained(tiny_models[name], dtype=torch.float32).eval()
         with torch.no_grad():
             expected[name] = [torch.cat([model(tokens[None]).logits[0] for tokens in batch]) for batch in sequences()]
     return expected
 
 
 @pytest.fixture(scope="module")
-def one_rank_gradients(tiny_models: Mapping[str, Path]) -> Mapping[str, dict[str, Tensor]]:
-    return {name: run_ranks(gradients, ONE, folder)[0] for name, folder in tiny_models.items()}
+def run_each(tiny_models: Mapping[str, Path]) -> Callable[..., Ranks]:
+    """`run_each(function, sizes, names)`: by rank, what `function` gives for each model; launched once."""
+
+    @cache
+    def run(function: Callable[..., Any], sizes: str, names: tuple[str, ...]) -> Ranks:
+        return run_ranks(of_each, globals()[sizes], function, {name: tiny_models[name] for name in names})
+
+    return run
 
 
-@pytest.mark.parametrize(("name", "sizes"), CASES)
+@pytest.fixture(scope="module")
+def one_rank_gradients(run_each: Callable[..., Ranks]) -> Mapping[str, dict[str, Tensor]]:
+    return run_each(gradients, "ONE", (*DENSE, *MOE))[0]
+
+
+@pytest.mark.parametrize(("name", "sizes"), cases(LOGITS))
 def test_logits_equal_those_of_transformers(
-    name: str, sizes: str, tiny_models: Mapping[str, Path], hf_logits: Mapping[str, list[Tensor]]
+    name: str, sizes: str, run_each: Callable[..., Ranks], hf_logits: Mapping[str, list[Tensor]]
 ) -> None:
     parallel: ParallelSizes = globals()[sizes]
-    results = [(rank, batches) for rank, batches in run_ranks(logits, parallel, tiny_models[name]) if batches]
+    ranks = [results[name] for results in run_each(logits, sizes, LOGITS[sizes])]
+    results = [(rank, batches) for rank, batches in ranks if batches]
     tensor_ranks = parallel.tensor_model_parallel_size
     assert len(results) == parallel.world_size // parallel.pipeline_model_parallel_size
     for start in range(0, len(results), tensor_ranks):
@@ -69,17 +99,14 @@ def test_logits_equal_those_of_transformers(
             torch.testing.assert_close(got[:, :VOCABULARY], expected, atol=TOLERANCE[name], rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("qwen3", "TP2"), ("qwen3", "PP2"), ("qwen3", "VPP2"), *((name, "EP2") for name in MOE), ("deepseek_v3", "TP2")],
-)
+@pytest.mark.parametrize(("name", "sizes"), cases(GRADIENTS))
 def test_gradients_equal_those_of_one_rank(
     name: str,
     sizes: str,
-    tiny_models: Mapping[str, Path],
+    run_each: Callable[..., Ranks],
     one_rank_gradients: Mapping[str, dict[str, Tensor]],
 ) -> None:
-    shares = run_ranks(gradients, globals()[sizes], tiny_models[name])
+    shares = [results[name] for results in run_each(gradients, sizes, GRADIENTS[sizes])]
     assert_same_gradients(shares, one_rank_gradients[name])
 
 
@@ -124,7 +151,7 @@ def test_fields_that_cannot_be_set_are_named(overrides: dict, words: str, tiny_m
         transformer_config(architecture, ONE, params_dtype=torch.float32, overrides=overrides)
 
 
-@pytest.mark.parametrize(("sizes", "words"), [("EP2", "experts"), ("TP4", "num_key_value_heads"), ("PP3", "layers")])
+@pytest.mark.parametrize(("sizes", "words"), [("EP2", "experts"), ("TP8", "num_attention_heads"), ("PP3", "layers")])
 def test_sizes_that_do_not_divide_are_named(sizes: str, words: str, tiny_models: Mapping[str, Path]) -> None:
     architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
     with pytest.raises(UserError, match=words):

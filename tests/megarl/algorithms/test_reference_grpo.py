@@ -101,6 +101,5 @@ def test_the_gradients_have_the_names_and_shapes_of_the_checkpoint(name: str, tm
     # The router's correction bias is moved by the load, not by a gradient.
     trained = {key: shape for key, shape in stored.items() if not key.endswith("e_score_correction_bias")}
     assert {key: tuple(gradient.shape) for key, gradient in gradients.items()} == trained
-    assert sum(float(gradient.abs().sum()) for key, gradient in gradients.items() if "experts." in key) > 0 or (
-        name == "qwen3"
-    )
+    of_experts = [gradient for key, gradient in gradients.items() if "experts." in key]
+    assert not of_experts or any(gradient.any() for gradient in of_experts)
