@@ -1,5 +1,6 @@
 """Moving elements: from a checkpoint into the tensors of a rank, and from rank to rank."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,24 +10,28 @@ from converters.architectures import Architecture
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.fp8 import is_block_fp8, scales_of, scales_shape
 from converters.layout import Placement, Shape
 from converters.plan import Transfer
+from converters.stream.sources import HuggingFaceSource
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_COMPARED_ELEMENTS = 2**20
 
 
 def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
 
-    Copies of a tied or shared weight are accepted where they equal it, and tensors that nothing reads.
+    Copies of a tied or shared weight are accepted where they equal it, FP8 where its scales are there, and tensors
+    that nothing reads.
     """
-    for name, dtype in checkpoint.dtypes.items():
-        if dtype in _FLOAT8:
-            raise UserError(f"{checkpoint.folder} holds {name} in FP8; give the model in bf16 or fp32")
-    expected = dict(architecture.hf_shapes)
+    is_block_fp8(checkpoint.config)  # refuses other kinds of quantisation
     shapes = checkpoint.shapes
+    expected = dict(architecture.hf_shapes)
     expected |= {copy: expected[original] for copy, original in architecture.hf_copies.items() if copy in shapes}
     expected |= {name: shapes[name] for name in architecture.hf_unused if name in shapes}
+    for name, scales in scales_of(checkpoint.folder, shapes, checkpoint.dtypes).items():
+        if name in expected:
+            expected[scales] = scales_shape(expected[name])
     if architecture.mtp_layers and not any(
         name.startswith(f"model.layers.{architecture.num_layers}.") for name in shapes
     ):
@@ -37,12 +42,21 @@ def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architectu
         )
     checkpoint.check(expected)
     for copy, original in architecture.hf_copies.items():
-        whole = Box.whole(expected[original])
-        if copy in expected and not torch.equal(checkpoint.read(copy, whole), checkpoint.read(original, whole)):
+        if copy in expected and not _equal(checkpoint, copy, original, expected[original]):
             raise UserError(
                 f"{checkpoint.folder} holds {copy} with other values than {original}, of which config.json makes it a"
                 " copy; set tie_word_embeddings to false if that is wrong, or delete one of them"
             )
+
+
+def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shape) -> bool:
+    """Whether two tensors are equal, compared in pieces: a comparison of the whole would take memory of their size."""
+    rows = max(1, _COMPARED_ELEMENTS // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        box = Box((start, *(0 for _ in shape[1:])), (min(start + rows, shape[0]), *shape[1:]))
+        if not torch.equal(checkpoint.read(name, box), checkpoint.read(other, box)):
+            return False
+    return True
 
 
 def check_tensors(local_shapes: Mapping[str, Shape], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -60,9 +74,10 @@ def read_into(
 ) -> None:
     """Fill the local `tensors` from the checkpoint, converting to their types; elements without a placement become 0.
 
-    Reads no more of the checkpoint than the placements need. Raises ValueError for a tensor without any
-    placement, and for a placement outside the tensors.
+    Reads no more of the checkpoint than the placements need, and decodes FP8. Raises ValueError for a tensor without
+    any placement, and for a placement outside the tensors.
     """
+    source = HuggingFaceSource(checkpoint)
     placed: Counter[str] = Counter()
     for placement in placements:
         placed[placement.local_name] += placement.local_box.size
@@ -73,9 +88,8 @@ def read_into(
             if placed[name] < tensor.numel():
                 tensor.zero_()
         for placement in placements:
-            _view(tensors, placement.local_name, placement.local_box).copy_(
-                checkpoint.read(placement.hf_name, placement.hf_box)
-            )
+            view = _view(tensors, placement.local_name, placement.local_box)
+            source.copy_into(view, placement.hf_name, placement.hf_box)
 
 
 def _view(tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:

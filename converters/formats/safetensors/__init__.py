@@ -1,6 +1,29 @@
 """HuggingFace checkpoints: folders with config.json and safetensors files."""
 
-from converters.formats.safetensors.reader import HuggingFaceCheckpoint
-from converters.formats.safetensors.writer import create_checkpoint, finish, open_for_writing, partial_folder
+from converters.formats.safetensors.companions import copy_companions, with_dtype, write_config
+from converters.formats.safetensors.header import place_tensors
+from converters.formats.safetensors.reader import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.safetensors.writer import (
+    create_checkpoint,
+    cut_into_files,
+    finish,
+    open_for_writing,
+    partial_folder,
+    write_index,
+)
 
-__all__ = ["HuggingFaceCheckpoint", "create_checkpoint", "finish", "open_for_writing", "partial_folder"]
+__all__ = [
+    "CONFIG",
+    "HuggingFaceCheckpoint",
+    "copy_companions",
+    "create_checkpoint",
+    "cut_into_files",
+    "finish",
+    "open_for_writing",
+    "partial_folder",
+    "place_tensors",
+    "read_json",
+    "with_dtype",
+    "write_config",
+    "write_index",
+]

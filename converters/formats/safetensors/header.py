@@ -7,7 +7,7 @@ import json
 import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,18 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     return entry
 
 
-def make_header(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, int]:
-    """The beginning of a file with these tensors, up to their bytes, and the size of the whole file.
+def place_tensors(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """The beginning of a file with these tensors, up to their bytes, and where these go.
 
     Tensors are ordered by falling element size, then by name, so that each is aligned to its elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, TensorEntry] = {}
     position = 0
     for name in sorted(shapes, key=lambda name: (-dtypes[name].itemsize, name)):
-        entry = TensorEntry(dtypes[name], shapes[name], position)
+        entry = entries[name] = TensorEntry(dtypes[name], shapes[name], position)
         header[name] = {
             "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),
@@ -121,7 +124,7 @@ def make_header(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) 
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
     start = len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
-    return start, len(start) + position
+    return start, {name: replace(entry, offset=len(start) + entry.offset) for name, entry in entries.items()}
 
 
 def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: bool) -> dict[str, torch.Tensor]:

@@ -52,6 +52,11 @@ class HuggingFaceCheckpoint:
         """Name -> type of every tensor."""
         return {name: self._entry(name).dtype for name in self._file_of}
 
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of change of every file that is read: other contents nearly always give another."""
+        stats = [(path.name, path.stat()) for path in (self.folder / CONFIG, *self._files)]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A view of `box` of a tensor in the memory-mapped file: only what is then touched is read from disk."""
         path = self._file_of[name]

@@ -4,35 +4,19 @@ import errno
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from converters.errors import UserError
-from converters.formats.safetensors.header import make_header, map_tensors, read_header
+from converters.formats.safetensors.companions import copy_companions, with_dtype, write_config
+from converters.formats.safetensors.header import map_tensors, place_tensors, read_header
 from converters.formats.safetensors.reader import CONFIG, INDEX, SINGLE_FILE, read_json
 from converters.layout import Shape
 
 _PARTIAL = ".partial"
-_COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "*.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "*.py",
-)
-"""What belongs to a model beside config.json and the weights."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -60,16 +44,26 @@ def create_checkpoint(
     if folder_partial.exists():
         shutil.rmtree(folder_partial)
     folder_partial.mkdir(parents=True)
-    files = _cut_into_files(shapes, dtypes, shard_size_bytes)
+    files = cut_into_files(shapes, dtypes, shard_size_bytes)
     with _nothing_half_written(folder_partial):
         for file_name, names in files.items():
             _create_file(folder_partial / file_name, {name: shapes[name] for name in names}, dtypes)
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(_nbytes(shapes, dtypes, name) for name in shapes)},
-                "weight_map": {name: file_name for file_name, names in files.items() for name in names},
-            }
-            (folder_partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(folder_partial, files, shapes, dtypes)
+
+
+def write_index(
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Write the index of several files; a single one needs none."""
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(_nbytes(shapes, dtypes, name) for name in shapes)},
+            "weight_map": {name: file_name for file_name, names in files.items() for name in names},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def open_for_writing(folder_partial: Path) -> Mapping[str, torch.Tensor]:
@@ -89,11 +83,8 @@ def finish(folder_partial: Path, folder: Path, *, copy_from: Path) -> None:
     """
     with _nothing_half_written(folder_partial):
         partial_folder(folder)
-        config = _with_dtype(read_json(copy_from / CONFIG), folder_partial)
-        (folder_partial / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        for pattern in _COPIED:
-            for path in copy_from.glob(pattern):
-                shutil.copyfile(path, folder_partial / path.name)
+        write_config(folder_partial, with_dtype(read_json(copy_from / CONFIG), folder_partial))
+        copy_companions(copy_from, folder_partial)
         for path in [*folder_partial.iterdir(), folder_partial]:
             _fsync(path)
     folder_partial.rename(folder)
@@ -114,9 +105,10 @@ def _nothing_half_written(folder_partial: Path) -> Iterator[None]:
         raise
 
 
-def _cut_into_files(
+def cut_into_files(
     shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], shard_size_bytes: int
 ) -> dict[str, Sequence[str]]:
+    """File name -> its tensors: as many as fit into `shard_size_bytes`, and at least one."""
     files: list[list[str]] = [[]]
     room = shard_size_bytes
     for name in shapes:
@@ -136,22 +128,13 @@ def _nbytes(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], name
 
 
 def _create_file(path: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> None:
-    start, size = make_header(shapes, dtypes)
+    start, entries = place_tensors(shapes, dtypes)
+    size = max((entry.offset + entry.nbytes for entry in entries.values()), default=len(start))
     with path.open("wb") as file:
         file.write(start)
         file.flush()
         # Space is taken now: a disk that fills up later would end a process that writes to a mapped page.
         os.posix_fallocate(file.fileno(), 0, size)
-
-
-def _with_dtype(config: dict[str, Any], folder_partial: Path) -> dict[str, Any]:
-    elements: Counter[torch.dtype] = Counter()
-    for path in folder_partial.glob("*.safetensors"):
-        for entry in read_header(path).values():
-            elements[entry.dtype] += entry.nbytes
-    (dtype, _), *_ = elements.most_common(1)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: str(dtype).removeprefix("torch.")}
 
 
 def _fsync(path: Path) -> None:

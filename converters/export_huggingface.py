@@ -1,0 +1,182 @@
+"""Megatron to HuggingFace: the weights of any torch_dist checkpoint written in a stream, in any layout it was saved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architectures import Architecture, read_architecture
+from converters.boxes import Box, first_overlap
+from converters.errors import UserError
+from converters.formats.safetensors import (
+    CONFIG,
+    copy_companions,
+    cut_into_files,
+    place_tensors,
+    read_json,
+    with_dtype,
+    write_config,
+    write_index,
+)
+from converters.formats.torch_dist import METADATA, TorchDistCheckpoint
+from converters.fp8 import add_scales, quantisation_config, quantised_names, scales_of
+from converters.import_huggingface import COPIES, HUGGINGFACE
+from converters.layout import Shape
+from converters.layouts.torch_dist import StoredShard, stored_shard
+from converters.manifest import read_manifest, write_manifest
+from converters.output_folder import OutputFolder
+from converters.stream.run import Progress, write_targets
+from converters.stream.sources import TorchDistSource
+from converters.stream.targets import Part, Place, Target
+
+_QUANTISATION = "quantization_config"
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Every tensor and byte offset of a HuggingFace checkpoint that is to be written."""
+
+    files: Mapping[str, list[str]]
+    headers: Mapping[str, bytes]
+    targets: list[Target]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    nbytes: int
+    """Of all files."""
+
+
+def export_checkpoint(
+    megatron_folder: Path,
+    folder: Path,
+    *,
+    hf_config_folder: Path | None,
+    fp8: bool,
+    shard_size_bytes: int,
+    workers: int,
+    progress: Progress,
+) -> ExportPlan:
+    """Write the weights of a torch_dist checkpoint to `folder` as safetensors files, with config and tokenizer.
+
+    These come from `hf_config_folder`, or from the checkpoint itself if it was converted from HuggingFace. With `fp8`
+    the matrices of the layers become block FP8. Interrupted, the same call goes on where it was.
+    Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
+    being left.
+    """
+    checkpoint = TorchDistCheckpoint(megatron_folder)
+    companions = hf_config_folder or _own_companions(checkpoint)
+    config = read_json(companions / CONFIG)
+    architecture = read_architecture(config)
+    stored = stored_shard(
+        architecture,
+        {key: each.shape for key, each in checkpoint.weights.items()},
+        {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()},
+    )
+    source = TorchDistSource(checkpoint, stored.pieces)
+    plan = plan_export(
+        architecture,
+        stored,
+        source,
+        copies=_copies(checkpoint, architecture),
+        fp8=fp8,
+        shard_size_bytes=shard_size_bytes,
+    )
+    purpose = {"from": _fingerprint(checkpoint), "config": config, "fp8": fp8, "shard_size_bytes": shard_size_bytes}
+    with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
+        for file, header in plan.headers.items():
+            _write_header(output.partial / file, header)
+        written = write_targets(
+            plan.targets, source, output.partial, output.journal, workers=workers, progress=progress
+        )
+        write_index(output.partial, plan.files, plan.shapes, plan.dtypes)
+        plain = {name: value for name, value in config.items() if name != _QUANTISATION}
+        if fp8:
+            # The type that config.json names is that of the weights that are not quantised.
+            write_config(output.partial, {**plain, _QUANTISATION: quantisation_config(architecture)})
+        else:
+            write_config(output.partial, with_dtype(plain, output.partial))
+        copy_companions(companions, output.partial)
+        write_manifest(output.partial, written, {})
+        output.complete()
+    return plan
+
+
+def plan_export(
+    architecture: Architecture,
+    stored: StoredShard,
+    source: TorchDistSource,
+    *,
+    copies: tuple[str, ...],
+    fp8: bool,
+    shard_size_bytes: int,
+) -> ExportPlan:
+    """Lay out the files. Raises UserError where the chunks leave an element of a tensor out, or hold one twice."""
+    parts = _parts(architecture, stored)
+    for copy in copies:
+        parts[copy] = parts[architecture.hf_copies[copy]]
+    shapes = {name: architecture.hf_shapes[architecture.hf_copies.get(name, name)] for name in parts}
+    dtypes = {name: _dtype(source, parts[name]) for name in parts}
+    if fp8:
+        shapes, dtypes = add_scales(shapes, dtypes, quantised_names(architecture))
+    scales = scales_of(Path(), shapes, dtypes)
+    files = cut_into_files(shapes, dtypes, shard_size_bytes)
+    headers: dict[str, bytes] = {}
+    places: dict[str, Place] = {}
+    nbytes = 0
+    for file, names in files.items():
+        headers[file], entries = place_tensors({name: shapes[name] for name in names}, dtypes)
+        places |= {name: Place(file, entry.offset) for name, entry in entries.items()}
+        nbytes += len(headers[file]) + sum(entry.nbytes for entry in entries.values())
+    targets = [
+        Target(name, places[name], dtypes[name], shapes[name], each, scales=places.get(scales.get(name, "")))
+        for name, each in parts.items()
+    ]
+    return ExportPlan({file: list(names) for file, names in files.items()}, headers, targets, shapes, dtypes, nbytes)
+
+
+def _parts(architecture: Architecture, stored: StoredShard) -> dict[str, list[Part]]:
+    """What each HuggingFace tensor is made of, in the order of the model."""
+    parts: dict[str, list[Part]] = {name: [] for name in architecture.hf_shapes}
+    for placement in stored.shard.placements:
+        parts[placement.hf_name].append(Part(placement.local_name, placement.local_box, placement.hf_box))
+    for name, shape in architecture.hf_shapes.items():
+        boxes = [part.box for part in parts[name]]
+        if overlap := first_overlap(boxes):
+            raise UserError(f"the checkpoint holds {overlap[1]} of {name} in two chunks; {METADATA} is damaged")
+        if sum(box.size for box in boxes) != Box.whole(shape).size:
+            raise UserError(f"the checkpoint lacks chunks with parts of {name}; it is incomplete, save it again")
+    return parts
+
+
+def _dtype(source: TorchDistSource, parts: list[Part]) -> torch.dtype:
+    return source.dtype(parts[0].source)
+
+
+def _copies(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> tuple[str, ...]:
+    """The copies of tied weights to write: those of the model it was made from, else those of released ones."""
+    manifest = read_manifest(checkpoint.folder.parent)
+    if manifest is None or COPIES not in manifest.source:
+        return architecture.exported_copies
+    return tuple(name for name in architecture.hf_copies if name in manifest.source[COPIES])
+
+
+def _own_companions(checkpoint: TorchDistCheckpoint) -> Path:
+    own = checkpoint.folder.parent / HUGGINGFACE
+    if not (own / CONFIG).is_file():
+        raise UserError(
+            f"{checkpoint.folder.parent} has no {HUGGINGFACE}/{CONFIG}; name a folder with the model's {CONFIG} and"
+            " tokenizer with --hf-config"
+        )
+    return own
+
+
+def _fingerprint(checkpoint: TorchDistCheckpoint) -> list[Any]:
+    """Name, size and time of change of every file: other contents nearly always give another."""
+    stats = [(path.name, path.stat()) for path in sorted(checkpoint.folder.iterdir())]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _write_header(path: Path, header: bytes) -> None:
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(header)

@@ -1,0 +1,51 @@
+"""What belongs to a model beside its weights: config.json, tokenizer, chat template, generation config."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.formats.safetensors.header import read_header
+from converters.formats.safetensors.reader import CONFIG
+
+_BESIDE_CONFIG = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.py",
+)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and whatever else belongs to the model `source`, but for config.json and the weights."""
+    for pattern in _BESIDE_CONFIG:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def with_dtype(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`config` with the type that most of the bytes of the folder's weights have."""
+    elements: Counter[torch.dtype] = Counter()
+    for path in folder.glob("*.safetensors"):
+        for entry in read_header(path).values():
+            elements[entry.dtype] += entry.nbytes
+    (dtype, _), *_ = elements.most_common(1)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}

@@ -1,0 +1,30 @@
+"""Megatron's distributed checkpoints (torch_dist): `.distcp` files of chunks and a table of contents."""
+
+from converters.formats.torch_dist.checkpoint import COMMON, LATEST, RELEASE, TorchDistCheckpoint, find_checkpoint
+from converters.formats.torch_dist.framing import Frame, frame
+from converters.formats.torch_dist.metadata import (
+    METADATA,
+    Chunk,
+    Contents,
+    StoredObject,
+    StoredTensor,
+    read_metadata,
+    write_metadata,
+)
+
+__all__ = [
+    "COMMON",
+    "LATEST",
+    "METADATA",
+    "RELEASE",
+    "Chunk",
+    "Contents",
+    "Frame",
+    "StoredObject",
+    "StoredTensor",
+    "TorchDistCheckpoint",
+    "find_checkpoint",
+    "frame",
+    "read_metadata",
+    "write_metadata",
+]

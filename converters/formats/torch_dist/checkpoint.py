@@ -1,0 +1,100 @@
+"""Reading a checkpoint of Megatron's distributed format."""
+
+import mmap
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.errors import UserError
+from converters.formats.torch_dist.chunk_data import ChunkData, locate, pickle_of_archive
+from converters.formats.torch_dist.metadata import METADATA, Chunk, StoredTensor, read_metadata
+from converters.formats.torch_dist.unpickling import safe_load
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+COMMON = "common.pt"
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_")
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The folder with `.metadata`: `folder` itself, or the iteration below it that its tracker names.
+
+    Raises UserError where there is neither.
+    """
+    if (folder / METADATA).is_file():
+        return folder
+    tracker = folder / LATEST
+    if not tracker.is_file():
+        raise UserError(
+            f"{folder} has neither {METADATA} nor {LATEST}; give a torch_dist checkpoint or a folder of several"
+        )
+    latest = tracker.read_text(errors="replace").strip()
+    if latest != RELEASE and not latest.isdecimal():
+        raise UserError(f"{tracker} says {latest[:40]!r}, which is neither a number nor {RELEASE!r}")
+    found = folder / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
+    if not (found / METADATA).is_file():
+        raise UserError(f"{tracker} names {found.name}, which has no {METADATA}; it is incomplete or was deleted")
+    return found
+
+
+class TorchDistCheckpoint:
+    """The weights of a checkpoint by key. Opening it reads its table of contents only; no code of it ever runs.
+
+    Raises UserError where the folder holds no checkpoint, or a damaged or incomplete one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = find_checkpoint(Path(folder))
+        self.contents = read_metadata(self.folder)
+        self._files: dict[str, mmap.mmap] = {}
+
+    @cached_property
+    def weights(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the model by key, without the state of an optimizer."""
+        return {key: each for key, each in self.contents.tensors.items() if not key.startswith(_NOT_WEIGHTS)}
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What `common.pt` says; objects of unknown classes in it are empty records."""
+        path = self.folder / COMMON
+        if not path.is_file():
+            raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            content = pickle_of_archive(mapped, path)
+        common = safe_load(content, path)
+        if not isinstance(common, dict):
+            raise UserError(f"{path} holds no table; copy the checkpoint again")
+        return common
+
+    def locate(self, key: str, chunk: Chunk) -> ChunkData:
+        """Where the elements of a chunk are in its file; UserError if they are not what `.metadata` says."""
+        where = f"{self.folder / chunk.file} (chunk of {key} at {list(chunk.box.start)})"
+        data = locate(self._file(chunk.file), chunk.offset, chunk.length, where)
+        if data.dtype != self.contents.tensors[key].dtype or data.shape != chunk.box.shape:
+            raise UserError(f"{where} holds {data.dtype} of shape {list(data.shape)}; copy the checkpoint again")
+        return data
+
+    def read(self, key: str, chunk: Chunk) -> torch.Tensor:
+        """A view of a chunk in its mapped file: only what is then touched is read from disk."""
+        data = self.locate(key, chunk)
+        if not data.nbytes:
+            return torch.empty(data.shape, dtype=data.dtype)
+        flat = torch.frombuffer(self._file(chunk.file), dtype=torch.uint8, count=data.nbytes, offset=data.offset)
+        if data.offset % data.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(data.dtype).view(data.shape)
+
+    def checksum_data(self, key: str, chunk: Chunk) -> tuple[memoryview, int]:
+        """The bytes of a chunk's storage, and the CRC-32 that they had when they were saved."""
+        data = self.locate(key, chunk)
+        end = data.storage_offset + data.storage_bytes
+        return memoryview(self._file(chunk.file))[data.storage_offset : end], data.crc32
+
+    def _file(self, name: str) -> mmap.mmap:
+        if name not in self._files:
+            with (self.folder / name).open("rb") as file:
+                self._files[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._files[name]

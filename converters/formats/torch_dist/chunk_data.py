@@ -1,0 +1,138 @@
+"""Where the elements of a stored chunk are in the archive that `torch.save` made of it."""
+
+import io
+import mmap
+import zipfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from converters.errors import UserError
+from converters.formats.torch_dist.framing import DATA, PICKLE, STORAGES
+from converters.formats.torch_dist.unpickling import safe_load
+from converters.layout import Shape
+
+_LOCAL_HEADER_BYTES = 30
+_NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkData:
+    """Elements of `dtype` and `shape`, one after the other from byte `offset` of the file, with their checksum."""
+
+    dtype: torch.dtype
+    shape: Shape
+    offset: int
+    nbytes: int
+    crc32: int
+    """Of the whole storage, `storage_bytes` long, from `storage_offset`: the chunk may be a part of it."""
+    storage_offset: int
+    storage_bytes: int
+
+
+def locate(file: mmap.mmap, offset: int, length: int, where: object) -> ChunkData:
+    """The elements of the archive at `offset` to `offset + length` of a mapped file.
+
+    Raises UserError, naming `where`, for what is no plain contiguous tensor as torch.save writes it.
+    """
+    try:
+        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            described = safe_load(archive.read(records[PICKLE]), where, more=_REBUILD, persistent=_Storage)
+            data = records[DATA]
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, NotImplementedError) as error:
+        raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
+    if not isinstance(described, _Tensor) or data.compress_type != zipfile.ZIP_STORED:
+        raise UserError(f"{where} is no tensor as torch.save writes it; save the checkpoint again")
+    return _place(described, data, file, offset, length, where)
+
+
+def pickle_of_archive(file: mmap.mmap, where: object) -> bytes:
+    """The pickle in a whole file that torch.save wrote. Raises UserError where there is none."""
+    try:
+        with zipfile.ZipFile(_Window(file, 0, len(file))) as archive:
+            return archive.read(next(name for name in archive.namelist() if name.partition("/")[2] == PICKLE))
+    except (zipfile.BadZipFile, StopIteration, ValueError, EOFError, OSError, NotImplementedError) as error:
+        raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
+
+
+def _place(
+    tensor: "_Tensor", data: zipfile.ZipInfo, file: mmap.mmap, offset: int, length: int, where: object
+) -> ChunkData:
+    header = file[offset + data.header_offset : offset + data.header_offset + _LOCAL_HEADER_BYTES]
+    names = int.from_bytes(header[_NAME_LENGTH], "little") + int.from_bytes(header[_EXTRA_LENGTH], "little")
+    storage_offset = offset + data.header_offset + _LOCAL_HEADER_BYTES + names
+    itemsize = tensor.dtype.itemsize
+    nbytes = torch.Size(tensor.shape).numel() * itemsize
+    start = tensor.first * itemsize
+    if not tensor.is_contiguous or start < 0 or start + nbytes > data.file_size:
+        raise UserError(f"{where} is no contiguous tensor of its storage; save the checkpoint again")
+    if storage_offset + data.file_size > offset + length:
+        raise UserError(f"{where} is damaged: its elements lead out of it; copy the checkpoint again")
+    return ChunkData(
+        tensor.dtype, tensor.shape, storage_offset + start, nbytes, data.CRC, storage_offset, data.file_size
+    )  # fmt: skip
+
+
+class _Window(io.RawIOBase):
+    """A part of a mapped file as a file."""
+
+    def __init__(self, file: mmap.mmap, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._position = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"the archive's directory leads to byte {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._length if size < 0 else min(self._position + size, self._length)
+        content = self._file[self._offset + self._position : self._offset + stop] if stop > self._position else b""
+        self._position += len(content)
+        return content
+
+
+class _Storage:
+    """What a pickled tensor says of its storage: `("storage", class, key, location, elements)`."""
+
+    def __init__(self, identity: Any) -> None:
+        kind, self.dtype, self.key, *_ = identity
+        if kind != "storage" or not isinstance(self.dtype, torch.dtype) or f"data/{self.key}" != DATA:
+            raise ValueError(f"it has the storage {identity}")
+
+
+class _Tensor:
+    """What a pickled tensor says of itself; stands in for torch's `_rebuild_tensor_v2`."""
+
+    def __init__(self, storage: _Storage, first: int, shape: Any, stride: Any, *_: Any) -> None:
+        self.dtype = storage.dtype
+        self.first = int(first)
+        self.shape: Shape = tuple(map(int, shape))
+        self.is_contiguous = _is_contiguous(self.shape, tuple(map(int, stride)))
+
+
+def _is_contiguous(shape: Shape, stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+_REBUILD: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _Tensor,
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
+}

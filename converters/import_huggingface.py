@@ -1,0 +1,172 @@
+"""HuggingFace to Megatron: a torch_dist checkpoint written in a stream, without a model, a GPU or a process group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from converters.architectures import Architecture, read_architecture
+from converters.convert import check_checkpoint
+from converters.formats.safetensors import HuggingFaceCheckpoint, copy_companions, write_config
+from converters.formats.torch_dist import (
+    LATEST,
+    RELEASE,
+    Chunk,
+    Contents,
+    StoredObject,
+    StoredTensor,
+    frame,
+    write_metadata,
+)
+from converters.formats.torch_dist.common_state import empty_extra_state, extra_state_keys, write_common_state
+from converters.layout import Placement
+from converters.layouts.megatron import megatron_layout
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.layouts.torch_dist import plan_chunks, stored_shard
+from converters.manifest import write_manifest
+from converters.output_folder import OutputFolder
+from converters.stream.run import Progress, write_targets
+from converters.stream.sources import HuggingFaceSource
+from converters.stream.targets import Part, Place, Target
+
+HUGGINGFACE = "huggingface"
+"""Folder of a converted checkpoint with config.json and the tokenizer it came with."""
+COPIES = "copies"
+DTypeChoice = Literal["bf16", "fp32", "keep"]
+_DTYPES: Mapping[DTypeChoice, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "keep": None,
+}
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Every tensor, chunk and byte offset of a checkpoint that is to be written."""
+
+    contents: Contents
+    targets: list[Target]
+    nbytes: int
+    """Of all files with chunks."""
+    padded_vocabulary: int
+
+
+def plan_conversion(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    hf_dtypes: Mapping[str, torch.dtype],
+    *,
+    vocabulary_multiple: int,
+) -> ConversionPlan:
+    """Lay out the checkpoint for the ranks of `parallel`: each file has what one of them is the first to read.
+
+    `hf_dtypes` are the types the weights are to have; tensors that share a key get the widest of theirs. The
+    vocabulary is padded to a multiple of `vocabulary_multiple` times the tensor-parallel size, as by Megatron-LM's
+    `--make-vocab-size-divisible-by`.
+    Raises UserError where the sizes do not divide the model.
+    """
+    megatron_layout(architecture, parallel, module_names="te")  # checks the sizes
+    multiple = vocabulary_multiple * parallel.tensor_model_parallel_size
+    padded = -(-architecture.gpt_model["vocab_size"] // multiple) * multiple
+    shapes, planned = plan_chunks(architecture, parallel, padded)
+    dtypes: dict[str, torch.dtype] = {}
+    for chunk in planned:
+        for name in chunk.hf_names:
+            known = dtypes.setdefault(chunk.key, hf_dtypes[name])
+            dtypes[chunk.key] = torch.promote_types(known, hf_dtypes[name])
+    ends: dict[str, int] = {}
+    chunks: dict[str, list[Chunk]] = {key: [] for key in shapes}
+    for chunk in planned:
+        file = f"__{chunk.rank}_0.distcp"
+        length = frame(dtypes[chunk.key], chunk.box.shape).length
+        chunks[chunk.key].append(Chunk(chunk.box, file, ends.get(file, 0), length))
+        ends[file] = ends.get(file, 0) + length
+    tensors = {key: StoredTensor(shape, dtypes[key], chunks[key]) for key, shape in shapes.items()}
+    blob = empty_extra_state()
+    shared = StoredObject("__0_0.distcp", ends["__0_0.distcp"], len(blob))
+    contents = Contents(tensors, dict.fromkeys(extra_state_keys(architecture), shared))
+    return ConversionPlan(
+        contents, _targets(architecture, contents), sum(ends.values()) + len(blob), padded_vocabulary=padded
+    )
+
+
+def _targets(architecture: Architecture, contents: Contents) -> list[Target]:
+    """One for each chunk, in the order of the model."""
+    boxes = {key: [chunk.box for chunk in each.chunks] for key, each in contents.tensors.items()}
+    stored = stored_shard(architecture, {key: each.shape for key, each in contents.tensors.items()}, boxes)
+    placements: dict[str, list[Placement]] = {name: [] for name in stored.pieces}
+    for placement in stored.shard.placements:
+        placements[placement.local_name].append(placement)
+    targets = []
+    for name, piece in stored.pieces.items():
+        tensor = contents.tensors[piece.key]
+        chunk = tensor.chunks[piece.chunk]
+        parts = [Part(each.hf_name, each.hf_box, each.local_box) for each in placements[name]]
+        shape = stored.shard.local_shapes[name]
+        place = Place(f"{RELEASE}/{chunk.file}", chunk.offset)
+        targets.append(Target(name, place, tensor.dtype, shape, parts, framed_shape=chunk.box.shape))
+    return targets
+
+
+def convert_checkpoint(
+    hf_folder: Path,
+    folder: Path,
+    parallel: ParallelSizes,
+    *,
+    dtype: DTypeChoice,
+    vocabulary_multiple: int,
+    workers: int,
+    progress: Progress,
+) -> ConversionPlan:
+    """Write the model of `hf_folder` to `folder` as Megatron-LM's loader looks for it, with a manifest.
+
+    Interrupted, the same call goes on where it was. Raises UserError for anything wrong with the checkpoint, the sizes
+    or the output folder, before or without anything of it being left.
+    """
+    checkpoint = HuggingFaceCheckpoint(hf_folder)
+    architecture = read_architecture(checkpoint.config)
+    check_checkpoint(checkpoint, architecture)
+    source = HuggingFaceSource(checkpoint)
+    dtypes = _output_dtypes(architecture, source, dtype)
+    plan = plan_conversion(architecture, parallel, dtypes, vocabulary_multiple=vocabulary_multiple)
+    purpose = {
+        "from": checkpoint.fingerprint(),
+        "parallel": vars(parallel),
+        "dtype": dtype,
+        "vocabulary_multiple": vocabulary_multiple,
+    }
+    with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
+        written = write_targets(
+            plan.targets, source, output.partial, output.journal, workers=workers, progress=progress
+        )
+        release = output.partial / RELEASE
+        _append(release, next(iter(plan.contents.objects.values()), None))
+        write_metadata(release, plan.contents)
+        main_dtype = plan.contents.tensors["embedding.word_embeddings.weight"].dtype
+        write_common_state(release, architecture, parallel, plan.padded_vocabulary, main_dtype)
+        (output.partial / LATEST).write_text(RELEASE)
+        (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
+        write_config(output.partial / HUGGINGFACE, checkpoint.config)
+        copy_companions(hf_folder, output.partial / HUGGINGFACE)
+        copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
+        write_manifest(output.partial, written, {COPIES: copies})
+        output.complete()
+    return plan
+
+
+def _output_dtypes(
+    architecture: Architecture, source: HuggingFaceSource, choice: DTypeChoice
+) -> dict[str, torch.dtype]:
+    chosen = _DTYPES[choice]
+    if chosen is None:
+        return {name: source.dtype(name) for name in architecture.hf_shapes}
+    return architecture.hf_dtypes(chosen)
+
+
+def _append(folder: Path, shared: StoredObject | None) -> None:
+    if shared:
+        with (folder / shared.file).open("r+b") as file:
+            file.seek(shared.offset)
+            file.write(empty_extra_state())

@@ -1,0 +1,7 @@
+"""Megatron's distributed checkpoints as layouts."""
+
+from converters.layouts.torch_dist.keys import cells, has_uniform_layers
+from converters.layouts.torch_dist.planned import PlannedChunk, plan_chunks
+from converters.layouts.torch_dist.stored import Piece, StoredShard, stored_shard
+
+__all__ = ["Piece", "PlannedChunk", "StoredShard", "cells", "has_uniform_layers", "plan_chunks", "stored_shard"]

@@ -1,0 +1,148 @@
+"""Where the HuggingFace tensors lie in the chunks of a checkpoint, however it was cut."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from converters.architectures import Architecture, Kind, Parameter
+from converters.boxes import Box
+from converters.errors import UserError
+from converters.layout import Placement, Shape, Shard
+from converters.layouts.megatron import ParameterPart, whole_parameter
+from converters.layouts.torch_dist.keys import Cell, cells
+
+_ALIASES: Mapping[str, str] = {
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+}
+"""End of a key -> the end it has where megatron-core's local modules saved the parameter under a fused norm's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a chunk that belongs to one layer and expert: nearly always the whole chunk."""
+
+    key: str
+    chunk: int
+    """Its number among the chunks of `key`."""
+    index: tuple[int, ...]
+    """Where in the leading dimensions of the chunk."""
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A checkpoint as one rank: `shard` describes its pieces by name, without their leading dimensions."""
+
+    shard: Shard
+    pieces: Mapping[str, Piece]
+
+
+def stored_shard(
+    architecture: Architecture, shapes: Mapping[str, Shape], chunks: Mapping[str, Sequence[Box]]
+) -> StoredShard:
+    """Where the HuggingFace tensors lie in the chunks of a checkpoint, given by key.
+
+    Rows of the vocabulary beyond `vocab_size` are padding.
+    Raises UserError for a key of the model that is missing or has another shape, and for surplus keys.
+    """
+    overlaps = _Overlaps(architecture)
+    uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in shapes)
+    by_index: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    local_shapes: dict[str, Shape] = {}
+    placements: list[Placement] = []
+    padding: list[tuple[str, Box]] = []
+    pieces: dict[str, Piece] = {}
+    for cell in cells(architecture, uniform=uniform):
+        key, leading = _stored_key(cell, shapes), len(cell.index)
+        if key not in by_index:
+            _check_shape(architecture, cell, key, shapes[key])
+            by_index[key] = _by_index(chunks[key], leading)
+        for number in by_index[key].get(cell.index, ()):
+            chunk = chunks[key][number]
+            box = Box(chunk.start[leading:], chunk.stop[leading:])
+            name = f"{key}@{','.join(map(str, cell.index + box.start))}"
+            pieces[name] = Piece(
+                key, number, tuple(i - a for i, a in zip(cell.index, chunk.start[:leading], strict=True))
+            )
+            local_shapes[name] = box.shape
+            found = overlaps.of(cell.parameter, box)
+            placements += [Placement(cell.hf_names[source], hf, name, local) for source, hf, local in found.filled]
+            padding += [(name, local) for local in found.padding]
+    if surplus := sorted(shapes.keys() - by_index.keys()):
+        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
+        raise UserError(
+            f"the checkpoint holds {surplus[0]}{more}, which a {architecture.model_type} model of this config.json"
+            " does not have; the two do not belong together"
+        )
+    return StoredShard(Shard(local_shapes, placements, padding), pieces)
+
+
+def _stored_key(cell: Cell, shapes: Mapping[str, Shape]) -> str:
+    if cell.key in shapes:
+        return cell.key
+    local = cell.parameter.megatron.rpartition("}.")[2]
+    for name in (local, _ALIASES.get(local, local)):
+        te_name = (cell.parameter.transformer_engine or cell.parameter.megatron).rpartition("}.")[2]
+        if (key := cell.key.removesuffix(te_name) + name) in shapes:
+            return key
+    raise UserError(
+        f"the checkpoint lacks {cell.key}, which the model of config.json has; the two do not belong together,"
+        " or the checkpoint is incomplete"
+    )
+
+
+def _check_shape(architecture: Architecture, cell: Cell, key: str, stored: Shape) -> None:
+    expected = (*cell.leading, *whole_parameter(architecture, cell.parameter).shape)
+    axis = len(cell.leading)
+    padded = cell.parameter.kind is Kind.VOCABULARY and len(stored) == len(expected) and stored[axis] > expected[axis]
+    if padded:
+        expected = (*expected[:axis], stored[axis], *expected[axis + 1 :])
+    if stored != expected:
+        raise UserError(
+            f"the checkpoint holds {key} with shape {list(stored)}, where config.json gives {list(expected)}; the two"
+            " do not belong together"
+        )
+
+
+def _by_index(boxes: Sequence[Box], leading: int) -> dict[tuple[int, ...], list[int]]:
+    """Index in the leading dimensions -> numbers of the boxes that have elements there."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, box in enumerate(boxes):
+        for index in product(*map(range, box.start[:leading], box.stop[:leading])):
+            found.setdefault(index, []).append(number)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    filled: list[tuple[int, Box, Box]]
+    """Number of the HuggingFace tensor, box in it, box in the piece."""
+    padding: list[Box]
+
+
+class _Overlaps:
+    """The HuggingFace boxes in a box of a parameter; the same for all layers and experts, so computed once."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._parts: dict[int, ParameterPart] = {}
+        self._found: dict[tuple[int, Box], _Overlap] = {}
+
+    def of(self, parameter: Parameter, box: Box) -> _Overlap:
+        identity = id(parameter)
+        if (found := self._found.get((identity, box))) is None:
+            if identity not in self._parts:
+                self._parts[identity] = whole_parameter(self._architecture, parameter)
+            found = self._found[identity, box] = self._intersect(self._parts[identity], box)
+        return found
+
+    def _intersect(self, part: ParameterPart, box: Box) -> _Overlap:
+        filled = []
+        for source, hf_box, local_box in part.pieces:
+            if piece := box.intersect(local_box):
+                hf_piece = piece.relative_to(local_box).shift(hf_box.start)
+                filled.append((source, hf_piece, piece.relative_to(box)))
+        whole = box.intersect(Box.whole(part.shape))
+        padding = box.subtract(whole) if whole else [box]
+        return _Overlap(filled, [each.relative_to(box) for each in padding])

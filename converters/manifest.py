@@ -1,0 +1,76 @@
+"""The manifest of a checkpoint: a checksum for every tensor or chunk, and for every small file beside them."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from converters.stream.journal import checksum
+from converters.stream.targets import Written
+
+MANIFEST = "megarl_manifest.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder was written with. Files are relative to it."""
+
+    tensors: Mapping[str, Sequence[Written]]
+    """Name of a tensor or chunk -> where its elements are, with their CRC-32; a second place is that of its scales."""
+    files: Mapping[str, Written]
+    """The other files, whole."""
+    source: Mapping[str, Any]
+    """What it was made from."""
+
+
+def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], source: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder in which everything else is already."""
+    data_files = {written.file for places in tensors.values() for written in places}
+    others = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        if name not in data_files and not path.name.startswith(".journal"):
+            others[name] = _whole(path, name)
+    content = {
+        "version": _VERSION,
+        "checksum": "crc32",
+        "source": dict(source),
+        "tensors": {name: [_fields(each) for each in places] for name, places in sorted(tensors.items())},
+        "files": {name: _fields(each) for name, each in others.items()},
+    }
+    (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder, None where there is none; UserError where it is damaged."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return Manifest(
+            {name: [Written(*place) for place in places] for name, places in content["tensors"].items()},
+            {name: Written(*place) for name, place in content["files"].items()},
+            content["source"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from error
+
+
+def _fields(written: Written) -> list[Any]:
+    return [written.file, written.offset, written.nbytes, written.crc32]
+
+
+def _whole(path: Path, name: str) -> Written:
+    nbytes = path.stat().st_size
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        value = checksum(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+    assert value is not None, f"{path} became shorter while it was read"
+    return Written(name, 0, nbytes, value)

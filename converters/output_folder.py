@@ -1,0 +1,99 @@
+"""An output folder that has its name only when it is complete, and until then can be continued."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from converters.errors import UserError
+from converters.stream.journal import Journal
+
+_PARTIAL = ".partial"
+_JOURNAL = ".journal"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class OutputFolder:
+    """`folder` while it is written, under the name `partial`.
+
+    Use as a context manager, and call `complete` in the end. After Ctrl-C or a kill what is written stays, and the
+    same `purpose` finds it again; after any other error it is deleted.
+    Raises UserError where `folder` exists, its disk is full, it cannot be written, or another process writes it.
+    """
+
+    def __init__(self, folder: Path, purpose: Mapping[str, Any], *, nbytes: int) -> None:
+        """`purpose` tells what is written, `nbytes` about how much."""
+        self.folder = folder
+        self.partial = folder.with_name(folder.name + _PARTIAL)
+        self._purpose, self._nbytes = purpose, nbytes
+        self.journal: Journal
+
+    def __enter__(self) -> "OutputFolder":
+        if self.folder.exists() or self.folder.is_symlink():
+            raise UserError(f"{self.folder} exists; delete it or choose another folder")
+        made = not self.partial.exists()
+        if not made and not (self.partial / _JOURNAL).is_file():
+            raise UserError(f"{self.partial} is in the way and no interrupted conversion; move it away")
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.partial, os.O_RDONLY)
+            self._check_alone()
+            self._check_room()
+            self.journal = Journal(self.partial / _JOURNAL, self._purpose)
+            self.journal.__enter__()
+        except OSError as error:
+            raise self._refused(error) from error
+        except UserError:
+            if made:
+                shutil.rmtree(self.partial)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.journal.__exit__()
+        if isinstance(error, Exception):
+            shutil.rmtree(self.partial, ignore_errors=True)
+        os.close(self._lock)
+        if isinstance(error, OSError):
+            raise self._refused(error) from error
+
+    def complete(self) -> None:
+        """Give the folder its name: everything in it is on disk before."""
+        (self.partial / _JOURNAL).unlink()
+        for path in [*self.partial.rglob("*"), self.partial]:
+            _sync(path)
+        self.partial.rename(self.folder)
+        _sync(self.folder.parent)
+
+    def _check_alone(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {self.partial}; wait for it or stop it") from error
+
+    def _check_room(self) -> None:
+        there = sum(path.stat().st_blocks * 512 for path in self.partial.rglob("*") if path.is_file())
+        free = shutil.disk_usage(self.partial).free
+        if self._nbytes > free + there:
+            raise UserError(
+                f"{self.folder.parent} has room for {free:,} bytes, and {self._nbytes - there:,} are needed; free"
+                " some space or write elsewhere"
+            )
+
+    def _refused(self, error: OSError) -> UserError:
+        if error.errno in _DISK_FULL:
+            return UserError(f"{self.folder.parent} has no room ({error.strerror}); free some space or write elsewhere")
+        where = error.filename or self.partial
+        return UserError(f"{where} cannot be read or written ({error.strerror}); change that or choose another folder")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Writing many tensors: several threads, each with a tensor at a time; an interrupted run is continued."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from converters.stream.files import OutputFiles
+from converters.stream.journal import Journal, is_intact
+from converters.stream.sources import Source
+from converters.stream.targets import Target, Written
+from converters.stream.tensor_writer import TensorWriter
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all, from several threads."""
+_POLL_S = 0.5
+
+
+class _CancelledError(Exception):
+    """Another thread failed, or the user interrupted."""
+
+
+class _Run:
+    def __init__(self, targets: Sequence[Target], progress: Progress) -> None:
+        self._left: Iterator[Target] = iter(targets)
+        self._total = sum(target.nbytes for target in targets)
+        self._done, self._progress = 0, progress
+        self._lock = threading.Lock()
+        self.cancelled = threading.Event()
+        self.written: dict[str, list[Written]] = {}
+
+    def next_target(self) -> Target | None:
+        with self._lock:
+            return next(self._left, None)
+
+    def count(self, nbytes: int) -> None:
+        if self.cancelled.is_set():
+            raise _CancelledError
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, self._total)
+
+    def finish(self, target: Target, written: list[Written], journal: Journal | None) -> None:
+        with self._lock:
+            self.written[target.name] = written
+            if journal:
+                journal.add(target.name, written)
+
+
+def write_targets(
+    targets: Sequence[Target], source: Source, folder: Path, journal: Journal, *, workers: int, progress: Progress
+) -> dict[str, list[Written]]:
+    """Write the targets to files below `folder`; returns where the elements of each are, with checksums.
+
+    What the journal has of an earlier run is read instead of written, and written again where it is not intact. All
+    bytes are on disk at the return. What a thread raises, and Ctrl-C, ends all of them.
+    """
+    run = _Run(targets, progress)
+
+    def work(files: OutputFiles) -> None:
+        writer = TensorWriter(source, files, run.count)
+        while (target := run.next_target()) is not None:
+            found = journal.found.get(target.name)
+            if found and all(is_intact(folder, each) for each in found):
+                run.finish(target, found, None)
+                run.count(target.nbytes)
+            else:
+                run.finish(target, writer.write(target), journal)
+
+    with OutputFiles(folder) as files, ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, files) for _ in range(workers)]
+        try:
+            _wait(futures)
+        finally:
+            run.cancelled.set()
+        for future in futures:
+            future.result()
+        files.sync()
+    return run.written
+
+
+def _wait(futures: Sequence[Future[None]]) -> None:
+    """Return when all are done, or raise what the first failed with. Wakes up now and then to take Ctrl-C."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()

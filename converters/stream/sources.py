@@ -1,0 +1,85 @@
+"""Where a conversion reads from: tensors by name, of which it asks boxes. Called from several threads at once."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from converters.boxes import Box
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.fp8 import dequantise_into, scales_of
+from converters.layouts.torch_dist import Piece
+
+_VIEWS_KEPT = 1024
+
+
+class Source(Protocol):
+    """The tensors of a checkpoint."""
+
+    def view(self, name: str, box: Box) -> torch.Tensor | None:
+        """The box as it lies in a mapped file; None where it first has to be decoded."""
+
+    def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """Write the elements of the box to `out`, converting to its type."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of the tensor's elements once decoded."""
+
+
+class HuggingFaceSource:
+    """A HuggingFace checkpoint; block FP8 is decoded to bf16. Raises UserError for FP8 without its scales."""
+
+    def __init__(self, checkpoint: HuggingFaceCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._dtypes = checkpoint.dtypes
+        self._shapes = checkpoint.shapes
+        self._scales = scales_of(checkpoint.folder, self._shapes, self._dtypes)
+
+    def view(self, name: str, box: Box) -> torch.Tensor | None:
+        """The box in the mapped file; None for FP8."""
+        return None if name in self._scales else self._checkpoint.read(name, box)
+
+    def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """The values of the box; UserError, naming the tensor, for FP8 codes or scales that are no numbers."""
+        view = self._checkpoint.read(name, box)
+        if name not in self._scales:
+            out.copy_(view)
+            return
+        names = self._scales[name]
+        scales = self._checkpoint.read(names, Box.whole(self._shapes[names])).float()
+        try:
+            dequantise_into(view, scales, out, row_start=box.start[0], column_start=box.start[1])
+        except ValueError as error:
+            raise UserError(f"{self._checkpoint.folder} holds {name} with {error}; copy it again") from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As in the file, bf16 for FP8."""
+        return torch.bfloat16 if name in self._scales else self._dtypes[name]
+
+
+class TorchDistSource:
+    """The pieces of a distributed checkpoint, by the names that their layout gives them."""
+
+    def __init__(self, checkpoint: TorchDistCheckpoint, pieces: Mapping[str, Piece]) -> None:
+        self._checkpoint, self._pieces = checkpoint, pieces
+        self._piece = lru_cache(_VIEWS_KEPT)(self._read_piece)
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """The box in the mapped file."""
+        return self._piece(name)[box.slices()]
+
+    def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """The values of the box."""
+        out.copy_(self.view(name, box))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As saved."""
+        return self._checkpoint.weights[self._pieces[name].key].dtype
+
+    def _read_piece(self, name: str) -> torch.Tensor:
+        piece = self._pieces[name]
+        chunk = self._checkpoint.weights[piece.key].chunks[piece.chunk]
+        return self._checkpoint.read(piece.key, chunk)[piece.index]

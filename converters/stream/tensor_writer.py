@@ -1,0 +1,123 @@
+"""Writing one tensor: its bytes straight from the source's mapped file where they lie there as they are to be written,
+and through a buffer where they have to be gathered, converted or quantised.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from isal.isal_zlib import crc32
+
+from converters.boxes import Box
+from converters.formats.torch_dist.framing import frame
+from converters.fp8 import BLOCK, quantise_into, scales_shape
+from converters.stream.files import OutputFiles
+from converters.stream.sources import Source
+from converters.stream.targets import Part, Place, Target, Written
+
+# A processor's second-level cache holds it between the checksum and the write.
+_SLICE_BYTES = 2**20
+_FP8_SLICE_BYTES = 2**22
+
+
+class TensorWriter:
+    """Writes tensors one after the other. Each thread has its own.
+
+    `on_bytes` is called with the number of bytes of each slice that has been written; what it raises ends the work.
+    """
+
+    def __init__(self, source: Source, files: OutputFiles, on_bytes: Callable[[int], None]) -> None:
+        self._source, self._files, self._on_bytes = source, files, on_bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, target: Target) -> list[Written]:
+        """Write a tensor, its frame and its scales; returns where elements are and their checksums."""
+        if target.scales:
+            return self._write_fp8(target, target.scales)
+        around = frame(target.dtype, target.framed_shape) if target.framed_shape is not None else None
+        start = target.place.offset + (around.head_bytes if around else 0)
+        written = self._write_slices(Place(target.place.file, start), self._slices(target))
+        if around:
+            head, tail = around.around(written.crc32)
+            self._files.write(target.place.file, memoryview(head), target.place.offset)
+            self._files.write(target.place.file, memoryview(tail), start + written.nbytes)
+        return [written]
+
+    def _write_slices(self, place: Place, slices: Iterator[torch.Tensor]) -> Written:
+        """Write contiguous tensors one after the other."""
+        position, checksum = place.offset, 0
+        for each in slices:
+            raw = _bytes(each)
+            for start in range(0, len(raw), _SLICE_BYTES):
+                piece = raw[start : start + _SLICE_BYTES]
+                checksum = crc32(piece, checksum)
+                self._files.write(place.file, piece, position)
+                position += len(piece)
+                self._on_bytes(len(piece))
+        return Written(place.file, place.offset, position - place.offset, checksum)
+
+    def _slices(self, target: Target) -> Iterator[torch.Tensor]:
+        """The elements of a target, in order."""
+        row = 0
+        for part in _in_row_order(target):
+            start, stop = part.box.start[0], part.box.stop[0]
+            yield from self._gathered(target, row, start, target.dtype, _SLICE_BYTES)
+            view = self._source.view(part.source, part.source_box)
+            if view is not None and view.dtype == target.dtype and view.is_contiguous():
+                yield view
+            else:
+                yield from self._gathered(target, start, stop, target.dtype, _SLICE_BYTES)
+            row = stop
+        yield from self._gathered(target, row, target.shape[0], target.dtype, _SLICE_BYTES)
+
+    def _gathered(
+        self, target: Target, start: int, stop: int, dtype: torch.dtype, slice_bytes: int, multiple: int = 1
+    ) -> Iterator[torch.Tensor]:
+        """Rows `start` to `stop` of a target in `dtype`, in the buffer, a `multiple` at a time, but at the end."""
+        row_elements = target.shape[1] if len(target.shape) > 1 else 1
+        rows = max(multiple, slice_bytes // max(1, row_elements * dtype.itemsize) // multiple * multiple)
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            block = Box((first, *(0 for _ in target.shape[1:])), (last, *target.shape[1:]))
+            yield self._gather(target, block, dtype)
+
+    def _gather(self, target: Target, block: Box, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = block.size * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = self._memory[:nbytes].view(dtype).view(block.shape)
+        overlaps = [(part, piece) for part in target.parts if (piece := part.box.intersect(block))]
+        filled = sum(piece.size for _, piece in overlaps)
+        if filled < block.size:
+            buffer.zero_()
+        for part, piece in overlaps:
+            source_box = piece.relative_to(part.box).shift(part.source_box.start)
+            self._source.copy_into(buffer[piece.relative_to(block).slices()], part.source, source_box)
+        return buffer
+
+    def _write_fp8(self, target: Target, place: Place) -> list[Written]:
+        scales = torch.empty(scales_shape(target.shape), dtype=torch.float32)
+        dtype = self._source.dtype(target.parts[0].source)
+
+        def codes() -> Iterator[torch.Tensor]:
+            first = 0
+            for block in self._gathered(target, 0, target.shape[0], dtype, _FP8_SLICE_BYTES, BLOCK):
+                rows = -(-block.shape[0] // BLOCK)
+                quantised = torch.empty(block.shape, dtype=target.dtype)
+                quantise_into(block, quantised, scales[first : first + rows])
+                first += rows
+                yield quantised
+
+        written = self._write_slices(target.place, codes())
+        return [written, self._write_slices(place, iter([scales]))]
+
+
+def _in_row_order(target: Target) -> list[Part]:
+    """The parts of a target; none where they do not all go over whole rows."""
+    ends = (0,) * (len(target.shape) - 1), tuple(target.shape[1:])
+    if any((part.box.start[1:], part.box.stop[1:]) != ends for part in target.parts):
+        return []
+    return sorted(target.parts, key=lambda part: part.box.start)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
