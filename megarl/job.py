@@ -145,9 +145,18 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
 
 
 def read_model(folder: Path, extra_stop_token_ids: list[int]) -> Model:
-    """What a HuggingFace folder holds, checked whole: a missing or misshapen tensor is found here."""
+    """What a HuggingFace folder holds, checked whole: a missing or misshapen tensor is found here.
+
+    Raises UserError for what cannot be trained.
+    """
     source = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(source.config)
+    if architecture.mtp_layers:
+        raise UserError(
+            f"{folder / 'config.json'} has {architecture.mtp_layers} layers for multi-token prediction, whose training"
+            " is not supported yet; train a copy of the model that leaves them out (num_nextn_predict_layers: 0, no"
+            f" tensors of model.layers.{architecture.num_layers} and after)"
+        )
     check_checkpoint(source, architecture)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Model(folder, architecture, tokenizer, _stop_token_ids(folder, tokenizer, extra_stop_token_ids))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -27,6 +28,7 @@ def install() -> None:
     """Apply the replacements; idempotent."""
     copy_optimizer_state_by_saved_keys()
     collect_write_results_in_this_process()
+    give_logits_of_a_model_with_multi_token_prediction()
     if not device.has_transformer_engine():
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
@@ -93,6 +95,28 @@ def collect_write_results_in_this_process() -> None:
     The server imports the whole program anew, seconds per rank at the first checkpoint, and stays until the end.
     """
     filesystem_async._results_queue = queue.Queue()
+
+
+def give_logits_of_a_model_with_multi_token_prediction() -> None:
+    """A GPTModel with multi-token prediction computes the loss of those layers even where no labels are given.
+
+    Every forward pass for the logits alone would end in an AttributeError; now it leaves these layers out.
+    """
+    if hasattr(GPTModel._postprocess, "original"):
+        return
+    original = GPTModel._postprocess
+
+    def postprocess(self: GPTModel, *, labels: Tensor | None, mtp_in_postprocess: bool, **options: Any) -> Tensor:
+        if labels is not None or self.config.mtp_num_layers is None:
+            return original(self, labels=labels, mtp_in_postprocess=mtp_in_postprocess, **options)
+        layers, self.config.mtp_num_layers = self.config.mtp_num_layers, None
+        try:
+            return original(self, labels=None, mtp_in_postprocess=False, **options)
+        finally:
+            self.config.mtp_num_layers = layers
+
+    postprocess.original = original  # type: ignore[attr-defined]
+    GPTModel._postprocess = postprocess
 
 
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -15,7 +15,7 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device
 from megatron_ext.extensions import extend_ends
-from megatron_ext.specs import block_spec, module_names
+from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
 
 _PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
@@ -37,6 +37,7 @@ def build_model(
 ) -> list[GPTModel]:
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
+    Multi-token-prediction layers are on the last chunk; a forward pass without labels leaves them out.
     `overrides` are fields of megatron-core's TransformerConfig. Call after `parallel.initialize`.
 
     Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
@@ -74,7 +75,7 @@ def transformer_config(
     Raises UserError as `build_model` does.
     """
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
-    fixed = _fixed_fields(parallel, params_dtype)
+    fixed = {**_fixed_fields(parallel, params_dtype), "mtp_num_layers": architecture.mtp_layers or None}
     _check_overrides(config_class, fixed, overrides)
     try:
         return config_class(
@@ -127,8 +128,8 @@ def _check_overrides(
             raise UserError(f"megatron.context_parallel_size is {value}; context parallelism is not supported, use 1")
         if name in fixed and value != fixed[name]:
             raise UserError(
-                f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the device, the"
-                " parallel sizes, the type of the weights and the packing of sequences; leave it out"
+                f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the model, the"
+                " device, the parallel sizes, the type of the weights and the packing of sequences; leave it out"
             )
 
 
@@ -137,9 +138,11 @@ def _build_chunk(
 ) -> GPTModel:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
+    block = block_spec(config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage),
+        transformer_layer_spec=block,
+        mtp_block_spec=multi_token_prediction_spec(config, block, chunk=stage),
         pre_process=pipeline_rank == 0 and chunk == 0,
         post_process=pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1,
         vp_stage=stage,

@@ -1,11 +1,13 @@
 """Which modules a model is built of: Transformer Engine's, or plain torch where it is missing."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,6 +59,21 @@ def block_spec(
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
 
+def multi_token_prediction_spec(
+    config: TransformerConfig, block: TransformerBlockSubmodules, *, chunk: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The multi-token-prediction layers, each around a layer like the last of `block`; None on other chunks than the
+    last and without such layers.
+    """
+    with_transformer_engine = device.has_transformer_engine()
+    spec = get_gpt_mtp_block_spec(config, block, with_transformer_engine, vp_stage=chunk)
+    if with_transformer_engine or spec is None:
+        return spec
+    norms = {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
+    layers = [replace(layer, submodules=_substitute(layer.submodules, norms)) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers)
+
+
 def _plain_layer(layer: ModuleSpec) -> ModuleSpec:
     attention = layer.submodules.self_attention
     plain_attention = replace(attention, submodules=_substitute(attention.submodules, _ATTENTION_MODULES))
@@ -64,7 +81,7 @@ def _plain_layer(layer: ModuleSpec) -> ModuleSpec:
     return replace(layer, submodules=replace(norms, self_attention=plain_attention))
 
 
-def _substitute(submodules: Any, modules: dict[str, type]) -> Any:
+def _substitute(submodules: Any, modules: Mapping[str, type]) -> Any:
     """`submodules` with those of `modules` that it uses replaced."""
     used = {name: module for name, module in modules.items() if getattr(submodules, name, IdentityOp) is not IdentityOp}
     return replace(submodules, **used)

@@ -152,6 +152,13 @@ def test_unsupported_architecture(run, damaged):
     assert "qwen3_moe" in message
 
 
+def test_multi_token_prediction(run, tmp_path):
+    fields = {"num_nextn_predict_layers": 1}
+    message = run(f"model.path={write_tiny_model('deepseek_v3', tmp_path / 'predicting', fields=fields)}")
+    assert "has 1 layers for multi-token prediction, whose training is not supported yet" in message
+    assert "num_nextn_predict_layers: 0" in message
+
+
 def test_port_in_use(run, cluster):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -141,6 +141,7 @@ def assert_same_gradients(shares: list[dict[str, Tensor]], expected: Mapping[str
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"deallocate_pipeline_outputs": True}, "deallocate_pipeline_outputs"),
         ({"recompute_granularity": "all"}, "recompute_granularity"),
     ],
