@@ -1,0 +1,76 @@
+"""The blocks of the format, and the pieces of a matrix that are worked on at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from converters.layout import Shape
+
+BLOCK = 128
+"""Rows and columns of a block. Blocks at the lower and right edge of a matrix may be smaller."""
+CODES = torch.float8_e4m3fn
+LARGEST_CODE = 448.0
+LARGEST_SCALE = 2.0**119
+LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
+"""What a weight may be at most, which is just below the largest bfloat16."""
+# Large beside the cost of starting an operation, small enough for a processor's cache: 2 to 4 MiB in float32.
+_TILE_ELEMENTS = 2**19
+_TILE_COLUMNS = 8192
+
+
+def scales_shape(shape: Shape) -> Shape:
+    """The shape of the scales of a matrix of `shape`: one per block."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` and `columns` of a box, `blocks` rows of blocks of it that have `height` rows each."""
+
+    rows: slice
+    columns: slice
+    blocks: int
+    height: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows of blocks, rows in each, columns."""
+        return self.blocks, self.height, self.columns.stop - self.columns.start
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        blocks, height, columns = self.shape
+        return blocks * height * columns
+
+
+def tiles(shape: Shape, row_start: int) -> Iterator[Tile]:
+    """Cut a box of `shape`, which begins in row `row_start` of its matrix, into tiles.
+
+    A tile begins at a multiple of `BLOCK` columns of the box.
+    """
+    rows, columns = shape
+    most_blocks = max(1, _TILE_ELEMENTS // (BLOCK * max(1, min(columns, _TILE_COLUMNS))))
+    row = 0
+    while row < rows:
+        height = min(BLOCK - (row_start + row) % BLOCK, rows - row)
+        blocks = min((rows - row) // BLOCK, most_blocks) if height == BLOCK else 1
+        stop = row + blocks * height
+        for column in range(0, columns, _TILE_COLUMNS):
+            yield Tile(slice(row, stop), slice(column, min(column + _TILE_COLUMNS, columns)), blocks, height)
+        row = stop
+
+
+class Scratch:
+    """Memory for tiles, of one type, used again for each of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def like(self, tile: Tile) -> torch.Tensor:
+        """A contiguous tensor of the shape of `tile`, with arbitrary content."""
+        if self._memory.numel() < tile.elements:
+            self._memory = torch.empty(tile.elements, dtype=self._memory.dtype)
+        return self._memory[: tile.elements].view(tile.shape)

@@ -1,0 +1,81 @@
+"""Which tensors of a checkpoint are in block FP8, and what their scales are called."""
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import torch
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.fp8.blocks import CODES, scales_shape
+from converters.layout import Shape
+
+_SCALES = "_scale_inv"  # despite its name, what a code is multiplied by
+_SCALE_DTYPES = (torch.float32, torch.bfloat16)
+_KEPT = ("mlp.router.weight", "eh_proj.weight")
+"""Megatron's names of the matrices of a layer that DeepSeek-V3 and Qwen3 were released with in bfloat16."""
+
+
+def quantised_names(architecture: Architecture) -> frozenset[str]:
+    """The HuggingFace names of the weights that are in FP8 in released checkpoints.
+
+    These are the matrices of the layers, multi-token prediction included: attention, MLPs and experts. The router, the
+    projection into a multi-token-prediction layer, embeddings and the output layer stay as they are.
+    """
+    names: set[str] = set()
+    for parameter in architecture.weight_map:
+        if parameter.megatron.endswith(_KEPT):
+            continue
+        matrices = [name for name, dimensions in parameter.huggingface if len(dimensions) == 2]
+        for layer in parameter.layers:
+            for expert in range(architecture.num_experts if parameter.is_expert else 1):
+                names.update(name.format(layer=layer, expert=expert) for name in matrices)
+    return frozenset(names)
+
+
+def add_scales(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], quantised: Set[str]
+) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
+    """The shapes and types of the tensors of a checkpoint in which the weights `quantised` are in FP8.
+
+    The scales of a weight follow it.
+    """
+    new_shapes, new_dtypes = {}, {}
+    for name, shape in shapes.items():
+        new_shapes[name], new_dtypes[name] = shape, dtypes[name]
+        if name in quantised:
+            new_dtypes[name] = CODES
+            new_shapes[name + _SCALES], new_dtypes[name + _SCALES] = scales_shape(shape), torch.float32
+    return new_shapes, new_dtypes
+
+
+def scales_of(folder: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Name of each tensor in FP8 -> name of its scales, of the checkpoint `folder` with these tensors.
+
+    Raises UserError for a tensor in another FP8 type, one that is no matrix, one without scales, for scales of the
+    wrong shape or type, and for scales without a tensor in FP8.
+    """
+    scales = {}
+    for name, dtype in dtypes.items():
+        if dtype is CODES:
+            scales[name] = name + _SCALES
+            _check(folder, name, shapes, dtypes)
+        elif dtype.itemsize == 1 and dtype.is_floating_point:
+            raise UserError(f"{folder} holds {name} in {dtype}; the only FP8 type that is read is {CODES}")
+    for name in dtypes:
+        if name.endswith(_SCALES) and name.removesuffix(_SCALES) not in scales:
+            raise UserError(f"{folder} holds the scales {name}, but no tensor {name.removesuffix(_SCALES)} in {CODES}")
+    return scales
+
+
+def _check(folder: Path, name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> None:
+    scales = name + _SCALES
+    if len(shapes[name]) != 2:
+        raise UserError(f"{folder} holds {name} in FP8 with shape {list(shapes[name])}; only matrices can be")
+    if scales not in shapes:
+        raise UserError(f"{folder} holds {name} in FP8 without its scales {scales}; copy the checkpoint again")
+    if dtypes[scales] not in _SCALE_DTYPES or shapes[scales] != scales_shape(shapes[name]):
+        raise UserError(
+            f"{folder} holds the scales {scales} in {dtypes[scales]} with shape {list(shapes[scales])}, where"
+            f" {name} needs {list(scales_shape(shapes[name]))} in {' or '.join(map(str, _SCALE_DTYPES))}"
+        )

@@ -1,0 +1,73 @@
+"""Bfloat16 or float32 to block FP8.
+
+The rule is that of DeepSeek-V3's kernels (inference/kernel.py): the scale of a block is its largest magnitude over 448,
+in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even.
+A block of zeros would then have the scale 0 and codes of 0 / 0, so its largest magnitude counts as 1e-10 at least, as
+in the kernels by which SGLang, slime and verl quantise.
+"""
+
+import torch
+
+from converters.fp8.blocks import BLOCK, CODES, LARGEST_CODE, LARGEST_WEIGHT, Scratch, Tile, scales_shape, tiles
+
+_SMALLEST_MAGNITUDE = 1e-10
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes (float8_e4m3fn, [rows, columns]) and scales (float32, one per block) of a weight [rows, columns].
+
+    Raises ValueError as `quantise_into` does.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"a weight of shape {list(weight.shape)} is no matrix")
+    shape = (weight.shape[0], weight.shape[1])
+    codes, scales = torch.empty(shape, dtype=CODES), torch.empty(scales_shape(shape), dtype=torch.float32)
+    quantise_into(weight, codes, scales)
+    return codes, scales
+
+
+@torch.no_grad()
+def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the codes and scales of a weight, or of whole rows or columns of blocks of it, into views of any strides.
+
+    `weight` (bfloat16, float16 or float32) and `codes` (float8_e4m3fn) have the same shape, which begins at the corner
+    of a block; `scales` (float32) are those of its blocks.
+    Raises ValueError, naming the block, for a weight that is not finite or above `LARGEST_WEIGHT`; also for tensors of
+    another type or shape. What is then in `codes` and `scales` is undefined.
+    """
+    _check(weight, codes, scales)
+    singles = Scratch(torch.float32)
+    for tile in tiles((weight.shape[0], weight.shape[1]), 0):
+        source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
+        single = singles.like(tile)
+        single.view(source.shape).copy_(source)
+        scale = _scales(single, tile)
+        row, column = tile.rows.start // BLOCK, tile.columns.start // BLOCK
+        scales[row : row + tile.blocks, column : column + scale.shape[1]] = scale
+        # A quotient is at most 448 * (1 + 2**-22), which rounds to 448: nothing is left to saturate.
+        single.div_(scale.repeat_interleave(BLOCK, dim=1)[:, None, : source.shape[1]])
+        target.copy_(single.view(target.shape))
+
+
+def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    if weight.dtype not in _INPUTS or codes.dtype is not CODES or scales.dtype is not torch.float32:
+        raise ValueError(f"a weight in {weight.dtype} cannot become {codes.dtype} with scales in {scales.dtype}")
+    if weight.dim() != 2 or weight.shape != codes.shape or tuple(scales.shape) != scales_shape(tuple(weight.shape)):
+        raise ValueError(
+            f"a weight of shape {list(weight.shape)} cannot become codes of shape {list(codes.shape)} with scales of"
+            f" shape {list(scales.shape)}"
+        )
+
+
+def _scales(single: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The scales of the blocks of a tile."""
+    blocks, _, columns = tile.shape
+    magnitudes = torch.zeros(blocks, -(-columns // BLOCK) * BLOCK)
+    torch.maximum(single.amax(1), -single.amin(1), out=magnitudes[:, :columns])
+    largest = magnitudes.view(blocks, -1, BLOCK).amax(2)
+    if not (largest <= LARGEST_WEIGHT).all():
+        row, column = (~(largest <= LARGEST_WEIGHT)).nonzero()[0].tolist()
+        row, column = row + tile.rows.start // BLOCK, column + tile.columns.start // BLOCK
+        raise ValueError(f"block {row}, {column} holds a weight that is NaN, infinite or too large for FP8")
+    return largest.clamp_(min=_SMALLEST_MAGNITUDE) / LARGEST_CODE
