@@ -5,7 +5,7 @@ STEPS  ?=
 OUTPUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark clean
+.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -14,6 +14,7 @@ help:
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"
 	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
+	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -44,5 +45,14 @@ quickstart: setup
 benchmark: benchmark-setup
 	$(PYTHON) benchmarks/step.py
 
+.venv-peers: constraints/conversion_peers.txt | setup
+	rm -rf $@ $@.partial
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.partial --requirement $<
+	mv $@.partial $@
+	touch $@
+
+benchmark-convert: setup .venv-peers
+	$(PYTHON) benchmarks/convert.py $(ARGS)
+
 clean:
-	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from machine import at_least_one, cpu_name
 from observation import Observation, Window, observe
 from rich.console import Console
 from step_table import cpu_seconds_ratios, step_table
@@ -71,7 +72,7 @@ def main() -> None:
     window = Window(options.warm_up_steps, options.steps)
     compared = programs(options.trl_threads)
     console.print(f"{options.model}: {window.steps} steps a run, {options.repeats} runs each, on {len(cores)} cores")
-    console.print(f"{_cpu_name()}; {', '.join(f'{name} {version}' for name, version in _versions().items())}")
+    console.print(f"{cpu_name()}; {', '.join(f'{name} {version}' for name, version in _versions().items())}")
     with tempfile.TemporaryDirectory(prefix="megarl-benchmark-") as folder:
         workload = prepare(options.model, Path(folder))
         observations = measure(compared, workload, window, options.repeats, Path(folder), console)
@@ -87,13 +88,13 @@ def main() -> None:
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3_moe", help="the tiny model to train")
-    parser.add_argument("--steps", type=_at_least_one, default=20, help="steps to measure in each run")
-    parser.add_argument("--warm-up-steps", type=_at_least_one, default=3, help="steps before those")
-    parser.add_argument("--repeats", type=_at_least_one, default=3, help="runs of each program")
-    parser.add_argument("--cores", type=_at_least_one, default=2, help="CPU cores that a run may use")
+    parser.add_argument("--steps", type=at_least_one, default=20, help="steps to measure in each run")
+    parser.add_argument("--warm-up-steps", type=at_least_one, default=3, help="steps before those")
+    parser.add_argument("--repeats", type=at_least_one, default=3, help="runs of each program")
+    parser.add_argument("--cores", type=at_least_one, default=2, help="CPU cores that a run may use")
     parser.add_argument(
         "--trl-threads",
-        type=_at_least_one,
+        type=at_least_one,
         nargs="+",
         default=[1],
         metavar="N",
@@ -101,18 +102,6 @@ def _parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
     return parser.parse_args()
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is too small: it must be at least 1")
-    return number
-
-
-def _cpu_name() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else "unknown CPU"
 
 
 def _versions() -> dict[str, str]:
@@ -125,7 +114,7 @@ def _write_json(options: argparse.Namespace, cores: int, observations: Mapping[s
         "model": options.model,
         "steps": options.steps,
         "cores": cores,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "versions": _versions(),
         "runs": {name: [asdict(run) for run in runs] for name, runs in observations.items()},
     }

@@ -1,0 +1,63 @@
+"""Programs take turns: A B C A B C ..., each from the same state of the disk and of the page cache."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.observe import Observation, observe
+from conversion.programs import Form, Phase, Program, folder_bytes
+
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a program."""
+
+    program: str
+    round: int
+    phases: Sequence[Phase]
+    read_bytes: int
+    written_bytes: int
+    observation: Observation
+
+
+def run_rounds(
+    programs: Sequence[Program],
+    sources: Mapping[Form, Path],
+    rounds: int,
+    folder: Path,
+    report: Callable[[Run], None],
+) -> Iterator[Run]:
+    """Run every program once a round, each round beginning with another; what a run writes to `folder` is deleted."""
+    for round_number in range(rounds):
+        first = round_number % len(programs)
+        for program in (*programs[first:], *programs[:first]):
+            run = run_once(program, round_number, sources[program.form], folder / "out")
+            report(run)
+            yield run
+
+
+def run_once(program: Program, round_number: int, source: Path, out: Path) -> Run:
+    """One run that makes the folder `out`, which is deleted afterwards. Its source is in the page cache.
+
+    Nothing that was written before it still waits for the disk.
+    """
+    os.sync()
+    read_through(source)
+    seen = observe(program.command(source, out), program.environment)
+    run = Run(program.name, round_number, program.phases(seen), folder_bytes(source), folder_bytes(out), seen)
+    shutil.rmtree(out)
+    return run
+
+
+def read_through(folder: Path) -> None:
+    """Bring the files of a folder into the page cache."""
+    buffer = bytearray(_PIECE_BYTES)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
