@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Moonlight and Kimi-K2, with and without multi-token prediction, against transformers in fp32."""
+"""DeepSeek-V2 and V3, Moonlight and Kimi-K2, and whatever has multi-token prediction, against transformers in fp32."""
 
 import json
 from collections.abc import Mapping
@@ -79,6 +79,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**V3, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
     "deepseek_v3_mtp": ("deepseek_v3", {**V3, "num_nextn_predict_layers": 2}),
     "deepseek_v3_mtp_tied": ("deepseek_v3", {**V3, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}),
+    # Of another attention, with the same router and prediction layers.
+    "glm4_moe_mtp": ("glm4_moe", {**V3, "num_nextn_predict_layers": 2, "head_dim": 8, "num_key_value_heads": 2}),
     "moonlight": ("deepseek_v3", {**V3, "q_lora_rank": None, "rms_norm_eps": 1e-5}),
     "kimi_k2": (
         "deepseek_v3",
@@ -91,7 +93,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-MTP_MODELS = ("deepseek_v3_mtp", "deepseek_v3_mtp_tied")
+MTP_MODELS = ("deepseek_v3_mtp", "deepseek_v3_mtp_tied", "glm4_moe_mtp")
 
 
 def write_model(name: str, folder: Path) -> PreTrainedModel:
@@ -154,17 +156,15 @@ def test_logits_equal_those_of_transformers(sizes: str, models: Mapping[str, tup
 
 def predictions(rank: int, sizes: ParallelSizes, folder: Path, tokens: Tensor) -> Tensor:
     """This rank's tokens of what each prediction layer gives to the output layer: [layers, tokens, hidden]."""
-    model = loaded_model(rank, sizes, folder)[0]
+    model = loaded_model(rank, sizes, folder)[0].eval()
     batch = pack(RaggedBatch(tokens, torch.tensor([len(tokens)])), [0], sizes.tensor_model_parallel_size)
     ends, longest = batch.cu_seqlens, batch.max_seqlen
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    inputs = {"input_ids": batch.tokens, "position_ids": batch.position_ids, "attention_mask": None}
-    hidden: list[Tensor] = []
-    model.decoder.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
+    outputs: list[Tensor] = []
+    model.mtp.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     with torch.no_grad():
-        model(**inputs, packed_seq_params=packed)
-        output = model.mtp(**inputs, hidden_states=hidden[0], packed_seq_params=packed, embedding=model.embedding)
-    return torch.stack(output[:, 0].chunk(1 + len(model.mtp.layers))[1:])
+        model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=packed)
+    return torch.stack(outputs[0][:, 0].chunk(1 + len(model.mtp.layers))[1:])
 
 
 def expected_predictions(folder: Path, tokens: Tensor) -> list[Tensor]:
@@ -188,10 +188,11 @@ def expected_predictions(folder: Path, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sizes", ["one", "TP2"])
+@pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe_mtp"])
 def test_prediction_layers_compute_what_those_of_transformers_do(
-    sizes: str, models: Mapping[str, tuple[Path, PreTrainedModel]]
+    name: str, sizes: str, models: Mapping[str, tuple[Path, PreTrainedModel]]
 ) -> None:
-    folder, _ = models["deepseek_v3_mtp"]
+    folder, _ = models[name]
     tokens = sequences()[0][1]
     got = torch.cat(run_ranks(predictions, SIZES[sizes], folder, tokens), dim=1)
     expected = expected_predictions(folder, tokens)
