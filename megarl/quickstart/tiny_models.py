@@ -61,10 +61,10 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "max_position_embeddings": 131072,
         },
     ),
-    # A key-value head for all, so that tensor parallelism cuts through it.
+    # One key-value head for all ranks: tensor parallelism cuts through it. vLLM knows no head_dim of this family.
     "qwen2": TinyModel(
         "qwen2",
-        {**_DENSE, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {**_DENSE, "hidden_size": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
         tensors_not_initialised={"_proj.bias": 0.1},
     ),
     "qwen3": TinyModel("qwen3", _DENSE),
