@@ -1,0 +1,110 @@
+"""Weights of this rank's chunks as parts of a distributed checkpoint (torch_dist), whatever layout it was saved at."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.models.gpt import GPTModel
+
+from converters.architectures import Architecture, Part
+from converters.errors import UserError
+from converters.formats.torch_dist import StoredTensor, TorchDistCheckpoint
+from converters.layouts.megatron import ModuleNames
+from converters.layouts.torch_dist import has_uniform_layers, stored_shard
+from converters.layouts.torch_dist.keys import cells
+
+
+def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, folder: Path) -> None:
+    """Collective: fill this rank's chunks from the torch_dist checkpoint in `folder`.
+
+    The layout, the padding of the vocabulary and the names (those of Transformer Engine's modules or of megatron-core's
+    local ones) are those of the checkpoint; optimizer state in it is left alone. Layers for multi-token prediction may
+    be in the checkpoint and not in the model. Padding becomes 0.
+
+    Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of
+    `architecture`.
+    """
+    checkpoint = TorchDistCheckpoint(folder)
+    _check(architecture, checkpoint.weights)
+    uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in checkpoint.weights)
+    wanted = _sharded(chunks, uniform=uniform)
+    for chunk, tensors in zip(chunks, wanted.values(), strict=True):
+        for name, key in _transformer_engine_keys(chunk, architecture, uniform=uniform).items():
+            if name in tensors and key in checkpoint.weights:
+                tensors[name].key = key
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.folder), common_strategy=_WithoutCommon())
+    for chunk, name in zip(chunks, wanted, strict=True):
+        different = chunk.load_state_dict(loaded[name], strict=False)
+        if missing := [key for key in different.missing_keys if not key.endswith("_extra_state")]:
+            raise ValueError(f"megatron-core loads no {missing[0]}, one of {len(missing)} tensors")
+
+
+def sharded_weights(
+    chunks: Sequence[GPTModel], architecture: Architecture, *, module_names: ModuleNames = "te"
+) -> dict[str, ShardedStateDict]:
+    """What `megatron.core.dist_checkpointing.save` takes to save this rank's weights.
+
+    The keys are those of Transformer Engine's modules, as `load_distributed` and the converters write and read them,
+    or those that megatron-core gives to its local modules.
+    """
+    uniform = has_uniform_layers(architecture)
+    weights = _sharded(chunks, uniform=uniform)
+    if module_names == "te":
+        for chunk, tensors in zip(chunks, weights.values(), strict=True):
+            for name, key in _transformer_engine_keys(chunk, architecture, uniform=uniform).items():
+                if name in tensors:
+                    tensors[name].key = key
+    return weights
+
+
+class _WithoutCommon(TorchCommonLoadStrategy):
+    """Leaves `common.pt` alone: it says nothing about weights and may need classes of the program that saved it."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+def _check(architecture: Architecture, weights: Mapping[str, StoredTensor]) -> None:
+    stored_shard(architecture, {key: stored.shape for key, stored in weights.items()}, dict.fromkeys(weights, ()))
+    for key, stored in weights.items():
+        held, size = sum(chunk.box.size for chunk in stored.chunks), math.prod(stored.shape)
+        if held != size:
+            raise UserError(f"the checkpoint holds {held} of the {size} elements of {key}; copy it again")
+
+
+def _sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:
+    for chunk in chunks:
+        stages = chunk.config.pipeline_model_parallel_size
+        if stages > 1 and chunk.config.mtp_num_layers and chunk.share_embeddings_and_output_weights:
+            raise UserError(
+                "megatron-core has no distributed checkpoints of multi-token prediction with tied embeddings over"
+                f" {stages} pipeline stages; use pipeline_model_parallel_size 1"
+            )
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    # A fresh table for each chunk: megatron-core adds to it.
+    states = [chunk.sharded_state_dict(metadata={"non_homogeneous_layers": not uniform}) for chunk in chunks]
+    # Transformer Engine's FP8 statistics are no weights.
+    return {
+        name: {key: part for key, part in state.items() if not isinstance(part, ShardedObject)}
+        for name, state in zip(names, states, strict=True)
+    }
+
+
+def _transformer_engine_keys(chunk: GPTModel, architecture: Architecture, *, uniform: bool) -> dict[str, str]:
+    """Name in a chunk of local modules -> key in a checkpoint with Transformer Engine's names.
+
+    Without the experts, whose keys are the same.
+    """
+    local = {layer.layer_number - 1: index for index, layer in enumerate(chunk.decoder.layers)}
+    for index in range(architecture.mtp_layers):
+        local[architecture.num_layers + index] = index
+    return {
+        cell.parameter.megatron.format(layer=local.get(cell.layer)): cell.key
+        for cell in cells(architecture, uniform=uniform)
+        if not cell.parameter.is_expert and (cell.parameter.part is not Part.LAYERS or cell.layer in local)
+    }
