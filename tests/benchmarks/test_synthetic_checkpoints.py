@@ -9,6 +9,9 @@ from converters.architectures import read_architecture
 from converters.boxes import Box
 from converters.convert import check_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.fp8.dequantise import dequantise
+from converters.fp8.names import quantised_names, scales_of
+from converters.fp8.quantisation_config import is_block_fp8
 
 # Wide enough for matrices of several blocks, the last of them cut off.
 SMALL = {
@@ -40,23 +43,18 @@ def test_a_bf16_checkpoint_is_one_of_its_architecture(tmp_path: Path) -> None:
     assert len(distinct) == len(architecture.hf_shapes)
 
 
-def test_an_fp8_checkpoint_has_a_scale_for_every_block(tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_is_one_of_its_architecture(tmp_path: Path) -> None:
     write_checkpoint(SMALL, tmp_path / "model", fp8=True)
     checkpoint = HuggingFaceCheckpoint(tmp_path / "model")
-    assert checkpoint.config["quantization_config"]["weight_block_size"] == [128, 128]
-    codes = [name for name, dtype in checkpoint.dtypes.items() if dtype is torch.float8_e4m3fn]
     architecture = read_architecture(checkpoint.config)
-    projections = {name for name in architecture.hf_shapes if "_proj" in name and "eh_proj" not in name}
-    assert set(codes) == projections
-    for name in codes:
-        rows, columns = checkpoint.shapes[name]
-        scale = read(checkpoint, f"{name}_scale_inv")
-        assert scale.dtype is torch.float32
-        assert scale.shape == (-(-rows // 128), -(-columns // 128))
-        assert scale.min() > 0
-        assert read(checkpoint, name).float().isfinite().all()
-    others = checkpoint.shapes.keys() - projections - {f"{name}_scale_inv" for name in codes}
-    assert others == (architecture.hf_shapes.keys() | architecture.hf_copies.keys()) - projections
+    check_checkpoint(checkpoint, architecture)
+    assert is_block_fp8(checkpoint.config)
+    scales = scales_of(checkpoint.folder, checkpoint.shapes, checkpoint.dtypes)
+    assert scales.keys() == quantised_names(architecture)
+    for name, scale_name in scales.items():
+        weight = dequantise(read(checkpoint, name), read(checkpoint, scale_name), torch.float32)
+        assert weight.isfinite().all()
+        assert 0.01 < weight.std() < 0.1
 
 
 @pytest.mark.parametrize("size_bytes", [300_000_000, 1_200_000_000])
