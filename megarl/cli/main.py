@@ -13,6 +13,8 @@ COMMANDS = {
     "train": "GRPO: prompts, rollouts, rewards, updates",
     "sft": "supervised fine-tuning on the same engine",
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
+    "convert": "HuggingFace folder to Megatron checkpoint, in a stream",
+    "export": "Megatron checkpoint to HuggingFace folder, in a stream",
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }
@@ -40,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        command.set_defaults(interrupted="interrupted")
         module.add_arguments(command)
         command.set_defaults(run=module.run, command=name, takes_overrides=module.TAKES_OVERRIDES)
     return parser
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return _fail(options.interrupted, EXIT_INTERRUPTED)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -1,0 +1,46 @@
+"""What a conversion would write, planned from config.json alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from converters.fp8 import is_block_fp8
+from converters.import_huggingface import ConversionPlan, DTypeChoice, plan_conversion
+from converters.layouts.parallel_sizes import ParallelSizes
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def plan_from_config(
+    hf_folder: Path, parallel: ParallelSizes, *, dtype: DTypeChoice, vocabulary_multiple: int
+) -> ConversionPlan:
+    """The plan of `convert_checkpoint` for the weights that config.json describes, which need not be there.
+
+    Raises UserError for anything wrong with config.json or the sizes.
+    """
+    config = read_json(hf_folder / CONFIG)
+    architecture = read_architecture(config)
+    weights = _DTYPES[dtype] if dtype != "keep" else _own_dtype(config)
+    return plan_conversion(
+        architecture, parallel, architecture.hf_dtypes(weights), vocabulary_multiple=vocabulary_multiple
+    )
+
+
+def _own_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    if is_block_fp8(config):
+        return torch.bfloat16  # what FP8 is decoded to
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPES:
+        raise UserError(f"config.json says that its weights are in {name!r}; say --dtype bf16 or fp32")
+    return _DTYPES[name]

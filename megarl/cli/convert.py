@@ -1,0 +1,153 @@
+"""Convert a HuggingFace folder to a Megatron checkpoint, in a stream: without a model, a GPU or a process group.
+
+Writes Megatron's torch_dist format as Megatron-LM's loader looks for it, and a checksum of every chunk. The chunks are
+cut for the given parallel sizes, so that each rank reads whole ones; the checkpoint loads at any other sizes, too. A
+conversion that was interrupted goes on when the same command is given again.
+"""
+
+import argparse
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.cli import outcome
+from megarl.cli.amounts import say_bytes, say_seconds
+
+if TYPE_CHECKING:
+    from converters.import_huggingface import ConversionPlan
+    from converters.layouts.parallel_sizes import ParallelSizes
+
+EXAMPLES = """examples:
+  megarl convert --hf Qwen3-30B-A3B --tp 2 --ep 4 --out megatron/qwen3
+  megarl convert --hf DeepSeek-V3 --tp 8 --pp 16 --ep 32 --decoder-last-pipeline-num-layers 1 \\
+      --dtype bf16 --out megatron/deepseek
+  megarl convert --hf DeepSeek-V3 --tp 8 --pp 16 --ep 32 --decoder-last-pipeline-num-layers 1 \\
+      --out megatron/deepseek --dry-run
+"""
+TAKES_OVERRIDES = False
+_DTYPES = ("keep", "bf16", "fp32")
+_SIZES = (
+    ("--tp", 1, "tensor-parallel size"),
+    ("--pp", 1, "pipeline-parallel size"),
+    ("--vpp", None, "virtual stages of each pipeline stage"),
+    ("--ep", 1, "expert-parallel size"),
+    ("--etp", None, "tensor-parallel size of the experts (default: --tp)"),
+    ("--decoder-first-pipeline-num-layers", None, "layers of the first pipeline stage, where it has its own number"),
+    ("--decoder-last-pipeline-num-layers", None, "layers of the last pipeline stage, where it has its own number"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.set_defaults(interrupted=outcome.CONTINUES)
+    parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="HuggingFace folder")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
+    for name, default, text in _SIZES:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="keep", help="of the weights (default: keep; FP8 becomes bf16 then)"
+    )
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of this times --tp, as Megatron-LM does (%(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="plan from config.json alone, print it, write nothing")
+    outcome.add_workers(parser)
+    outcome.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, or plan it."""
+    import torch
+
+    from converters.import_huggingface import convert_checkpoint
+    from megarl.cli.progress import ByteProgress
+
+    torch.set_num_threads(1)  # the workers are the threads
+    outcome.check_workers(options.workers)
+    start = time.perf_counter()
+    with outcome.file_errors_in_a_sentence():
+        if options.dry_run:
+            return _dry_run(options, start)
+        with ByteProgress(quiet=options.json) as progress:
+            plan = convert_checkpoint(
+                options.hf,
+                options.out,
+                _parallel_sizes(options),
+                dtype=options.dtype,
+                vocabulary_multiple=options.make_vocab_size_divisible_by,
+                workers=options.workers,
+                progress=progress,
+            )
+    seconds = time.perf_counter() - start
+    facts = _facts(plan, options, seconds)
+    rate = f"{say_bytes(plan.nbytes / seconds)}/s"
+    sentence = (
+        f"{options.out}: {facts['tensors']:,} tensors in {facts['chunks']:,} chunks, {say_bytes(plan.nbytes)} in"
+        f" {facts['files']} files, {say_seconds(seconds)} ({rate})"
+    )
+    outcome.print_outcome(options, [sentence], facts)
+    return 0
+
+
+def _parallel_sizes(options: argparse.Namespace) -> "ParallelSizes":
+    from converters.layouts.parallel_sizes import ParallelSizes
+
+    # A size below 1 is refused by its name, not by what it does to the number of ranks.
+    tp, pp, ep = (max(1, size) for size in (options.tp, options.pp, options.ep))
+    etp = max(1, tp if options.etp is None else options.etp)
+    return ParallelSizes(
+        world_size=pp * math.lcm(tp, ep * etp),
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp,
+        expert_model_parallel_size=options.ep,
+        expert_tensor_parallel_size=options.etp,
+        num_layers_in_first_pipeline_stage=options.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=options.decoder_last_pipeline_num_layers,
+    )
+
+
+def _dry_run(options: argparse.Namespace, start: float) -> int:
+    from converters.dry_run import plan_from_config
+
+    parallel = _parallel_sizes(options)
+    plan = plan_from_config(
+        options.hf, parallel, dtype=options.dtype, vocabulary_multiple=options.make_vocab_size_divisible_by
+    )
+    seconds = time.perf_counter() - start
+    facts = {**_facts(plan, options, seconds), "ranks": parallel.world_size, "dry_run": True}
+    outcome.print_outcome(options, ["nothing is written; the plan:", *outcome.table(_rows(facts))], facts)
+    return 0
+
+
+def _facts(plan: "ConversionPlan", options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    sizes: Counter[str] = Counter()
+    for tensor in plan.contents.tensors.values():
+        for chunk in tensor.chunks:
+            sizes[chunk.file] += chunk.length
+    return {
+        "out": str(options.out),
+        "seconds": round(seconds, 4),
+        "bytes": plan.nbytes,
+        "tensors": len(plan.contents.tensors),
+        "chunks": len(plan.targets),
+        "files": len(sizes),
+        "largest_file_bytes": max(sizes.values()),
+        "padded_vocabulary": plan.padded_vocabulary,
+    }
+
+
+def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "for", f"{facts['ranks']:,} ranks"
+    yield "tensors", f"{facts['tensors']:,} in {facts['chunks']:,} chunks"
+    yield "files", f"{facts['files']:,}, the largest of {say_bytes(facts['largest_file_bytes'])}"
+    yield "bytes", f"{facts['bytes']:,} ({say_bytes(facts['bytes'])})"
+    yield "vocabulary", f"padded to {facts['padded_vocabulary']:,}"
+    yield "planned in", say_seconds(facts["seconds"])

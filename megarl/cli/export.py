@@ -1,0 +1,77 @@
+"""Export a Megatron checkpoint to a HuggingFace folder, in a stream: safetensors, index, config and tokenizer.
+
+Takes any torch_dist checkpoint in any layout: one that `megarl convert` wrote, a training run's, or one saved by
+megatron.core.dist_checkpointing. An export that was interrupted goes on when the same command is given again.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from megarl.cli import outcome
+from megarl.cli.amounts import read_bytes, say_bytes, say_seconds
+
+EXAMPLES = """examples:
+  megarl export --megatron megatron/qwen3 --out exported/qwen3
+  megarl export --megatron runs/mine/checkpoints --hf-config Qwen3-30B-A3B --out exported/mine
+  megarl export --megatron megatron/deepseek --fp8 --shard-size 4GiB --out exported/deepseek
+"""
+TAKES_OVERRIDES = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.set_defaults(interrupted=outcome.CONTINUES)
+    parser.add_argument(
+        "--megatron", required=True, type=Path, metavar="DIR", help="torch_dist checkpoint, or a folder of several"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="folder with the model's config.json and tokenizer (default: those the checkpoint came with)",
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="matrices of the layers in block FP8: e4m3, a scale per 128x128"
+    )
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file: 5GB, 500MB, 2GiB (%(default)s)")
+    outcome.add_workers(parser)
+    outcome.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export."""
+    shard_size_bytes = read_bytes(options.shard_size, "--shard-size")
+    outcome.check_workers(options.workers)
+    import torch
+
+    from converters.export_huggingface import export_checkpoint
+    from megarl.cli.progress import ByteProgress
+
+    torch.set_num_threads(1)  # the workers are the threads
+    start = time.perf_counter()
+    with outcome.file_errors_in_a_sentence(), ByteProgress(quiet=options.json) as progress:
+        plan = export_checkpoint(
+            options.megatron,
+            options.out,
+            hf_config_folder=options.hf_config,
+            fp8=options.fp8,
+            shard_size_bytes=shard_size_bytes,
+            workers=options.workers,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - start
+    facts = {
+        "out": str(options.out),
+        "seconds": round(seconds, 4),
+        "bytes": plan.nbytes,
+        "tensors": len(plan.shapes),
+        "files": len(plan.files),
+    }
+    sentence = (
+        f"{options.out}: {len(plan.shapes):,} tensors, {say_bytes(plan.nbytes)} in {len(plan.files)}"
+        f" {'file' if len(plan.files) == 1 else 'files'}, {say_seconds(seconds)} ({say_bytes(plan.nbytes / seconds)}/s)"
+    )
+    outcome.print_outcome(options, [sentence], facts)
+    return 0

@@ -1,0 +1,56 @@
+"""What a command about checkpoints says in the end, and what these commands share."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from converters.errors import UserError
+
+_MOST_WORKERS = 4
+CONTINUES = "interrupted; the same command goes on where it was"
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare `--json`."""
+    parser.add_argument("--json", action="store_true", help="no progress; the last line of the output is JSON")
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Declare `--workers`."""
+    default = min(_MOST_WORKERS, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=default, metavar="N", help="threads (here: %(default)s)")
+
+
+def check_workers(workers: int) -> None:
+    """Raise UserError unless there is somebody to do the work."""
+    if workers < 1:
+        raise UserError(f"--workers {workers} leaves nobody to do the work; give at least 1")
+
+
+def print_outcome(options: argparse.Namespace, sentences: Iterable[str], facts: dict[str, Any]) -> None:
+    """Print the sentences, or with `--json` the facts on one line."""
+    if options.json:
+        print(json.dumps({"command": options.command, **facts}))
+    else:
+        print("\n".join(sentences))
+
+
+def table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines with the names one below the other, and the values beside them."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+
+
+@contextmanager
+def file_errors_in_a_sentence() -> Iterator[None]:
+    """Turn the error of a file that cannot be read into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UserError(f"{error.filename} cannot be read or written ({error.strerror}); change that") from error
