@@ -31,7 +31,8 @@ _DRY_RUN = "dry-run"
 _GROUPS = ("disk", "megarl", "mbridge", "megatron-bridge", _DRY_RUN)
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "safetensors")
 _PEERS = ("mbridge", "megatron-bridge", "transformers")
-_DRY_RUN_LAYOUT = ("--tp", "8", "--pp", "16", "--ep", "32")
+# 60 of the 61 layers share 15 stages.
+_DRY_RUN_LAYOUT = ("--tp", "8", "--pp", "16", "--ep", "32", "--decoder-last-pipeline-num-layers", "1")
 
 
 def main() -> None:
@@ -92,7 +93,8 @@ def _dry_runs(rounds: int, folder: Path) -> list[Observation]:
     model.mkdir()
     config = {**DEEPSEEK_V3, "quantization_config": QUANTIZATION_CONFIG}
     (model / "config.json").write_text(json.dumps(config))
-    command = (*MEGARL, "convert", "--dry-run", "--hf", str(model), "--out", str(folder / "none"), *_DRY_RUN_LAYOUT)
+    places = ("--hf", str(model), "--out", str(folder / "none"))
+    command = (*MEGARL, "convert", "--dry-run", *places, *_DRY_RUN_LAYOUT, "--json")
     (program, *_) = our_programs([1])
     return [observe(command, program.environment) for _ in range(rounds)]
 
