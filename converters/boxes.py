@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, lt, sub
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -23,7 +24,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Length in every dimension."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -38,18 +39,15 @@ class Box:
         """The elements in both boxes; None where there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def shift(self, offset: Sequence[int]) -> "Box":
         """The same box, moved by `offset`."""
-        return Box(
-            tuple(a + b for a, b in zip(self.start, offset, strict=True)),
-            tuple(a + b for a, b in zip(self.stop, offset, strict=True)),
-        )
+        return Box(tuple(map(add, self.start, offset)), tuple(map(add, self.stop, offset)))
 
     def relative_to(self, origin: "Box") -> "Box":
         """This box in the coordinates of a tensor that holds just `origin`."""
-        return self.shift(tuple(-start for start in origin.start))
+        return Box(tuple(map(sub, self.start, origin.start)), tuple(map(sub, self.stop, origin.start)))
 
     def subtract(self, inner: "Box") -> "Iterator[Box]":
         """Cut what is left of this box without `inner`, which must lie in it, into disjoint boxes."""

@@ -1,6 +1,6 @@
 """Megatron to HuggingFace: the weights of any torch_dist checkpoint written in a stream, in any layout it was saved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from converters.formats.torch_dist import METADATA, TorchDistCheckpoint
 from converters.fp8 import add_scales, quantisation_config, quantised_names, scales_of
 from converters.import_huggingface import COPIES, HUGGINGFACE
 from converters.layout import Shape
-from converters.layouts.torch_dist import StoredShard, stored_shard
-from converters.manifest import read_manifest, write_manifest
+from converters.layouts.torch_dist import Piece, stored_pieces
+from converters.manifest import MANIFEST, read_manifest, write_manifest
 from converters.output_folder import OutputFolder
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
@@ -68,15 +68,13 @@ def export_checkpoint(
     companions = hf_config_folder or _own_companions(checkpoint)
     config = read_json(companions / CONFIG)
     architecture = read_architecture(config)
-    stored = stored_shard(
-        architecture,
-        {key: each.shape for key, each in checkpoint.weights.items()},
-        {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()},
-    )
-    source = TorchDistSource(checkpoint, stored.pieces)
+    shapes = {key: each.shape for key, each in checkpoint.weights.items()}
+    boxes = {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()}
+    pieces = list(stored_pieces(architecture, shapes, boxes))
+    source = TorchDistSource(checkpoint, pieces)
     plan = plan_export(
         architecture,
-        stored,
+        pieces,
         source,
         copies=_copies(checkpoint, architecture),
         fp8=fp8,
@@ -104,7 +102,7 @@ def export_checkpoint(
 
 def plan_export(
     architecture: Architecture,
-    stored: StoredShard,
+    pieces: Sequence[Piece],
     source: TorchDistSource,
     *,
     copies: tuple[str, ...],
@@ -112,7 +110,7 @@ def plan_export(
     shard_size_bytes: int,
 ) -> ExportPlan:
     """Lay out the files. Raises UserError where the chunks leave an element of a tensor out, or hold one twice."""
-    parts = _parts(architecture, stored)
+    parts = _parts(architecture, pieces)
     for copy in copies:
         parts[copy] = parts[architecture.hf_copies[copy]]
     shapes = {name: architecture.hf_shapes[architecture.hf_copies.get(name, name)] for name in parts}
@@ -135,11 +133,12 @@ def plan_export(
     return ExportPlan({file: list(names) for file, names in files.items()}, headers, targets, shapes, dtypes, nbytes)
 
 
-def _parts(architecture: Architecture, stored: StoredShard) -> dict[str, list[Part]]:
+def _parts(architecture: Architecture, pieces: Sequence[Piece]) -> dict[str, list[Part]]:
     """What each HuggingFace tensor is made of, in the order of the model."""
     parts: dict[str, list[Part]] = {name: [] for name in architecture.hf_shapes}
-    for placement in stored.shard.placements:
-        parts[placement.hf_name].append(Part(placement.local_name, placement.local_box, placement.hf_box))
+    for piece in pieces:
+        for each in piece.placements:
+            parts[each.hf_name].append(Part(piece.name, each.local_box, each.hf_box))
     for name, shape in architecture.hf_shapes.items():
         boxes = [part.box for part in parts[name]]
         if overlap := first_overlap(boxes):
@@ -158,7 +157,13 @@ def _copies(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> tupl
     manifest = read_manifest(checkpoint.folder.parent)
     if manifest is None or COPIES not in manifest.source:
         return architecture.exported_copies
-    return tuple(name for name in architecture.hf_copies if name in manifest.source[COPIES])
+    copies, possible = manifest.source[COPIES], list(architecture.hf_copies)
+    if unknown := [name for name in copies if name not in possible] if isinstance(copies, list) else [copies]:
+        raise UserError(
+            f"{checkpoint.folder.parent / MANIFEST} names copies of weights, {unknown[0]} for one, that the model of"
+            " config.json does not have; copy the checkpoint again"
+        )
+    return tuple(name for name in possible if name in copies)
 
 
 def _own_companions(checkpoint: TorchDistCheckpoint) -> Path:

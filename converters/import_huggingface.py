@@ -21,10 +21,9 @@ from converters.formats.torch_dist import (
     write_metadata,
 )
 from converters.formats.torch_dist.common_state import empty_extra_state, extra_state_keys, write_common_state
-from converters.layout import Placement
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
-from converters.layouts.torch_dist import plan_chunks, stored_shard
+from converters.layouts.torch_dist import plan_chunks, stored_pieces
 from converters.manifest import write_manifest
 from converters.output_folder import OutputFolder
 from converters.stream.run import Progress, write_targets
@@ -94,19 +93,15 @@ def plan_conversion(
 
 def _targets(architecture: Architecture, contents: Contents) -> list[Target]:
     """One for each chunk, in the order of the model."""
+    shapes = {key: each.shape for key, each in contents.tensors.items()}
     boxes = {key: [chunk.box for chunk in each.chunks] for key, each in contents.tensors.items()}
-    stored = stored_shard(architecture, {key: each.shape for key, each in contents.tensors.items()}, boxes)
-    placements: dict[str, list[Placement]] = {name: [] for name in stored.pieces}
-    for placement in stored.shard.placements:
-        placements[placement.local_name].append(placement)
     targets = []
-    for name, piece in stored.pieces.items():
+    for piece in stored_pieces(architecture, shapes, boxes):
         tensor = contents.tensors[piece.key]
         chunk = tensor.chunks[piece.chunk]
-        parts = [Part(each.hf_name, each.hf_box, each.local_box) for each in placements[name]]
-        shape = stored.shard.local_shapes[name]
+        parts = [Part(each.hf_name, each.hf_box, each.local_box) for each in piece.placements]
         place = Place(f"{RELEASE}/{chunk.file}", chunk.offset)
-        targets.append(Target(name, place, tensor.dtype, shape, parts, framed_shape=chunk.box.shape))
+        targets.append(Target(piece.name, place, tensor.dtype, piece.shape, parts, framed_shape=chunk.box.shape))
     return targets
 
 

@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from isal.isal_zlib import crc32
 
@@ -22,35 +23,55 @@ class Journal:
 
     def __init__(self, path: Path, purpose: Mapping[str, Any]) -> None:
         """`purpose` tells one output from another; a journal of another purpose is begun anew."""
-        self._path, self._purpose = path, json.dumps(purpose, sort_keys=True)
+        self._path, self._start = path, f"{json.dumps(purpose, sort_keys=True)}\n".encode()
         self.found: dict[str, list[Written]] = {}
         """Tensors that an interrupted run wrote, by name."""
-        self._file: TextIO
+        self._file: FileIO
 
     def __enter__(self) -> "Journal":
-        lines = self._path.read_text().split("\n") if self._path.exists() else []
-        if lines and lines[0] == self._purpose:
-            # What follows the last newline was cut off.
-            for line in lines[1:-1]:
-                name, *places = json.loads(line)
-                self.found[name] = [Written(*place) for place in places]
-            self._truncate("\n".join(lines[:-1]) + "\n")
-        else:
-            self._truncate(self._purpose + "\n")
-        self._file = self._path.open("a")
+        content = self._content()
+        end = len(self._start) if self.is_begun else 0
+        for line in content[end:].splitlines(keepends=True) if end else ():
+            if (entry := _entry(line)) is None:
+                break
+            self.found[entry[0]] = entry[1]
+            end += len(line)
+        # Without a buffer, which would want to be written again when a full disk ends the run.
+        self._file = self._path.open("r+b" if self._path.exists() else "w+b", buffering=0)
+        self._file.truncate(end)
+        self._file.seek(end)
+        if not end:
+            self._write(self._start)
         return self
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the file is of this purpose."""
+        return self._content().startswith(self._start)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _truncate(self, content: str) -> None:
-        self._path.write_text(content)
-
     def add(self, name: str, written: Sequence[Written]) -> None:
         """Note that a tensor has been written."""
         line = [name, *([each.file, each.offset, each.nbytes, each.crc32] for each in written)]
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._write(f"{json.dumps(line)}\n".encode())
+
+    def _content(self) -> bytes:
+        return self._path.read_bytes() if self._path.exists() else b""
+
+    def _write(self, content: bytes) -> None:
+        while content:
+            content = content[self._file.write(content) :]
+
+
+def _entry(line: bytes) -> tuple[str, list[Written]] | None:
+    """A tensor's name and places; None for a line that was cut off or damaged."""
+    try:
+        name, *places = json.loads(line)
+        return (name, [Written(*place) for place in places]) if line.endswith(b"\n") and isinstance(name, str) else None
+    except (TypeError, ValueError):
+        return None
 
 
 def is_intact(folder: Path, written: Written) -> bool:

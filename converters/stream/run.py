@@ -9,7 +9,7 @@ from converters.stream.files import OutputFiles
 from converters.stream.journal import Journal, is_intact
 from converters.stream.sources import Source
 from converters.stream.targets import Target, Written
-from converters.stream.tensor_writer import TensorWriter
+from converters.stream.tensor_writer import TensorWriter, places_of
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, from several threads."""
@@ -60,8 +60,11 @@ def write_targets(
     def work(files: OutputFiles) -> None:
         writer = TensorWriter(source, files, run.count)
         while (target := run.next_target()) is not None:
-            found = journal.found.get(target.name)
-            if found and all(is_intact(folder, each) for each in found):
+            found = journal.found.get(target.name, [])
+            places = [(each.file, each.offset, each.nbytes) for each in found]
+            if places == places_of(target) and all(is_intact(folder, each) for each in found):
+                # Its checksum is not noted: after a crash of the machine it may be lost and the elements not.
+                writer.write_frame(target, found[0].crc32)
                 run.finish(target, found, None)
                 run.count(target.nbytes)
             else:

@@ -1,6 +1,6 @@
 """Where a conversion reads from: tensors by name, of which it asks boxes. Called from several threads at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -63,8 +63,8 @@ class HuggingFaceSource:
 class TorchDistSource:
     """The pieces of a distributed checkpoint, by the names that their layout gives them."""
 
-    def __init__(self, checkpoint: TorchDistCheckpoint, pieces: Mapping[str, Piece]) -> None:
-        self._checkpoint, self._pieces = checkpoint, pieces
+    def __init__(self, checkpoint: TorchDistCheckpoint, pieces: Iterable[Piece]) -> None:
+        self._checkpoint, self._pieces = checkpoint, {piece.name: piece for piece in pieces}
         self._piece = lru_cache(_VIEWS_KEPT)(self._read_piece)
 
     def view(self, name: str, box: Box) -> torch.Tensor:

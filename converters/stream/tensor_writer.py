@@ -2,12 +2,15 @@
 and through a buffer where they have to be gathered, converted or quantised.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 from isal.isal_zlib import crc32
 
 from converters.boxes import Box
+from converters.errors import UserError
+from converters.errors import UserError
 from converters.formats.torch_dist.framing import frame
 from converters.fp8 import BLOCK, quantise_into, scales_shape
 from converters.stream.files import OutputFiles
@@ -17,6 +20,17 @@ from converters.stream.targets import Part, Place, Target, Written
 # A processor's second-level cache holds it between the checksum and the write.
 _SLICE_BYTES = 2**20
 _FP8_SLICE_BYTES = 2**22
+_SCALE_DTYPE = torch.float32
+
+
+def places_of(target: Target) -> list[tuple[str, int, int]]:
+    """File, offset and size of the elements of a target, and of its scales if it has some."""
+    head = frame(target.dtype, target.framed_shape).head_bytes if target.framed_shape is not None else 0
+    places = [(target.place.file, target.place.offset + head, target.nbytes)]
+    if target.scales:
+        nbytes = math.prod(scales_shape(target.shape)) * _SCALE_DTYPE.itemsize
+        places.append((target.scales.file, target.scales.offset, nbytes))
+    return places
 
 
 class TensorWriter:
@@ -33,14 +47,19 @@ class TensorWriter:
         """Write a tensor, its frame and its scales; returns where elements are and their checksums."""
         if target.scales:
             return self._write_fp8(target, target.scales)
-        around = frame(target.dtype, target.framed_shape) if target.framed_shape is not None else None
-        start = target.place.offset + (around.head_bytes if around else 0)
-        written = self._write_slices(Place(target.place.file, start), self._slices(target))
-        if around:
-            head, tail = around.around(written.crc32)
-            self._files.write(target.place.file, memoryview(head), target.place.offset)
-            self._files.write(target.place.file, memoryview(tail), start + written.nbytes)
+        ((file, start, _),) = places_of(target)
+        written = self._write_slices(Place(file, start), self._slices(target))
+        self.write_frame(target, written.crc32)
         return [written]
+
+    def write_frame(self, target: Target, checksum: int) -> None:
+        """Write what stands around the elements, which have this CRC-32; nothing around bare ones."""
+        if target.framed_shape is None:
+            return
+        around = frame(target.dtype, target.framed_shape)
+        head, tail = around.around(checksum)
+        self._files.write(target.place.file, memoryview(head), target.place.offset)
+        self._files.write(target.place.file, memoryview(tail), target.place.offset + around.length - len(tail))
 
     def _write_slices(self, place: Place, slices: Iterator[torch.Tensor]) -> Written:
         """Write contiguous tensors one after the other."""
@@ -95,7 +114,7 @@ class TensorWriter:
         return buffer
 
     def _write_fp8(self, target: Target, place: Place) -> list[Written]:
-        scales = torch.empty(scales_shape(target.shape), dtype=torch.float32)
+        scales = torch.empty(scales_shape(target.shape), dtype=_SCALE_DTYPE)
         dtype = self._source.dtype(target.parts[0].source)
 
         def codes() -> Iterator[torch.Tensor]:
@@ -103,7 +122,13 @@ class TensorWriter:
             for block in self._gathered(target, 0, target.shape[0], dtype, _FP8_SLICE_BYTES, BLOCK):
                 rows = -(-block.shape[0] // BLOCK)
                 quantised = torch.empty(block.shape, dtype=target.dtype)
-                quantise_into(block, quantised, scales[first : first + rows])
+                try:
+                    try:
+                    quantise_into(block, quantised, scales[first : first + rows])
+                except ValueError as error:
+                    raise UserError(f"{target.name} cannot become FP8: {error}; export it without --fp8") from error
+                except ValueError as error:
+                    raise UserError(f"{target.name} cannot be written in FP8: {error}; export it without") from error
                 first += rows
                 yield quantised
 

@@ -1,9 +1,10 @@
 """Where the HuggingFace tensors lie in the chunks of a checkpoint, however it was cut."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import sub
 
 from converters.architectures import Architecture, Kind, Parameter
 from converters.boxes import Box
@@ -21,27 +22,26 @@ _ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a chunk that belongs to one layer and expert: nearly always the whole chunk."""
+    """The part of a chunk that belongs to one layer and expert: nearly always the whole chunk.
 
+    It is a tensor of its own, `name`, of `shape`, without the leading dimensions for layers and experts.
+    """
+
+    name: str
     key: str
     chunk: int
     """Its number among the chunks of `key`."""
     index: tuple[int, ...]
     """Where in the leading dimensions of the chunk."""
+    shape: Shape
+    placements: Sequence[Placement]
+    padding: Sequence[Box]
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """A checkpoint as one rank: `shard` describes its pieces by name, without their leading dimensions."""
-
-    shard: Shard
-    pieces: Mapping[str, Piece]
-
-
-def stored_shard(
+def stored_pieces(
     architecture: Architecture, shapes: Mapping[str, Shape], chunks: Mapping[str, Sequence[Box]]
-) -> StoredShard:
-    """Where the HuggingFace tensors lie in the chunks of a checkpoint, given by key.
+) -> Iterator[Piece]:
+    """Where the HuggingFace tensors lie in the chunks of a checkpoint, given by key, in the order of the model.
 
     Rows of the vocabulary beyond `vocab_size` are padding.
     Raises UserError for a key of the model that is missing or has another shape, and for surplus keys.
@@ -49,33 +49,36 @@ def stored_shard(
     overlaps = _Overlaps(architecture)
     uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in shapes)
     by_index: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    local_shapes: dict[str, Shape] = {}
-    placements: list[Placement] = []
-    padding: list[tuple[str, Box]] = []
-    pieces: dict[str, Piece] = {}
     for cell in cells(architecture, uniform=uniform):
         key, leading = _stored_key(cell, shapes), len(cell.index)
         if key not in by_index:
             _check_shape(architecture, cell, key, shapes[key])
             by_index[key] = _by_index(chunks[key], leading)
+        names, boxes = cell.hf_names, chunks[key]
         for number in by_index[key].get(cell.index, ()):
-            chunk = chunks[key][number]
-            box = Box(chunk.start[leading:], chunk.stop[leading:])
-            name = f"{key}@{','.join(map(str, cell.index + box.start))}"
-            pieces[name] = Piece(
-                key, number, tuple(i - a for i, a in zip(cell.index, chunk.start[:leading], strict=True))
-            )
-            local_shapes[name] = box.shape
-            found = overlaps.of(cell.parameter, box)
-            placements += [Placement(cell.hf_names[source], hf, name, local) for source, hf, local in found.filled]
-            padding += [(name, local) for local in found.padding]
+            chunk = boxes[number]
+            start = chunk.start[leading:]
+            found = overlaps.of(cell.parameter, Box(start, chunk.stop[leading:]))
+            name = f"{key}@{','.join(map(str, cell.index + start))}"
+            index = tuple(map(sub, cell.index, chunk.start))
+            placements = [Placement(names[source], hf, name, local) for source, hf, local in found.filled]
+            yield Piece(name, key, number, index, found.shape, placements, found.padding)
     if surplus := sorted(shapes.keys() - by_index.keys()):
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
         raise UserError(
             f"the checkpoint holds {surplus[0]}{more}, which a {architecture.model_type} model of this config.json"
             " does not have; the two do not belong together"
         )
-    return StoredShard(Shard(local_shapes, placements, padding), pieces)
+
+
+def as_shard(pieces: Iterable[Piece]) -> Shard:
+    """The pieces as what a single rank holds."""
+    pieces = list(pieces)
+    return Shard(
+        {piece.name: piece.shape for piece in pieces},
+        [placement for piece in pieces for placement in piece.placements],
+        [(piece.name, box) for piece in pieces for box in piece.padding],
+    )
 
 
 def _stored_key(cell: Cell, shapes: Mapping[str, Shape]) -> str:
@@ -116,6 +119,7 @@ def _by_index(boxes: Sequence[Box], leading: int) -> dict[tuple[int, ...], list[
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
+    shape: Shape
     filled: list[tuple[int, Box, Box]]
     """Number of the HuggingFace tensor, box in it, box in the piece."""
     padding: list[Box]
@@ -145,4 +149,4 @@ class _Overlaps:
                 filled.append((source, hf_piece, piece.relative_to(box)))
         whole = box.intersect(Box.whole(part.shape))
         padding = box.subtract(whole) if whole else [box]
-        return _Overlap(filled, [each.relative_to(box) for each in padding])
+        return _Overlap(box.shape, filled, [each.relative_to(box) for each in padding])
