@@ -123,10 +123,7 @@ class TensorWriter:
                 rows = -(-block.shape[0] // BLOCK)
                 quantised = torch.empty(block.shape, dtype=target.dtype)
                 try:
-                    try:
                     quantise_into(block, quantised, scales[first : first + rows])
-                except ValueError as error:
-                    raise UserError(f"{target.name} cannot become FP8: {error}; export it without --fp8") from error
                 except ValueError as error:
                     raise UserError(f"{target.name} cannot be written in FP8: {error}; export it without") from error
                 first += rows
