@@ -10,7 +10,6 @@ from isal.isal_zlib import crc32
 
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.errors import UserError
 from converters.formats.torch_dist.framing import frame
 from converters.fp8 import BLOCK, quantise_into, scales_shape
 from converters.stream.files import OutputFiles
