@@ -15,7 +15,7 @@ from converters.architectures import Architecture, Part
 from converters.errors import UserError
 from converters.formats.torch_dist import StoredTensor, TorchDistCheckpoint
 from converters.layouts.megatron import ModuleNames
-from converters.layouts.torch_dist import has_uniform_layers, stored_shard
+from converters.layouts.torch_dist import has_uniform_layers, stored_pieces
 from converters.layouts.torch_dist.keys import cells
 
 
@@ -70,7 +70,9 @@ class _WithoutCommon(TorchCommonLoadStrategy):
 
 
 def _check(architecture: Architecture, weights: Mapping[str, StoredTensor]) -> None:
-    stored_shard(architecture, {key: stored.shape for key, stored in weights.items()}, dict.fromkeys(weights, ()))
+    list(
+        stored_pieces(architecture, {key: stored.shape for key, stored in weights.items()}, dict.fromkeys(weights, ()))
+    )
     for key, stored in weights.items():
         held, size = sum(chunk.box.size for chunk in stored.chunks), math.prod(stored.shape)
         if held != size:

@@ -57,7 +57,7 @@ def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
 
 def extend_ends(model: GPTModel, extensions: Extensions) -> None:
     """Have the embedding scaled and the logits soft-capped on the stages that compute them, where wanted."""
-    if model.pre_process and extensions.embedding_scale is not None:
+    if extensions.embedding_scale is not None and hasattr(model, "embedding"):
         dtype = model.embedding.word_embeddings.weight.dtype
         scale = torch.tensor(extensions.embedding_scale, dtype=dtype).item()
         model.embedding.register_forward_hook(partial(_scale, scale))

@@ -13,9 +13,11 @@ from megatron.core import dist_checkpointing
 from parity import loaded_model
 
 from converters.architectures import Architecture, read_architecture
+from converters.boxes import Box
 from converters.errors import UserError
+from converters.export_huggingface import export_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from converters.formats.torch_dist.metadata import Contents, read_metadata, write_metadata
+from converters.formats.torch_dist import Contents, read_metadata, write_metadata
 from converters.layouts.megatron import ParallelSizes
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, compat
@@ -116,6 +118,28 @@ def test_any_layout_and_names_load_at_any_layout(sizes: str, models: Mapping[str
     cases = [(models[stored.name.split("-")[0]], stored) for stored in sorted(saved.iterdir())]
     assert len(cases) == 2 * len(models) + 2
     assert run_ranks(differences, SIZES[sizes], cases) == [[] for _ in range(SIZES[sizes].world_size)]
+
+
+def test_every_saved_checkpoint_exports_to_the_model_it_was(
+    models: Mapping[str, Path], saved: Path, tmp_path: Path
+) -> None:
+    for stored in saved.iterdir():
+        source = models[stored.name.split("-")[0]]
+        export_checkpoint(
+            stored,
+            tmp_path / stored.name,
+            hf_config_folder=source,
+            fp8=False,
+            shard_size_bytes=10**9,
+            workers=1,
+            progress=lambda _done, _total: None,
+        )
+        exported, original = HuggingFaceCheckpoint(tmp_path / stored.name), HuggingFaceCheckpoint(source)
+        assert exported.shapes == original.shapes
+        assert exported.dtypes == original.dtypes
+        for name, shape in original.shapes.items():
+            whole = Box.whole(shape)
+            assert torch.equal(exported.read(name, whole), original.read(name, whole)), (stored.name, name)
 
 
 def test_names_are_those_of_either_kind_of_modules(saved: Path) -> None:
