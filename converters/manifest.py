@@ -53,12 +53,19 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         content = json.loads(path.read_text())
         return Manifest(
-            {name: [Written(*place) for place in places] for name, places in content["tensors"].items()},
-            {name: Written(*place) for name, place in content["files"].items()},
-            content["source"],
+            {name: [_written(*place) for place in places] for name, places in content["tensors"].items()},
+            {name: _written(*place) for name, place in content["files"].items()},
+            dict(content["source"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from error
+
+
+def _written(file: Any, offset: Any, nbytes: Any, value: Any) -> Written:
+    numbers = offset, nbytes, value
+    if not isinstance(file, str) or not all(isinstance(each, int) and each >= 0 for each in numbers):
+        raise ValueError(f"a tensor or file has the place {[file, *numbers]}")
+    return Written(file, offset, nbytes, value)
 
 
 def _fields(written: Written) -> list[Any]:

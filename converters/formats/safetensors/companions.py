@@ -32,7 +32,8 @@ def copy_companions(source: Path, folder: Path) -> None:
     """Copy the tokenizer and whatever else belongs to the model `source`, but for config.json and the weights."""
     for pattern in _BESIDE_CONFIG:
         for path in source.glob(pattern):
-            shutil.copyfile(path, folder / path.name)
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

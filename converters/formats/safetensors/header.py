@@ -8,6 +8,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _parse(path: Path, raw: bytes, data_start: int) -> dict[str, TensorEntry]:
 
     try:
         header = json.loads(raw, object_pairs_hook=without_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} has a header that is not JSON ({error}); copy the file again") from error
     if not isinstance(header, dict):
         raise UserError(f"{path} has a header that is not a JSON object; copy the file again")
@@ -94,7 +95,7 @@ def _parse(path: Path, raw: bytes, data_start: int) -> dict[str, TensorEntry]:
 
 def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     try:
-        shape, (start, stop) = tuple(map(int, fields["shape"])), fields["data_offsets"]
+        shape, (start, stop) = tuple(map(index, fields["shape"])), map(index, fields["data_offsets"])
         entry = TensorEntry(DTYPES[fields["dtype"]], shape, data_start + start)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has a broken header: {name} is described by {fields!r}") from error

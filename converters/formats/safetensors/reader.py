@@ -52,6 +52,11 @@ class HuggingFaceCheckpoint:
         """Name -> type of every tensor."""
         return {name: self._entry(name).dtype for name in self._file_of}
 
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files."""
+        return list(self._files)
+
     def fingerprint(self) -> list[tuple[str, int, int]]:
         """Name, size and time of change of every file that is read: other contents nearly always give another."""
         stats = [(path.name, path.stat()) for path in (self.folder / CONFIG, *self._files)]
@@ -135,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; give the folder of a model in HuggingFace form") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object; copy it again")

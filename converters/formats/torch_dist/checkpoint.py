@@ -16,6 +16,7 @@ from converters.formats.torch_dist.unpickling import safe_load
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMMON = "common.pt"
+_MOST_DIGITS = 20
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_")
 
 
@@ -32,7 +33,7 @@ def find_checkpoint(folder: Path) -> Path:
             f"{folder} has neither {METADATA} nor {LATEST}; give a torch_dist checkpoint or a folder of several"
         )
     latest = tracker.read_text(errors="replace").strip()
-    if latest != RELEASE and not latest.isdecimal():
+    if latest != RELEASE and not (latest.isdecimal() and len(latest) < _MOST_DIGITS):
         raise UserError(f"{tracker} says {latest[:40]!r}, which is neither a number nor {RELEASE!r}")
     found = folder / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
     if not (found / METADATA).is_file():
@@ -62,6 +63,8 @@ class TorchDistCheckpoint:
         path = self.folder / COMMON
         if not path.is_file():
             raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")
+        if not path.stat().st_size:
+            raise UserError(f"{path} is empty; copy the checkpoint again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             content = pickle_of_archive(mapped, path)
         common = safe_load(content, path)

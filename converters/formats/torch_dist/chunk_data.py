@@ -2,19 +2,32 @@
 
 import io
 import mmap
+import struct
 import zipfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 
 from converters.errors import UserError
 from converters.formats.torch_dist.framing import DATA, PICKLE, STORAGES
 from converters.formats.torch_dist.unpickling import safe_load
 from converters.layout import Shape
 
-_LOCAL_HEADER_BYTES = 30
+_SIGNATURE, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
+_FIELD_HEADER_BYTES = 4
+_DAMAGE = (
+    zipfile.BadZipFile,
+    ArithmeticError,
+    LookupError,
+    ValueError,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    struct.error,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,42 +50,74 @@ def locate(file: mmap.mmap, offset: int, length: int, where: object) -> ChunkDat
     Raises UserError, naming `where`, for what is no plain contiguous tensor as torch.save writes it.
     """
     try:
-        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            described = safe_load(archive.read(records[PICKLE]), where, more=_REBUILD, persistent=_Storage)
-            data = records[DATA]
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, NotImplementedError) as error:
+        archive = _Archive(file, offset, length)
+        content = archive.read(PICKLE)
+        storage_offset, data = archive.find(DATA)
+    except _DAMAGE as error:
         raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
-    if not isinstance(described, _Tensor) or data.compress_type != zipfile.ZIP_STORED:
+    tensor = safe_load(content, where, more=_REBUILD, persistent=_Storage)
+    if not isinstance(tensor, _Tensor):
         raise UserError(f"{where} is no tensor as torch.save writes it; save the checkpoint again")
-    return _place(described, data, file, offset, length, where)
-
-
-def pickle_of_archive(file: mmap.mmap, where: object) -> bytes:
-    """The pickle in a whole file that torch.save wrote. Raises UserError where there is none."""
-    try:
-        with zipfile.ZipFile(_Window(file, 0, len(file))) as archive:
-            return archive.read(next(name for name in archive.namelist() if name.partition("/")[2] == PICKLE))
-    except (zipfile.BadZipFile, StopIteration, ValueError, EOFError, OSError, NotImplementedError) as error:
-        raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
-
-
-def _place(
-    tensor: "_Tensor", data: zipfile.ZipInfo, file: mmap.mmap, offset: int, length: int, where: object
-) -> ChunkData:
-    header = file[offset + data.header_offset : offset + data.header_offset + _LOCAL_HEADER_BYTES]
-    names = int.from_bytes(header[_NAME_LENGTH], "little") + int.from_bytes(header[_EXTRA_LENGTH], "little")
-    storage_offset = offset + data.header_offset + _LOCAL_HEADER_BYTES + names
     itemsize = tensor.dtype.itemsize
     nbytes = torch.Size(tensor.shape).numel() * itemsize
     start = tensor.first * itemsize
     if not tensor.is_contiguous or start < 0 or start + nbytes > data.file_size:
         raise UserError(f"{where} is no contiguous tensor of its storage; save the checkpoint again")
-    if storage_offset + data.file_size > offset + length:
-        raise UserError(f"{where} is damaged: its elements lead out of it; copy the checkpoint again")
     return ChunkData(
         tensor.dtype, tensor.shape, storage_offset + start, nbytes, data.CRC, storage_offset, data.file_size
     )  # fmt: skip
+
+
+def pickle_of_archive(file: mmap.mmap, where: object) -> bytes:
+    """The pickle in a whole file that torch.save wrote. Raises UserError where there is none."""
+    try:
+        return _Archive(file, 0, len(file)).read(PICKLE)
+    except _DAMAGE as error:
+        raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
+
+
+class _Archive:
+    """The records of an archive at `offset` to `offset + length` of a mapped file, all of them uncompressed."""
+
+    def __init__(self, file: mmap.mmap, offset: int, length: int) -> None:
+        self._file, self._offset, self._end = file, offset, offset + length
+        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
+            infos = archive.infolist()
+        self._records = {info.filename.partition("/")[2]: info for info in infos}
+
+    def find(self, name: str) -> tuple[int, zipfile.ZipInfo]:
+        """Where in the file the content of a record begins, and its line of the archive's directory."""
+        if (info := self._records.get(name)) is None:
+            raise ValueError(f"it has no {name}")
+        start = self._offset + info.header_offset
+        header = self._file[start : start + _LOCAL_HEADER_BYTES]
+        name_bytes, extra_bytes = (int.from_bytes(header[part], "little") for part in (_NAME_LENGTH, _EXTRA_LENGTH))
+        middle = start + _LOCAL_HEADER_BYTES + name_bytes
+        begin = middle + extra_bytes
+        found = self._file[middle - name_bytes : middle] == info.orig_filename.encode()
+        if not found or not header.startswith(_SIGNATURE) or not _is_list_of_fields(self._file[middle:begin]):
+            raise ValueError(f"the header of {name} is none")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise ValueError(f"{name} is compressed")
+        if begin + info.file_size > self._end:
+            raise ValueError(f"{name} leads out of it")
+        return begin, info
+
+    def read(self, name: str) -> bytes:
+        """The content of a record. Its checksum is looked at if there is one: torch writes 0 where it is not to."""
+        begin, info = self.find(name)
+        content = self._file[begin : begin + info.file_size]
+        if info.CRC and crc32(content) != info.CRC:
+            raise ValueError(f"{name} has another checksum")
+        return content
+
+
+def _is_list_of_fields(extra: bytes) -> bool:
+    """Whether the extra fields of a header, each with its kind and length first, end where it ends."""
+    position = 0
+    while position + _FIELD_HEADER_BYTES <= len(extra):
+        position += _FIELD_HEADER_BYTES + int.from_bytes(extra[position + 2 : position + 4], "little")
+    return position == len(extra)
 
 
 class _Window(io.RawIOBase):

@@ -1,9 +1,11 @@
 """`.metadata`, the table of contents of a torch_dist checkpoint."""
 
 import math
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -76,47 +78,70 @@ def read_metadata(folder: Path) -> Contents:
         raise UserError(f"{path} is not the table of contents of a checkpoint; copy it again")
     try:
         contents = _contents(loaded, path)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        for key, tensor in contents.tensors.items():
+            _check_tensor(key, tensor)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); copy the checkpoint again") from error
     _check_files(folder, contents)
     return contents
 
 
+def _check_tensor(key: str, tensor: StoredTensor) -> None:
+    """Raise ValueError for chunks that are not within their tensor, and for what is no tensor."""
+    if not isinstance(key, str) or not isinstance(tensor.dtype, torch.dtype) or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"{key} has the shape {list(tensor.shape)} and the type {tensor.dtype}")
+    for chunk in tensor.chunks:
+        pairs = zip(chunk.box.start, chunk.box.stop, tensor.shape, strict=True)
+        if not all(0 <= start <= stop <= length for start, stop, length in pairs):
+            raise ValueError(f"{key} of shape {list(tensor.shape)} has a chunk at {chunk.box}")
+
+
 def _contents(loaded: dcp.Metadata, path: Path) -> Contents:
-    storage = {(index.fqn, index.offset): info for index, info in loaded.storage_data.items()}
+    storage = {(place.fqn, place.offset): info for place, info in loaded.storage_data.items()}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     for key, entry in loaded.state_dict_metadata.items():
         if isinstance(entry, dcp.BytesStorageMetadata):
             info = storage[key, None]
-            objects[key] = StoredObject(info.relative_path, info.offset, info.length)
+            objects[key] = StoredObject(*_piece(info))
             continue
         chunks = []
         for stored in entry.chunks:
-            start = tuple(stored.offsets)
-            box = Box(start, tuple(a + n for a, n in zip(start, stored.sizes, strict=True)))
+            start = tuple(map(index, stored.offsets))
+            box = Box(start, tuple(a + index(n) for a, n in zip(start, stored.sizes, strict=True)))
             if (info := storage.get((key, stored.offsets))) is None:
                 raise UserError(f"{path} does not say where the chunk of {key} at {list(start)} is; save it again")
             if info.transform_descriptors:
                 raise UserError(f"{path} says that {key} is stored as {info.transform_descriptors}; save it plainly")
-            chunks.append(Chunk(box, info.relative_path, info.offset, info.length))
-        tensors[key] = StoredTensor(tuple(entry.size), entry.properties.dtype, chunks)
+            chunks.append(Chunk(box, *_piece(info)))
+        tensors[key] = StoredTensor(tuple(map(index, entry.size)), entry.properties.dtype, chunks)
     return Contents(tensors, objects)
 
 
+def _piece(info: Any) -> tuple[str, int, int]:
+    """File, offset and length of a chunk or object. Raises TypeError or ValueError for what cannot be these."""
+    file, offset, length = info.relative_path, index(info.offset), index(info.length)
+    if not isinstance(file, str) or offset < 0 or length <= 0:
+        raise ValueError(f"a chunk in {file} begins at {offset} and has {length} bytes")
+    return file, offset, length
+
+
 def _check_files(folder: Path, contents: Contents) -> None:
+    chunks = [(chunk, key) for key, tensor in contents.tensors.items() for chunk in tensor.chunks]
     ends: dict[str, int] = {}
-    pieces: list[Chunk | StoredObject] = [chunk for tensor in contents.tensors.values() for chunk in tensor.chunks]
-    pieces += contents.objects.values()
-    for piece in pieces:
-        ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
-        if piece.offset < 0 or piece.length < 0:
-            raise UserError(f"{folder / METADATA} is damaged: a chunk begins at {piece.offset}; copy it again")
+    for chunk, key in sorted(chunks, key=lambda pair: (pair[0].file, pair[0].offset)):
+        if chunk.offset < ends.get(chunk.file, 0):
+            raise UserError(
+                f"{folder / METADATA} is damaged: two chunks, one of {key}, share bytes of {chunk.file}; copy it again"
+            )
+        ends[chunk.file] = chunk.offset + chunk.length
+    for each in contents.objects.values():
+        ends[each.file] = max(ends.get(each.file, 0), each.offset + each.length)
     for file, end in ends.items():
         relative = PurePosixPath(file)
         if relative.is_absolute() or ".." in relative.parts:
             raise UserError(f"{folder / METADATA} names {file}, which leads out of the folder")
-        if not (folder / relative).is_file():
+        if not os.path.isfile(folder / relative):
             raise UserError(f"{folder / METADATA} names {file}, which is missing; copy it again")
         if (size := (folder / relative).stat().st_size) < end:
             raise UserError(f"{folder / file} is truncated: it has {size} bytes of {end}; copy it again")
