@@ -69,10 +69,10 @@ def sentences(runs: Sequence[Run], workers: Sequence[int]) -> Iterator[str]:
 
 def dry_run_sentence(seen: Sequence[Observation]) -> str:
     """What planning the conversion of the whole model costs."""
-    planning, command = median(each.last_line["seconds"] for each in seen), [each.seconds for each in seen]
+    inside, command = median(each.last_line["seconds"] for each in seen), [each.seconds for each in seen]
     memory = max(each.peak_anonymous_bytes for each in seen)
     return (
-        f"Dry run of the released 671B (TP 8, PP 16, EP 32): {planning:.1f} s, as a whole command {median(command):.1f} s"
+        f"Dry run of the released 671B (TP 8, PP 16, EP 32): {inside:.1f} s, as a whole command {median(command):.1f} s"
         f" ({min(command):.1f} to {max(command):.1f}), {memory / _MB:,.0f} MB."
     )
 
