@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ class Manifest:
 
     tensors: Mapping[str, Sequence[Written]]
     """Name of a tensor or chunk -> where its elements are, with their CRC-32; a second place is that of its scales."""
+    between: Mapping[str, Written]
+    """File of tensors -> its size, and the CRC-32 of all of its bytes that are no elements: headers and frames."""
     files: Mapping[str, Written]
     """The other files, whole."""
     source: Mapping[str, Any]
@@ -29,7 +31,10 @@ class Manifest:
 
 def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], source: Mapping[str, Any]) -> None:
     """Write the manifest of a folder in which everything else is already."""
-    data_files = {written.file for places in tensors.values() for written in places}
+    data_files: dict[str, list[Written]] = {}
+    for places in tensors.values():
+        for place in places:
+            data_files.setdefault(place.file, []).append(place)
     others = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
@@ -40,6 +45,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
         "checksum": "crc32",
         "source": dict(source),
         "tensors": {name: [_fields(each) for each in places] for name, places in sorted(tensors.items())},
+        "between": {name: _fields(around(folder, name, places)) for name, places in sorted(data_files.items())},
         "files": {name: _fields(each) for name, each in others.items()},
     }
     (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
@@ -54,6 +60,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         content = json.loads(path.read_text())
         return Manifest(
             {name: [_written(*place) for place in places] for name, places in content["tensors"].items()},
+            {name: _written(*place) for name, place in content["between"].items()},
             {name: _written(*place) for name, place in content["files"].items()},
             dict(content["source"]),
         )
@@ -66,6 +73,22 @@ def _written(file: Any, offset: Any, nbytes: Any, value: Any) -> Written:
     if not isinstance(file, str) or not all(isinstance(each, int) and each >= 0 for each in numbers):
         raise ValueError(f"a tensor or file has the place {[file, *numbers]}")
     return Written(file, offset, nbytes, value)
+
+
+def around(folder: Path, file: str, places: Iterable[Written]) -> Written:
+    """A file of tensors whole, but with the checksum of the bytes around the `places` of its tensors only."""
+    value: int | None = 0
+    position = 0
+    descriptor = os.open(folder / file, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (size, size)]:
+            # A file that is shorter than its places has another size already.
+            value = checksum(descriptor, position, start - position, value or 0)
+            position = stop
+    finally:
+        os.close(descriptor)
+    return Written(file, 0, size, value or 0)
 
 
 def _fields(written: Written) -> list[Any]:

@@ -86,9 +86,9 @@ def is_intact(folder: Path, written: Written) -> bool:
         os.close(descriptor)
 
 
-def checksum(descriptor: int, offset: int, nbytes: int) -> int | None:
-    """The CRC-32 of a part of a file; None where the file ends before."""
-    value, end = 0, offset + nbytes
+def checksum(descriptor: int, offset: int, nbytes: int, value: int = 0) -> int | None:
+    """The CRC-32 of a part of a file, after that of what goes before it; None where the file ends before."""
+    end = offset + nbytes
     while offset < end:
         content = os.pread(descriptor, min(_READ_BYTES, end - offset), offset)
         if not content:
