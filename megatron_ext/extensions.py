@@ -35,8 +35,12 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def check_transformer_engine_suffices(extensions: Extensions) -> None:
-    """Raise UserError if a model wants more than a GPTModel: Transformer Engine's modules are used as they are."""
-    if wanted := [each.name for each in fields(extensions) if getattr(extensions, each.name) != each.default]:
+    """Raise UserError if a model wants other modules than a GPTModel: Transformer Engine's are used as they are.
+
+    Its models have megatron-core's own router, which is extended with and without it.
+    """
+    modules = [each for each in fields(extensions) if each.name != "experts_in_group_score"]
+    if wanted := [each.name for each in modules if getattr(extensions, each.name) != each.default]:
         raise UserError(
             f"the model needs {', '.join(wanted)}, which is not supported with Transformer Engine; run it where"
             " Transformer Engine is not installed"

@@ -18,6 +18,7 @@ from megatron_ext import device
 from megatron_ext.attention import PackedAttention
 from megatron_ext.extensions import check_transformer_engine_suffices, extend_layer
 from megatron_ext.norms import RMSNorm
+from megatron_ext.router import extend_router
 
 # Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's
 # column-parallel ones the gradient of the shared rotary key is not summed over tensor-parallel ranks.
@@ -53,9 +54,10 @@ def block_spec(
         vp_stage=chunk,
         pp_rank=pipeline_rank,
     )
+    layers = [extend_router(layer, extensions) for layer in spec.layer_specs]
     if with_transformer_engine:
-        return spec
-    layers = [extend_layer(_plain_layer(layer), extensions) for layer in spec.layer_specs]
+        return replace(spec, layer_specs=layers)
+    layers = [extend_layer(_plain_layer(layer), extensions) for layer in layers]
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
 

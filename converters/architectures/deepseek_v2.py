@@ -6,7 +6,8 @@ from typing import Any
 from converters.architectures import deepseek
 from converters.architectures.blocks import embedding_and_output
 from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder, tied_copies
-from converters.architectures.expert_groups import expert_groups
+from converters.architectures.expert_groups import expert_groups, group_scores
+from converters.architectures.extensions import Extensions
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.weight_map import Architecture
 
@@ -36,6 +37,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
             *deepseek.decoder_layers(config, layers, moe_layers, expert_bias=False),
         ),
         hf_copies=tied_copies(config),
+        extensions=_routing_extensions(config, moe_layers),
     )
 
 
@@ -43,14 +45,22 @@ def _routing(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> dict[str, 
     config.require("scoring_func", ("softmax",), "softmax")
     config.require("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     config.require("norm_topk_prob", (False,), False)
-    limited = config.get("topk_method", "greedy") == "group_limited_greedy"
     shared = config["moe_intermediate_size"] * config.get("n_shared_experts", 0)
     return {
         **expert_routing(config),
-        **(expert_groups(config, scoring=_GROUP_SCORE_EXPERTS) if limited else {}),
+        **(expert_groups(config, scoring=_GROUP_SCORE_EXPERTS) if _has_expert_groups(config) else {}),
         "moe_layer_freq": layer_pattern(moe_layers, config["num_hidden_layers"]),
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
+
+
+def _routing_extensions(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> Extensions:
+    limited = moe_layers and _has_expert_groups(config)
+    return group_scores(config, scoring=_GROUP_SCORE_EXPERTS) if limited else Extensions()
+
+
+def _has_expert_groups(config: HuggingFaceConfig) -> bool:
+    return config.get("topk_method", "greedy") == "group_limited_greedy"

@@ -8,7 +8,7 @@ from converters.architectures.blocks import embedding_and_output
 from converters.architectures.common import rms_norm_decoder, tied_copies
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import MultiTokenPrediction, multi_token_prediction
-from converters.architectures.sigmoid_router import sigmoid_routing
+from converters.architectures.sigmoid_router import sigmoid_routing, sigmoid_routing_extensions
 from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -42,6 +42,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
         mtp_layers=config.get("num_nextn_predict_layers", 0),
         # Moonlight and Kimi-K2 were released with them; they follow from config.json.
         hf_unused=frozenset(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers),
+        extensions=sigmoid_routing_extensions(config, moe_layers),
     )
 
 

@@ -15,3 +15,6 @@ class Extensions:
     """The same for the logits of the output layer."""
     post_norms: bool = False
     """A norm follows attention and another the MLP, each before its result is added to the residual."""
+    experts_in_group_score: int | None = None
+    """A router limited to groups of experts scores a group by the sum of this many of its best, where a GPTModel takes
+    the best `moe_router_topk // moe_router_group_topk`."""

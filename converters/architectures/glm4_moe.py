@@ -21,7 +21,7 @@ from converters.architectures.common import (
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import multi_token_prediction
 from converters.architectures.rotary import rotary_embedding
-from converters.architectures.sigmoid_router import sigmoid_routing
+from converters.architectures.sigmoid_router import sigmoid_routing, sigmoid_routing_extensions
 from converters.architectures.weight_map import Architecture, Parameter
 
 MODEL_TYPES = ("glm4_moe",)
@@ -57,6 +57,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
         hf_copies={**tied_copies(config), **mtp.hf_copies},
         exported_copies=tuple(mtp.hf_copies),
         mtp_layers=len(mtp_layers),
+        extensions=sigmoid_routing_extensions(config, moe_layers),
     )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from converters.architectures.common import expert_routing, layer_pattern
-from converters.architectures.expert_groups import expert_groups
+from converters.architectures.expert_groups import expert_groups, group_scores
+from converters.architectures.extensions import Extensions
 from converters.architectures.hf_config import HuggingFaceConfig
 
 _GROUP_SCORE_EXPERTS = 2
@@ -27,3 +28,8 @@ def sigmoid_routing(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> dic
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
+
+
+def sigmoid_routing_extensions(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> Extensions:
+    """What this router computes beyond megatron-core's."""
+    return group_scores(config, scoring=_GROUP_SCORE_EXPERTS) if moe_layers else Extensions()

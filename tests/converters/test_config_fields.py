@@ -28,7 +28,7 @@ WITHOUT_EFFECT_BESIDE = {
 
 
 CONFIGS = {name: config for name, (config, *_) in RELEASED.items()} | {
-    name: RELEASED_LATENT[name] for name in ("DeepSeek-V3", "Moonlight", "Kimi-K2")
+    name: RELEASED_LATENT[name] for name in ("DeepSeek-V2", "DeepSeek-V3", "Moonlight", "Kimi-K2")
 }
 
 

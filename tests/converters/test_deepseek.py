@@ -9,6 +9,7 @@ import torch
 from released_configs import RELEASED
 
 from converters.architectures import Architecture, read_architecture
+from converters.architectures.extensions import Extensions
 from converters.errors import UserError
 from converters.layout import check_tiling
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -42,6 +43,7 @@ def parameters(architecture: Architecture) -> int:
         ("Kimi-K2", 1.026e12),
         ("Moonlight", 15.96e9),
         ("DeepSeek-V2-Lite", 15.706e9),
+        ("DeepSeek-V2", 235.74e9),
     ],
 )
 def test_released_models_have_their_number_of_parameters(name: str, released: float) -> None:
@@ -87,11 +89,26 @@ def test_the_router_of_deepseek_v2_lite() -> None:
     assert torch.float32 not in architecture.hf_dtypes(torch.bfloat16).values()
 
 
-def test_the_groups_of_deepseek_v2_where_megatron_chooses_the_same() -> None:
-    fields = architecture_of("DeepSeek-V2", topk_group=6).transformer_config
-    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (8, 6)
-    greedy = architecture_of("DeepSeek-V2", topk_method="greedy").transformer_config
-    assert "moe_router_num_groups" not in greedy
+@pytest.mark.parametrize(
+    ("name", "changes", "groups", "scoring"),
+    [
+        ("DeepSeek-V2", {}, (8, 3), 1),
+        ("DeepSeek-V2", {"topk_group": 6}, (8, 6), None),
+        ("DeepSeek-V2", {"topk_method": "greedy"}, None, None),
+        ("DeepSeek-V2", {"first_k_dense_replace": 60}, None, None),
+        ("DeepSeek-V3", {}, (8, 4), None),
+        ("DeepSeek-V3", {"topk_group": 2}, (8, 2), 2),
+        ("DeepSeek-V3", {"topk_group": 8}, None, None),
+        ("Kimi-K2", {}, None, None),
+    ],
+)
+def test_groups_are_scored_by_another_rule_only_where_megatron_would_choose_others(
+    name: str, changes: dict[str, Any], groups: tuple[int, int] | None, scoring: int | None
+) -> None:
+    architecture = architecture_of(name, **changes)
+    fields = architecture.transformer_config
+    assert (fields.get("moe_router_num_groups"), fields.get("moe_router_group_topk")) == (groups or (None, None))
+    assert architecture.extensions == Extensions(experts_in_group_score=scoring)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +172,9 @@ def test_names_of_prediction_layers_with_transformer_engine() -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("DeepSeek-V2", {}, "chooses 6 experts in 3 groups, each scored by its best 1: .* topk_group = 2 and would"),
-        ("DeepSeek-V3", {"topk_group": 2}, "chooses 8 experts in 2 groups, each scored by its best 2"),
+        ("DeepSeek-V2", {"topk_group": 0}, "chooses 6 of 160 experts in 0 of 8 groups .* is not possible"),
+        ("DeepSeek-V2", {"n_group": 0}, "chooses 6 of 160 experts in 3 of 0 groups .* is not possible"),
+        ("DeepSeek-V3", {"n_group": 256, "topk_group": 8}, "best 2 experts, but its groups .* hold 1 of 256"),
         ("DeepSeek-V3", {"n_group": 7}, "chooses 8 of 256 experts in 4 of 7 groups .* is not possible"),
         ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "has norm_topk_prob = True"),
         ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "has topk_method = 'noaux_tc'"),

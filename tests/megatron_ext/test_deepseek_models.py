@@ -68,8 +68,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             **V2,
             "topk_method": "group_limited_greedy",
+            # A group is scored by its best expert; megatron-core would sum its best two.
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
             "n_group": 4,
-            "topk_group": 3,
+            "topk_group": 2,
             "rope_parameters": {
                 **YARN, "rope_theta": 1e4, "factor": 40, "beta_fast": 32, "mscale": 0.707, "mscale_all_dim": 0.707
             },
@@ -77,7 +80,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "deepseek_v2_lite": ("deepseek_v2", {**V2, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**V3, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
-    "deepseek_v3_mtp": ("deepseek_v3", {**V3, "num_nextn_predict_layers": 2}),
+    # A group is scored by its best two experts; megatron-core would take the best one.
+    "deepseek_v3_mtp": ("deepseek_v3", {**V3, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 2}),
     "deepseek_v3_mtp_tied": ("deepseek_v3", {**V3, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}),
     # Of another attention, with the same router and prediction layers.
     "glm4_moe_mtp": ("glm4_moe", {**V3, "num_nextn_predict_layers": 2, "head_dim": 8, "num_key_value_heads": 2}),
