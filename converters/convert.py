@@ -24,6 +24,18 @@ def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architectu
     Copies of a tied or shared weight are accepted where they equal it, FP8 where its scales are there, and tensors
     that nothing reads.
     """
+    check_structure(checkpoint, architecture)
+    shapes = checkpoint.shapes
+    for copy, original in architecture.hf_copies.items():
+        if copy in shapes and not _equal(checkpoint, copy, original, shapes[original]):
+            raise UserError(
+                f"{checkpoint.folder} holds {copy} with other values than {original}, of which config.json makes it a"
+                " copy; set tie_word_embeddings to false if that is wrong, or delete one of them"
+            )
+
+
+def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
+    """`check_checkpoint` without a look at the values of copies."""
     is_block_fp8(checkpoint.config)  # refuses other kinds of quantisation
     shapes = checkpoint.shapes
     expected = dict(architecture.hf_shapes)
@@ -41,12 +53,6 @@ def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architectu
             " config.json; set num_nextn_predict_layers to 0 there"
         )
     checkpoint.check(expected)
-    for copy, original in architecture.hf_copies.items():
-        if copy in expected and not _equal(checkpoint, copy, original, expected[original]):
-            raise UserError(
-                f"{checkpoint.folder} holds {copy} with other values than {original}, of which config.json makes it a"
-                " copy; set tie_word_embeddings to false if that is wrong, or delete one of them"
-            )
 
 
 def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shape) -> bool:

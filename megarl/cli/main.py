@@ -15,6 +15,9 @@ COMMANDS = {
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
     "convert": "HuggingFace folder to Megatron checkpoint, in a stream",
     "export": "Megatron checkpoint to HuggingFace folder, in a stream",
+    "inspect": "what a checkpoint is, and whether it is complete",
+    "diff": "whether two checkpoints are the same model",
+    "verify": "the checksums of a checkpoint",
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }
@@ -49,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code: 0, 1 (doctor found an obstacle), 2 (bad input), 130 (Ctrl-C)."""
+    """Run one subcommand; returns the exit code: 0, 1 (a finding: see the command), 2 (bad input), 130 (Ctrl-C)."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     try:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
@@ -16,6 +17,16 @@ CONTINUES = "interrupted; the same command goes on where it was"
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declare `--json`."""
     parser.add_argument("--json", action="store_true", help="no progress; the last line of the output is JSON")
+
+
+def add_hf_config(parser: argparse.ArgumentParser) -> None:
+    """Declare `--hf-config`."""
+    parser.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="folder with the config.json of a torch_dist checkpoint (default: the one it came with)",
+    )
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

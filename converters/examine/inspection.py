@@ -1,0 +1,200 @@
+"""What a checkpoint is: its model, its tensors, its layout, whether it is whole."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architectures import Architecture, Part, read_architecture
+from converters.convert import check_structure
+from converters.errors import UserError
+from converters.examine.opening import Checkpoint, config_of, open_checkpoint, root_of
+from converters.examine.weights import MegatronWeights
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.torch_dist import COMMON, TorchDistCheckpoint
+from converters.layout import Shape
+from converters.manifest import MANIFEST
+
+HUGGINGFACE_FORMAT, TORCH_DIST_FORMAT = "HuggingFace", "Megatron torch_dist"
+_FP8 = torch.float8_e4m3fn
+_SCALES = "_scale_inv"
+_PARALLEL_ARGUMENTS = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "virtual_pipeline_model_parallel_size": "VPP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json says of the model."""
+
+    model_type: str
+    layers: int
+    mtp_layers: int
+    """Layers of multi-token prediction, which are not among `layers`."""
+    experts: int
+    """Routed experts of a layer; 0 without a mixture of experts."""
+    tied: bool
+    parameters: int
+    """Of the whole model, multi-token prediction included; the shared weights of tied layers count once."""
+    parameters_per_token: int
+    """Of those, the ones that a token meets: without the experts it is not routed to, and multi-token prediction."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors lie in files."""
+
+    files: int
+    chunks: int
+    """Pieces that the tensors are stored in: in safetensors one for each."""
+    largest_chunk_bytes: int
+    parallel: Mapping[str, int] = field(default_factory=dict)
+    """The parallel sizes that a torch_dist checkpoint says it was saved at: TP, PP, VPP, EP, ETP."""
+    iteration: int | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. Nothing of it comes from the values of the tensors."""
+
+    folder: str
+    format: str
+    model: Model | None
+    """None without a config.json of a supported architecture."""
+    elements: int
+    """Of all weights as stored: with copies of shared weights and padding, without the scales of FP8."""
+    tensors: int
+    nbytes: int
+    """Of the weights as stored."""
+    dtypes: Mapping[str, tuple[int, int]]
+    """Type -> number of tensors and bytes."""
+    layout: Layout
+    is_fp8: bool
+    optimizer_bytes: int
+    """Of the tensors of a torch_dist checkpoint beside the weights."""
+    manifest: bool
+    """Whether there is one, with checksums."""
+    problem: str | None
+    """What keeps the tensors from being those of config.json, no more and no fewer; None where they are."""
+
+
+def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection:
+    """Look at a checkpoint of either kind, without reading its values.
+
+    config.json is that in `hf_config_folder`, else its own. Raises UserError where there is no checkpoint, or one whose
+    tables of contents are damaged.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = read_json(hf_config_folder / CONFIG) if hf_config_folder else config_of(checkpoint)
+    architecture, problem = _architecture(config)
+    if architecture:
+        problem = _problem(checkpoint, architecture)
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        kind, layout, optimizer_bytes = HUGGINGFACE_FORMAT, _huggingface_layout(checkpoint), 0
+        stored = [(shape, checkpoint.dtypes[name], name) for name, shape in checkpoint.shapes.items()]
+    else:
+        kind, layout, optimizer_bytes = TORCH_DIST_FORMAT, _torch_dist_layout(checkpoint), _beside_weights(checkpoint)
+        stored = [(tensor.shape, tensor.dtype, key) for key, tensor in checkpoint.weights.items()]
+    dtypes = _by_dtype((shape, dtype) for shape, dtype, _ in stored)
+    return Inspection(
+        folder=str(folder),
+        format=kind,
+        model=_model(architecture) if architecture else None,
+        elements=sum(math.prod(shape) for shape, _, name in stored if not name.endswith(_SCALES)),
+        tensors=len(stored),
+        nbytes=sum(nbytes for _, nbytes in dtypes.values()),
+        dtypes=dtypes,
+        layout=layout,
+        is_fp8=any(dtype is _FP8 for _, dtype, _ in stored),
+        optimizer_bytes=optimizer_bytes,
+        manifest=(root_of(checkpoint) / MANIFEST).is_file(),
+        problem=problem,
+    )
+
+
+def _architecture(config: Mapping[str, Any] | None) -> tuple[Architecture | None, str | None]:
+    if config is None:
+        return None, f"there is no {CONFIG} to say which tensors there should be"
+    try:
+        return read_architecture(config), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _problem(checkpoint: Checkpoint, architecture: Architecture) -> str | None:
+    try:
+        if isinstance(checkpoint, HuggingFaceCheckpoint):
+            check_structure(checkpoint, architecture)
+        else:
+            MegatronWeights(checkpoint, architecture)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _model(architecture: Architecture) -> Model:
+    total, per_token = 0, 0.0
+    used = architecture.transformer_config.get("moe_router_topk", 0)
+    for parameter in architecture.weight_map:
+        if parameter.part is Part.COPY_ON_LAST:
+            continue
+        shapes = architecture.dimensions_of(parameter)
+        elements = sum(math.prod(dimension.size for dimension in shape) for shape in shapes)
+        elements *= len(parameter.layers) if parameter.part in (Part.LAYERS, Part.MTP) else 1
+        total += elements * (architecture.num_experts if parameter.is_expert else 1)
+        if parameter.part is not Part.MTP:
+            per_token += elements * (used if parameter.is_expert else 1)
+    return Model(
+        model_type=architecture.model_type,
+        layers=architecture.num_layers,
+        mtp_layers=architecture.mtp_layers,
+        experts=architecture.num_experts,
+        tied=architecture.gpt_model["share_embeddings_and_output_weights"],
+        parameters=total,
+        parameters_per_token=int(per_token),
+    )
+
+
+def _huggingface_layout(checkpoint: HuggingFaceCheckpoint) -> Layout:
+    sizes = [math.prod(shape) * checkpoint.dtypes[name].itemsize for name, shape in checkpoint.shapes.items()]
+    return Layout(len(checkpoint.files), len(sizes), max(sizes, default=0))
+
+
+def _torch_dist_layout(checkpoint: TorchDistCheckpoint) -> Layout:
+    chunks = [chunk for tensor in checkpoint.weights.values() for chunk in tensor.chunks]
+    # A checkpoint saved by hand may have none.
+    common = checkpoint.common if (checkpoint.folder / COMMON).is_file() else {}
+    arguments = getattr(common.get("args"), "__dict__", {})
+    iteration = common.get("iteration")
+    return Layout(
+        files=len({chunk.file for tensor in checkpoint.contents.tensors.values() for chunk in tensor.chunks}),
+        chunks=len(chunks),
+        largest_chunk_bytes=max((chunk.length for chunk in chunks), default=0),
+        parallel={
+            short: arguments[name]
+            for name, short in _PARALLEL_ARGUMENTS.items()
+            if isinstance(arguments.get(name), int)
+        },
+        iteration=iteration if isinstance(iteration, int) else None,
+    )
+
+
+def _beside_weights(checkpoint: TorchDistCheckpoint) -> int:
+    tensors = checkpoint.contents.tensors
+    return sum(tensor.nbytes for key, tensor in tensors.items() if key not in checkpoint.weights)
+
+
+def _by_dtype(tensors: Iterable[tuple[Shape, torch.dtype]]) -> dict[str, tuple[int, int]]:
+    counted: dict[str, tuple[int, int]] = {}
+    for shape, dtype in tensors:
+        name = str(dtype).removeprefix("torch.")
+        number, nbytes = counted.get(name, (0, 0))
+        counted[name] = number + 1, nbytes + math.prod(shape) * dtype.itemsize
+    return counted

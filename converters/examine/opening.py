@@ -1,0 +1,39 @@
+"""Opening a checkpoint of either kind, and finding the config.json that belongs to it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.safetensors.reader import INDEX, SINGLE_FILE
+from converters.formats.torch_dist import LATEST, METADATA, TorchDistCheckpoint
+from converters.import_huggingface import HUGGINGFACE
+
+Checkpoint = HuggingFaceCheckpoint | TorchDistCheckpoint
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`. Raises UserError where there is none, or a damaged or incomplete one."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give one with a checkpoint")
+    if any((folder / name).is_file() for name in (METADATA, LATEST)):
+        return TorchDistCheckpoint(folder)
+    if any((folder / name).is_file() for name in (CONFIG, SINGLE_FILE, INDEX)):
+        return HuggingFaceCheckpoint(folder)
+    raise UserError(
+        f"{folder} holds no checkpoint: neither {CONFIG} and safetensors files, nor {METADATA} or {LATEST}"
+        " of a torch_dist checkpoint"
+    )
+
+
+def root_of(checkpoint: Checkpoint) -> Path:
+    """The folder that has the manifest, if there is one."""
+    return checkpoint.folder if isinstance(checkpoint, HuggingFaceCheckpoint) else checkpoint.folder.parent
+
+
+def config_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The config.json that lies with a checkpoint; None where there is none."""
+    root = root_of(checkpoint)
+    path = (root if isinstance(checkpoint, HuggingFaceCheckpoint) else root / HUGGINGFACE) / CONFIG
+    return read_json(path) if path.is_file() else None
