@@ -1,0 +1,235 @@
+"""A folder has its name when it is complete, can be continued until then, and is not left half done by an error."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conversions import everything_in
+
+from converters.errors import UserError
+from converters.output_folder import OutputFolder
+from converters.stream.targets import Written
+
+PURPOSE = {"what": "a test"}
+NOTED = [Written("data", 0, 4, 1)]
+
+
+def output(folder: Path, purpose=PURPOSE, nbytes: int = 10) -> OutputFolder:
+    return OutputFolder(folder, purpose, nbytes=nbytes)
+
+
+def stop_with(error: BaseException, folder: Path, purpose=PURPOSE) -> None:
+    with output(folder, purpose) as opened:
+        (opened.partial / "sub").mkdir(exist_ok=True)
+        (opened.partial / "sub/data").write_bytes(b"half")
+        (opened.partial / "data").write_bytes(b"half")
+        opened.journal.add("a", NOTED)
+        raise error
+
+
+def begin(folder: Path, purpose=PURPOSE) -> None:
+    """Leave what Ctrl-C leaves."""
+    with pytest.raises(KeyboardInterrupt):
+        stop_with(KeyboardInterrupt(), folder, purpose)
+
+
+def test_a_complete_folder_has_its_name_and_nothing_else(tmp_path):
+    with output(tmp_path / "out") as opened:
+        (opened.partial / "sub").mkdir()
+        (opened.partial / "sub/data").write_bytes(b"all")
+        assert not (tmp_path / "out").exists()
+        opened.complete()
+    assert everything_in(tmp_path) == {"out": None, "out/sub": None, "out/sub/data": b"all"}
+
+
+def test_an_interrupted_one_is_continued(tmp_path):
+    begin(tmp_path / "out")
+    with output(tmp_path / "out") as opened:
+        assert opened.journal.found == {"a": NOTED}
+        assert (opened.partial / "data").read_bytes() == b"half"
+        opened.complete()
+    assert sorted(everything_in(tmp_path / "out")) == ["data", "sub", "sub/data"]
+
+
+def test_what_another_command_left_is_deleted(tmp_path):
+    begin(tmp_path / "out", {"what": "something else"})
+    (tmp_path / "out.partial/link").symlink_to(tmp_path)
+    with output(tmp_path / "out") as opened:
+        assert opened.journal.found == {}
+        assert [path.name for path in opened.partial.iterdir()] == [".journal"]
+        opened.complete()
+    assert everything_in(tmp_path) == {"out": None}
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), ValueError("wrong"), AssertionError("wrong")])
+def test_an_error_leaves_nothing_not_even_folders_above(error, tmp_path):
+    with pytest.raises(type(error), match="wrong"):
+        stop_with(error, tmp_path / "new/newer/out")
+    assert everything_in(tmp_path) == {}
+
+
+def test_an_error_of_a_continued_run_leaves_nothing(tmp_path):
+    begin(tmp_path / "out")
+    with pytest.raises(UserError), output(tmp_path / "out"):
+        raise UserError("wrong")
+    assert everything_in(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "has no room"),
+        (errno.EDQUOT, "has no room"),
+        (errno.EROFS, "cannot be read or written"),
+        (errno.EIO, "cannot be read or written"),
+    ],
+)
+def test_an_error_of_the_disk_is_one_sentence_and_leaves_nothing(number, message, tmp_path):
+    with pytest.raises(UserError, match=message), output(tmp_path / "out"):
+        raise OSError(number, os.strerror(number))
+    assert everything_in(tmp_path) == {}
+
+
+def in_the_way(tmp_path: Path, kind: str) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    {
+        "a folder": lambda: out.mkdir(),
+        "a file": lambda: out.write_text("mine"),
+        "a dangling link": lambda: out.symlink_to(tmp_path / "nowhere"),
+        "a partial folder of the user": lambda: (partial.mkdir(), (partial / "mine").write_text("mine")),
+        "a partial file": lambda: partial.write_text("mine"),
+        "a dangling partial link": lambda: partial.symlink_to(tmp_path / "nowhere"),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a file", "a dangling link"])
+def test_what_exists_is_let_be(kind, tmp_path):
+    in_the_way(tmp_path, kind)
+    before = everything_in(tmp_path)
+    with pytest.raises(UserError, match=r"out exists; delete it or choose another folder$"), output(tmp_path / "out"):
+        pass
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["a partial folder of the user", "a partial file", "a dangling partial link"])
+def test_what_is_in_the_way_is_let_be(kind, tmp_path):
+    in_the_way(tmp_path, kind)
+    before = everything_in(tmp_path)
+    with pytest.raises(UserError, match=r"out.partial is in the way"), output(tmp_path / "out"):
+        pass
+    assert everything_in(tmp_path) == before
+
+
+def test_the_current_folder_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="exists"), output(Path(".")):
+        pass
+
+
+def test_a_run_killed_before_it_had_a_journal_is_continued(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    with output(tmp_path / "out") as opened:
+        opened.complete()
+    assert everything_in(tmp_path) == {"out": None}
+
+
+def test_a_parent_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"file/.*cannot be read or written \(Not a directory\)"):
+        output(tmp_path / "file/out").__enter__()
+    with pytest.raises(UserError, match=r"cannot be read or written \(Not a directory\)"):
+        output(tmp_path / "file/sub/out").__enter__()
+    assert everything_in(tmp_path) == {"file": b"mine"}
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path):
+    for _ in range(2):  # it is not in its own way
+        with pytest.raises(UserError, match=r"has room for [\d,]+ bytes, and [\d,]+ are needed"):
+            output(tmp_path / "new/out", nbytes=2**60).__enter__()
+        assert everything_in(tmp_path) == {}
+
+
+def test_too_little_room_to_continue_leaves_what_there_is(tmp_path):
+    begin(tmp_path / "out")
+    before = everything_in(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match="are needed"):
+            output(tmp_path / "out", nbytes=2**60).__enter__()
+        assert everything_in(tmp_path) == before
+    with output(tmp_path / "out") as opened:
+        assert opened.journal.found == {"a": NOTED}
+        opened.complete()
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from converters.output_folder import OutputFolder
+with OutputFolder(Path(sys.argv[1]), {"what": "a test"}, nbytes=10) as opened:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    opened.complete()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_done(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path / "out"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "ready\n"
+        before = everything_in(tmp_path)
+        for purpose in (PURPOSE, {"what": "something else"}):
+            with pytest.raises(UserError, match=r"another process is writing .*out.partial"):
+                output(tmp_path / "out", purpose).__enter__()
+            assert everything_in(tmp_path) == before
+        first.stdin.write("go on\n")
+        first.stdin.flush()
+        assert first.wait(timeout=60) == 0
+    assert everything_in(tmp_path) == {"out": None}
+
+
+def test_a_killed_process_holds_nothing(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path / "out"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "ready\n"
+        first.kill()
+    with output(tmp_path / "out") as opened:
+        opened.complete()
+    assert everything_in(tmp_path) == {"out": None}
+
+
+def test_a_kill_at_any_system_call_of_completing_leaves_a_whole_folder_or_one_to_continue(tmp_path, monkeypatch):
+    """Instead of a kill, an interruption: what a process does to the disk before either is the same."""
+    for stop_at in range(20):
+        folder = tmp_path / str(stop_at) / "out"
+        calls = iter(range(1000))
+
+        def stop(real, stop_at=stop_at, calls=calls):
+            def call(*arguments, **keywords):
+                if next(calls) == stop_at:
+                    raise KeyboardInterrupt
+                return real(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            try:
+                with output(folder) as opened:
+                    (opened.partial / "data").write_bytes(b"all")
+                    for name in ("fsync", "rename", "unlink"):
+                        patched.setattr(os, name, stop(getattr(os, name)))
+                    opened.complete()
+            except KeyboardInterrupt:
+                pass
+        if not folder.exists():
+            with output(folder) as opened:
+                opened.complete()
+        assert (folder / "data").read_bytes() == b"all"
+        if next(calls) <= stop_at:
+            assert stop_at > 4
+            return
+    raise AssertionError("completing takes more calls than that")
