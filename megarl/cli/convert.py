@@ -132,6 +132,8 @@ def _facts(plan: "ConversionPlan", options: argparse.Namespace, seconds: float) 
     for tensor in plan.contents.tensors.values():
         for chunk in tensor.chunks:
             sizes[chunk.file] += chunk.length
+    for stored in set(plan.contents.objects.values()):
+        sizes[stored.file] += stored.length
     return {
         "out": str(options.out),
         "seconds": round(seconds, 4),

@@ -1,0 +1,156 @@
+"""`megarl convert` and `megarl export`: what they print, what they refuse."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import files_in, write_model
+
+from megarl.cli.main import main
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+def last_line(text: str) -> dict[str, Any]:
+    return json.loads(text.splitlines()[-1])
+
+
+def test_a_model_goes_to_megatron_and_back(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, back = tmp_path / "megatron", tmp_path / "back"
+    assert main(["convert", "--hf", str(model), "--out", str(out), "--tp", "2", "--pp", "2", "--ep", "2"]) == 0
+    said = capsys.readouterr()
+    chunks = list((out / "release").glob("*.distcp"))
+    assert said.out.startswith(f"{out}: ")
+    assert f"in {len(chunks)} files" in said.out
+    assert said.out.count("\n") == 1
+    assert main(["export", "--megatron", str(out), "--out", str(back)]) == 0
+    assert capsys.readouterr().out.startswith(f"{back}: ")
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (back / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_json_is_the_last_line_and_the_only_output(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, back = tmp_path / "megatron", tmp_path / "back"
+    assert main(["convert", "--hf", str(model), "--out", str(out), "--tp", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    facts = last_line(said.out)
+    sizes = [path.stat().st_size for path in (out / "release").glob("*.distcp")]
+    assert (facts["command"], facts["out"]) == ("convert", str(out))
+    assert (facts["bytes"], facts["files"], facts["largest_file_bytes"]) == (sum(sizes), len(sizes), max(sizes))
+    assert facts["padded_vocabulary"] == 256
+    assert 0 < facts["seconds"] < 60
+    assert main(["export", "--megatron", str(out), "--out", str(back), "--json", "--shard-size", "10kB"]) == 0
+    exported = last_line(capsys.readouterr().out)
+    files = list(back.glob("*.safetensors"))
+    assert exported["files"] == len(files) > 1
+    assert exported["bytes"] == sum(path.stat().st_size for path in files)
+    assert exported["tensors"] == 2 + 1 + 2 * (2 + 6 + 1 + 4 * 3)
+    assert said.err == ""
+
+
+def test_a_dry_run_needs_config_json_only_and_plans_what_is_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--tp", "2", "--pp", "2", "--etp", "1", "--ep", "4", "--make-vocab-size-divisible-by", "16", "--json"]
+    words = ["convert", "--hf", str(model), "--out", str(tmp_path / "out"), *sizes]
+    assert main(words) == 0
+    real = last_line(capsys.readouterr().out)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert main(["convert", "--hf", str(bare), "--out", str(bare / "out"), *sizes, "--dry-run"]) == 0
+    planned = last_line(capsys.readouterr().out)
+    assert (planned.pop("ranks"), planned.pop("dry_run")) == (8, True)
+    for facts in (real, planned):
+        del facts["seconds"], facts["out"]
+    assert planned == real
+    assert [path.name for path in bare.iterdir()] == ["config.json"]
+    assert main(["convert", "--hf", str(bare), "--out", "out", "--dry-run", "--dtype", "fp32"]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tp", "0"], "tensor_model_parallel_size is 0"),
+        (["--etp", "-2"], "expert_tensor_parallel_size is -2"),
+        (["--ep", "3"], "4 experts cannot be divided by expert_model_parallel_size = 3"),
+        (["--pp", "2", "--decoder-first-pipeline-num-layers", "2"], "a pipeline stage of 0 layers"),
+        (["--workers", "0"], "--workers 0 leaves nobody to do the work"),
+        (["--hf", "nowhere"], "nowhere is not a folder"),
+        (["--out", "model"], "model exists; delete it"),
+        (["--out", "model/config.json/out"], "config.json"),
+        (["--hf", "model/config.json"], "is not a folder"),
+    ],
+)
+def test_bad_input_to_convert_is_one_sentence(
+    words: list[str],
+    says: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(model.parent)
+    before = files_in(model.parent)
+    assert main(["convert", "--hf", "model", "--out", "out", *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert files_in(model.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--shard-size", "many"], "--shard-size many is no size; write it as 5GB, 500MB or 2GiB"),
+        (["--shard-size", "0.1B"], "--shard-size 0.1B is no size"),
+        (["--megatron", "model"], "has neither .metadata nor latest_checkpointed_iteration.txt"),
+    ],
+)
+def test_bad_input_to_export_is_one_sentence(
+    words: list[str], says: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert main(["export", "--megatron", "nowhere", "--out", "out", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A loop of links cannot be opened, not even by root.
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to("config.json")
+    assert main(["convert", "--hf", str(model), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"{model / 'config.json'} cannot be read or written" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a file system needs more rights")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_without_room_is_said_and_left_alone(
+    model: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "--hf", str(model), "--out", str(small_disk / "out")]) == 2
+    assert re.search(rf"{small_disk} has (no room|room for)", capsys.readouterr().err)
+    assert list(small_disk.iterdir()) == []
