@@ -53,6 +53,10 @@ class Inert:
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
 
+    def __call__(self, *arguments: Any, **keywords: Any) -> "Inert":  # noqa: ARG002
+        """Another empty record."""
+        return self
+
     def __setstate__(self, state: Any) -> None:
         pass
 
