@@ -96,7 +96,9 @@ def _match(a: Weights, b: Weights, known: Sequence[Architecture]) -> _Match:
     unused = {name for architecture in known for name in architecture.hf_unused}
     pairs: dict[str, tuple[str, str]] = {}
     only: dict[int, list[str]] = {0: [], 1: []}
-    for name in dict.fromkeys([*a.shapes, *b.shapes]):
+    held_names = a.shapes.keys() | b.shapes.keys()
+    model_order = [name for architecture in known for name in architecture.hf_shapes if name in held_names]
+    for name in dict.fromkeys([*model_order, *a.shapes, *b.shapes]):
         held = [name if name in weights.shapes else copies.get(name, name) for weights in (a, b)]
         if held[0] in a.shapes and held[1] in b.shapes:
             pairs[name] = held[0], held[1]
