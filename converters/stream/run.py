@@ -23,7 +23,7 @@ class _CancelledError(Exception):
 class _Run:
     def __init__(self, targets: Sequence[Target], progress: Progress) -> None:
         self._left: Iterator[Target] = iter(targets)
-        self._total = sum(target.nbytes for target in targets)
+        self._total = sum(map(_nbytes, targets))
         self._done, self._progress = 0, progress
         self._lock = threading.Lock()
         self.cancelled = threading.Event()
@@ -66,7 +66,7 @@ def write_targets(
                 # Its checksum is not noted: after a crash of the machine it may be lost and the elements not.
                 writer.write_frame(target, found[0].crc32)
                 run.finish(target, found, None)
-                run.count(target.nbytes)
+                run.count(_nbytes(target))
             else:
                 run.finish(target, writer.write(target), journal)
 
@@ -80,6 +80,11 @@ def write_targets(
             future.result()
         files.sync()
     return run.written
+
+
+def _nbytes(target: Target) -> int:
+    """Size of its elements and scales."""
+    return sum(nbytes for _, _, nbytes in places_of(target))
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
