@@ -40,7 +40,16 @@ class Difference:
     @property
     def is_same(self) -> bool:
         """Whether they are the same model. The types of equal values do not matter."""
-        return not (self.only_in_a or self.only_in_b or self.shapes or self.values or self.config)
+        return not (self._is_another_model or self.values)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether they differ only in that one has the values of the other rounded to a narrower type."""
+        return bool(self.values) and not self._is_another_model and all(each.is_rounding for each in self.values)
+
+    @property
+    def _is_another_model(self) -> bool:
+        return bool(self.only_in_a or self.only_in_b or self.shapes or self.config)
 
 
 def compare(

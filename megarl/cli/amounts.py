@@ -41,3 +41,8 @@ def say_seconds(seconds: float) -> str:
     if seconds < _HOUR_S:
         return f"{int(seconds) // _MINUTE_S} min {int(seconds) % _MINUTE_S} s"
     return f"{int(seconds) // _HOUR_S} h {int(seconds) % _HOUR_S // _MINUTE_S} min"
+
+
+def say_count(number: int, noun: str) -> str:
+    """A number of things with a plural in s: `1 file`, `1,200 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

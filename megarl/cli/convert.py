@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes, say_seconds
+from megarl.cli.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
     from converters.import_huggingface import ConversionPlan
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     rate = f"{say_bytes(plan.nbytes / seconds)}/s"
     sentence = (
         f"{options.out}: {facts['tensors']:,} tensors in {facts['chunks']:,} chunks, {say_bytes(plan.nbytes)} in"
-        f" {facts['files']} files, {say_seconds(seconds)} ({rate})"
+        f" {say_count(facts['files'], 'file')}, {say_seconds(seconds)} ({rate})"
     )
     outcome.print_outcome(options, [sentence], facts)
     return 0
@@ -147,7 +147,7 @@ def _facts(plan: "ConversionPlan", options: argparse.Namespace, seconds: float) 
 
 
 def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    yield "for", f"{facts['ranks']:,} ranks"
+    yield "for", say_count(facts["ranks"], "rank")
     yield "tensors", f"{facts['tensors']:,} in {facts['chunks']:,} chunks"
     yield "files", f"{facts['files']:,}, the largest of {say_bytes(facts['largest_file_bytes'])}"
     yield "bytes", f"{facts['bytes']:,} ({say_bytes(facts['bytes'])})"

@@ -90,7 +90,8 @@ def _say(value: "ValueDifference") -> str:
 def _verdict(found: "Difference", options: argparse.Namespace, seconds: float) -> str:
     compared = f"{found.compared:,} tensors compared, {say_bytes(found.nbytes)}, {say_seconds(seconds)}"
     if not found.is_same:
-        return f"{options.a} and {options.b} DIFFER: {compared}"
+        rounding = ", by no more than rounding" if found.is_rounding else ""
+        return f"{options.a} and {options.b} DIFFER{rounding}: {compared}"
     types = ", in other types" if found.dtypes else ""
     return f"{options.a} and {options.b} are the same model{types}: {compared}"
 
@@ -103,6 +104,7 @@ def _facts(found: "Difference", options: argparse.Namespace, seconds: float) -> 
         "bytes": found.nbytes,
         "tensors": found.compared,
         "same": found.is_same,
+        "only_rounding": found.is_rounding,
         "different": len(found.values),
         "values": [asdict(each) for each in found.values[:limit]],
         "only_in_a": list(found.only_in_a[:limit]),

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megarl.cli import outcome
-from megarl.cli.amounts import read_bytes, say_bytes, say_seconds
+from megarl.cli.amounts import read_bytes, say_bytes, say_count, say_seconds
 
 EXAMPLES = """examples:
   megarl export --megatron megatron/qwen3 --out exported/qwen3
@@ -69,9 +69,8 @@ def run(options: argparse.Namespace) -> int:
         "tensors": len(plan.shapes),
         "files": len(plan.files),
     }
-    sentence = (
-        f"{options.out}: {len(plan.shapes):,} tensors, {say_bytes(plan.nbytes)} in {len(plan.files)}"
-        f" {'file' if len(plan.files) == 1 else 'files'}, {say_seconds(seconds)} ({say_bytes(plan.nbytes / seconds)}/s)"
-    )
+    size, files = say_bytes(plan.nbytes), say_count(len(plan.files), "file")
+    rate = f"{say_bytes(plan.nbytes / seconds)}/s"
+    sentence = f"{options.out}: {len(plan.shapes):,} tensors, {size} in {files}, {say_seconds(seconds)} ({rate})"
     outcome.print_outcome(options, [sentence], facts)
     return 0

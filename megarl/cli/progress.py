@@ -11,15 +11,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemai
 from megarl.cli.amounts import say_bytes, say_seconds
 
 _REDRAW_EVERY_S = 0.1
-_LINE_EVERY_S = 10.0
+_LINE_EVERY_S, _NO_LINE_FOR_S = 10.0, 1.0
 _LINE_EVERY_PERCENT = 10
 
 
 class ByteProgress:
-    """On a terminal a bar with bytes, rate and time left; elsewhere a line every 10 % or 10 s; nothing if `quiet`.
+    """On a terminal a bar with bytes, rate and time left; elsewhere lines; nothing if `quiet`.
 
-    Goes to standard error. Call it with the bytes done and the bytes in all, as often as you like and from any thread.
-    Use as a context manager.
+    A line comes every 10 % or 10 s, but never two in a second. All goes to standard error. Call it with the bytes done
+    and the bytes in all, as often as you like and from any thread. Use as a context manager.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ByteProgress:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._first: tuple[int, float] | None = None
-        self._next_s, self._next_percent = clock() + _LINE_EVERY_S, _LINE_EVERY_PERCENT
+        self._last_s, self._next_percent = clock(), _LINE_EVERY_PERCENT
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._quiet:
@@ -42,7 +42,6 @@ class ByteProgress:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._next_s = 0.0
             self._bar.start()
         return self
 
@@ -63,18 +62,19 @@ class ByteProgress:
                 self._write(done, total, now)
 
     def _draw(self, bar: Progress, done: int, total: int, now: float) -> None:
-        if now < self._next_s and done < total:
+        if now < self._last_s + _REDRAW_EVERY_S and done < total:
             return
         if self._task is None:
             self._task = bar.add_task("", total=total)
         bar.update(self._task, completed=done)
-        self._next_s = now + _REDRAW_EVERY_S
+        self._last_s = now
 
     def _write(self, done: int, total: int, now: float) -> None:
         if self._first is None:
             self._first = (done, now)
         percent = 100 * done // total if total else 100
-        if now < self._next_s and percent < self._next_percent:
+        since = now - self._last_s
+        if since < _NO_LINE_FOR_S or (since < _LINE_EVERY_S and percent < self._next_percent):
             return
         first_done, start = self._first
         words = [f"{say_bytes(done)} of {say_bytes(total)}", f"{percent} %"]
@@ -82,5 +82,5 @@ class ByteProgress:
             rate = (done - first_done) / (now - start)
             words += [f"{say_bytes(rate)}/s", f"{say_seconds((total - done) / rate)} left"]
         self._console.print(", ".join(words))
-        self._next_s = now + _LINE_EVERY_S
+        self._last_s = now
         self._next_percent = (percent // _LINE_EVERY_PERCENT + 1) * _LINE_EVERY_PERCENT

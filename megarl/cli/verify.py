@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes, say_seconds
+from megarl.cli.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
     from converters.examine import Verification
@@ -68,6 +68,7 @@ def _sentences(folder: Path, found: "Verification", seconds: float) -> list[str]
     if found.without_checksum:
         lines.append(f"without a checksum: {found.without_checksum:,} chunks and objects")
     what = "tensors" if found.by_manifest else "chunks and objects"
-    checked = f"{found.checked:,} {what} in {found.files:,} files, {say_bytes(found.nbytes)}, {say_seconds(seconds)}"
+    size, files = say_bytes(found.nbytes), say_count(found.files, "file")
+    checked = f"{found.checked:,} {what} in {files}, {size}, {say_seconds(seconds)}"
     by = "its manifest" if found.by_manifest else "torch's own checksums, which cover no names and no shapes"
     return [*lines, f"{folder} is {'intact' if found.is_intact else 'DAMAGED'} by {by}: {checked}"]

@@ -92,15 +92,19 @@ def test_types_alone_do_not_make_another_model(tmp_path):
     same = diff(tmp_path / "bf16", tmp_path / "fp32")
     assert same.is_same
     assert same.dtypes == {("bfloat16", "float32"): 1}
-    (rounded,) = diff(tmp_path / "finer", tmp_path / "bf16").values
+    further = diff(tmp_path / "finer", tmp_path / "bf16")
+    assert not further.is_rounding
+    (rounded,) = further.values
     expected = (versions["finer"].double() - numbers.double()).abs().nan_to_num()
     assert rounded.largest == expected.max().item()
     # That is less than half a step of bf16 for some elements only.
     assert not rounded.is_rounding
     (tmp_path / "rounded").mkdir()
     save_file({"weight": versions["finer"].bfloat16()}, tmp_path / "rounded/model.safetensors")
-    (value,) = diff(tmp_path / "finer", tmp_path / "rounded").values
-    assert value.is_rounding
+    found = diff(tmp_path / "finer", tmp_path / "rounded")
+    assert found.is_rounding
+    assert not found.is_same
+    assert found.values[0].is_rounding
 
 
 def test_long_rows_and_many_blocks(tmp_path):

@@ -31,9 +31,13 @@ def test_a_line_comes_every_ten_seconds() -> None:
     assert lines[0] == "10 bytes of 1.00 MB, 0 %, 1 bytes/s, 277 h 46 min left"
 
 
+def test_a_short_run_writes_few_lines() -> None:
+    assert len(lines_of([(each / 100, each) for each in range(151)], 150)) == 1
+
+
 def test_more_than_all_is_all_and_nothing_is_nothing() -> None:
-    assert lines_of([(0.0, 0), (1.0, 120)], 100) == ["100 bytes of 100 bytes, 100 %, 100 bytes/s, 0.00 s left"]
-    assert lines_of([(0.0, 0)], 0) == ["0 bytes of 0 bytes, 100 %"]
+    assert lines_of([(0.1, 0), (1.1, 120)], 100) == ["100 bytes of 100 bytes, 100 %, 100 bytes/s, 0.00 s left"]
+    assert lines_of([(2.0, 0)], 0) == ["0 bytes of 0 bytes, 100 %"]
     assert lines_of([(1.0, 50), (30.0, 100)], 100, quiet=True) == []
 
 
