@@ -14,6 +14,23 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+_SMALLEST: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"), 1),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1),
+    **dict.fromkeys(("decoder_sparse_step", "sliding_window"), 1),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 0),
+    "num_nextn_predict_layers": 0,
+}
+"""Field that holds a whole number -> the smallest that makes sense."""
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), bool),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+    **dict.fromkeys(("layer_types", "mlp_only_layers"), list),
+    "model_type": str,
+}
+_WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a name"}
 
 
 @dataclass(frozen=True)
@@ -26,12 +43,19 @@ class HuggingFaceConfig:
         """The value of a field that must be there."""
         if self.fields.get(name) is None:
             raise self.error(f"has no field {name}")
-        return self.fields[name]
+        return self._checked(name)
 
     def get(self, name: str, default: Any) -> Any:
         """The value of a field, `default` where it is missing or null."""
-        value = self.fields.get(name)
-        return default if value is None else value
+        return default if self.fields.get(name) is None else self._checked(name)
+
+    def _checked(self, name: str) -> Any:
+        value, smallest = self.fields[name], _SMALLEST.get(name)
+        if smallest is not None and (type(value) is not int or value < smallest):
+            raise self.error(f"has {name} = {value!r}, where a whole number of at least {smallest} belongs")
+        if type(value) is not _TYPES.get(name, type(value)):
+            raise self.error(f"has {name} = {value!r}, where {_WORDS[_TYPES[name]]} belongs")
+        return value
 
     def error(self, what: str) -> UserError:
         """The error that config.json `what`."""
@@ -48,7 +72,7 @@ class HuggingFaceConfig:
         """Routed experts, under any of the names they have had."""
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if self.fields.get(name) is not None:
-                return self.fields[name]
+                return self[name]
         raise self.error("has no field num_experts")
 
     @property

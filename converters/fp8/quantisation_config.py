@@ -28,6 +28,8 @@ def is_block_fp8(hf_config: Mapping[str, Any]) -> bool:
     quantisation = hf_config.get("quantization_config")
     if not quantisation:
         return False
+    if not isinstance(quantisation, Mapping):
+        raise UserError(f"config.json has quantization_config = {quantisation!r}, which says nothing; copy it again")
     for field, allowed in {**_REQUIRED, **_IF_GIVEN}.items():
         value = quantisation.get(field)
         if value not in allowed and not (value is None and field in _IF_GIVEN):

@@ -1,6 +1,7 @@
 """Reading a HuggingFace folder: config.json and one or several safetensors files."""
 
 import json
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -109,7 +110,7 @@ def _weight_files(folder: Path) -> list[Path]:
         relative = PurePosixPath(file_name)
         if relative.is_absolute() or ".." in relative.parts:
             raise UserError(f"{index} names {file_name}, which leads out of the folder")
-        if not (folder / relative).is_file():
+        if not os.path.isfile(folder / relative):  # which, unlike Path.is_file, takes names of any length
             raise UserError(f"{index} names {file_name}, which is missing; copy it again")
         paths.append(folder / relative)
     return paths
@@ -140,6 +141,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; give the folder of a model in HuggingFace form") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); change that or copy it again") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
