@@ -97,8 +97,11 @@ def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection
     if architecture:
         problem = _problem(checkpoint, architecture)
     if isinstance(checkpoint, HuggingFaceCheckpoint):
-        kind, layout, optimizer_bytes = HUGGINGFACE_FORMAT, _huggingface_layout(checkpoint), 0
-        stored = [(shape, checkpoint.dtypes[name], name) for name, shape in checkpoint.shapes.items()]
+        dtype_of = checkpoint.dtypes
+        stored = [(shape, dtype_of[name], name) for name, shape in checkpoint.shapes.items()]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in stored]
+        layout = Layout(len(checkpoint.files), len(sizes), max(sizes, default=0))
+        kind, optimizer_bytes = HUGGINGFACE_FORMAT, 0
     else:
         kind, layout, optimizer_bytes = TORCH_DIST_FORMAT, _torch_dist_layout(checkpoint), _beside_weights(checkpoint)
         stored = [(tensor.shape, tensor.dtype, key) for key, tensor in checkpoint.weights.items()]
@@ -160,11 +163,6 @@ def _model(architecture: Architecture) -> Model:
         parameters=total,
         parameters_per_token=int(per_token),
     )
-
-
-def _huggingface_layout(checkpoint: HuggingFaceCheckpoint) -> Layout:
-    sizes = [math.prod(shape) * checkpoint.dtypes[name].itemsize for name, shape in checkpoint.shapes.items()]
-    return Layout(len(checkpoint.files), len(sizes), max(sizes, default=0))
 
 
 def _torch_dist_layout(checkpoint: TorchDistCheckpoint) -> Layout:

@@ -1,5 +1,7 @@
 """The weights of a checkpoint of either kind by their HuggingFace names, read a box at a time."""
 
+import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -22,7 +24,10 @@ _ALL_IN_ONE_FILE = 2**62
 
 
 class Weights(Protocol):
-    """Tensors by HuggingFace name; block FP8 is decoded to bf16. Read from several threads at once."""
+    """Tensors by HuggingFace name; block FP8 is decoded to bf16. Read from several threads at once.
+
+    What a thread has read is good until it reads again.
+    """
 
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
@@ -31,14 +36,29 @@ class Weights(Protocol):
         """The elements of the box."""
 
 
+class _Buffer(threading.local):
+    """Memory of a thread, used again and again: glibc's heap grows with aligned allocations of many sizes."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with arbitrary content."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
 class HuggingFaceWeights:
     """The tensors of a HuggingFace folder, without the scales of those in FP8."""
 
     def __init__(self, checkpoint: HuggingFaceCheckpoint) -> None:
         self._source = HuggingFaceSource(checkpoint)
+        self._buffer = _Buffer()
         shapes = checkpoint.shapes
-        scales = scales_of(checkpoint.folder, shapes, checkpoint.dtypes)
-        names = [name for name in shapes if name not in scales.values()]
+        scales = set(scales_of(checkpoint.folder, shapes, checkpoint.dtypes).values())
+        names = [name for name in shapes if name not in scales]
         self.shapes: Mapping[str, Shape] = {name: shapes[name] for name in names}
         self.dtypes: Mapping[str, torch.dtype] = {name: self._source.dtype(name) for name in names}
 
@@ -46,7 +66,7 @@ class HuggingFaceWeights:
         """The elements of the box."""
         view = self._source.view(name, box)
         if view is None:
-            view = torch.empty(box.shape, dtype=self.dtypes[name])
+            view = self._buffer.of(box.shape, self.dtypes[name])
             self._source.copy_into(view, name, box)
         return view
 
@@ -62,6 +82,7 @@ class MegatronWeights:
         boxes = {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()}
         pieces = list(stored_pieces(architecture, shapes, boxes))
         self._source = TorchDistSource(checkpoint, pieces)
+        self._buffer = _Buffer()
         plan = plan_export(architecture, pieces, self._source, copies=(), fp8=False, shard_size_bytes=_ALL_IN_ONE_FILE)
         self._parts = {target.name: target.parts for target in plan.targets}
         self.shapes: Mapping[str, Shape] = plan.shapes
@@ -69,7 +90,7 @@ class MegatronWeights:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The elements of the box, gathered from all chunks that have some."""
-        out = torch.empty(box.shape, dtype=self.dtypes[name])
+        out = self._buffer.of(box.shape, self.dtypes[name])
         for part in self._parts[name]:
             if piece := part.box.intersect(box):
                 source_box = piece.relative_to(part.box).shift(part.source_box.start)

@@ -6,11 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import MODELS, convert, export, make, no_progress, random_numbers, random_tensors, write_model
+from conversions import (
+    MODELS,
+    architecture_of,
+    convert,
+    export,
+    make,
+    no_progress,
+    random_numbers,
+    random_tensors,
+    write_model,
+)
 from safetensors.torch import load_file, save_file
 
+from converters.boxes import Box
 from converters.errors import UserError
 from converters.examine import Difference, ValueDifference, compare
+from converters.examine.opening import open_checkpoint
+from converters.examine.weights import weights_of
 from converters.layouts.megatron import ParallelSizes
 
 FAMILY = "deepseek_v3"  # with experts, an expert bias in fp32, multi-token prediction and its copies
@@ -123,6 +136,15 @@ def test_long_rows_and_many_blocks(tmp_path):
         "long": (3 * 2**20 + 4,),
         "scalar": (),
     }
+
+
+def test_reading_takes_the_same_memory_again_and_again(model, tmp_path):
+    """As glibc's heap grows with aligned allocations of many sizes."""
+    convert(model, tmp_path / "megatron", SIZES)
+    weights = weights_of(open_checkpoint(tmp_path / "megatron"), architecture_of(MODELS[FAMILY]))
+    widest = max(weights.shapes, key=lambda name: Box.whole(weights.shapes[name]).size)
+    names = [widest, *weights.shapes]
+    assert len({weights.read(name, Box.whole(weights.shapes[name])).data_ptr() for name in names}) == 1
 
 
 def test_missing_tensors_and_other_shapes_are_named(tmp_path):
