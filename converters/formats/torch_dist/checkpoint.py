@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from converters.errors import UserError
-from converters.formats.torch_dist.chunk_data import ChunkData, locate, pickle_of_archive
+from converters.formats.torch_dist.chunk_data import ChunkData, locate, locate_framed, pickle_of_archive
 from converters.formats.torch_dist.metadata import METADATA, Chunk, StoredTensor, read_metadata
 from converters.formats.torch_dist.unpickling import safe_load
 
@@ -74,9 +74,12 @@ class TorchDistCheckpoint:
 
     def locate(self, key: str, chunk: Chunk) -> ChunkData:
         """Where the elements of a chunk are in its file; UserError if they are not what `.metadata` says."""
+        file, dtype = self._file(chunk.file), self.contents.tensors[key].dtype
+        if framed := locate_framed(file, chunk.offset, chunk.length, dtype, chunk.box.shape):
+            return framed
         where = f"{self.folder / chunk.file} (chunk of {key} at {list(chunk.box.start)})"
-        data = locate(self._file(chunk.file), chunk.offset, chunk.length, where)
-        if data.dtype != self.contents.tensors[key].dtype or data.shape != chunk.box.shape:
+        data = locate(file, chunk.offset, chunk.length, where)
+        if data.dtype != dtype or data.shape != chunk.box.shape:
             raise UserError(f"{where} holds {data.dtype} of shape {list(data.shape)}; copy the checkpoint again")
         return data
 

@@ -11,13 +11,14 @@ import torch
 from isal.isal_zlib import crc32
 
 from converters.errors import UserError
-from converters.formats.torch_dist.framing import DATA, PICKLE, STORAGES
+from converters.formats.torch_dist.framing import DATA, PICKLE, STORAGES, frame
 from converters.formats.torch_dist.unpickling import safe_load
 from converters.layout import Shape
 
 _SIGNATURE, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
 _FIELD_HEADER_BYTES = 4
+_CHECKSUM_BYTES = 4
 _DAMAGE = (
     zipfile.BadZipFile,
     ArithmeticError,
@@ -66,6 +67,21 @@ def locate(file: mmap.mmap, offset: int, length: int, where: object) -> ChunkDat
     return ChunkData(
         tensor.dtype, tensor.shape, storage_offset + start, nbytes, data.CRC, storage_offset, data.file_size
     )  # fmt: skip
+
+
+def locate_framed(file: mmap.mmap, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> ChunkData | None:
+    """The same for a tensor of this type and shape if it is framed as `framing.frame` does, byte for byte, else None.
+
+    Much faster than reading an archive of unknown origin.
+    """
+    if dtype not in STORAGES.values() or (expected := frame(dtype, shape)).length != length:
+        return None
+    start, stop = offset + expected.head_bytes, offset + expected.head_bytes + expected.data_bytes
+    at = offset + expected.checksum_offset
+    checksum = int.from_bytes(file[at : at + _CHECKSUM_BYTES], "little")
+    if (file[offset:start], file[stop : offset + length]) != expected.around(checksum):
+        return None
+    return ChunkData(dtype, shape, start, expected.data_bytes, checksum, start, expected.data_bytes)
 
 
 def pickle_of_archive(file: mmap.mmap, where: object) -> bytes:

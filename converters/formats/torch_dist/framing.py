@@ -40,6 +40,7 @@ _ALIGNMENT_BYTES = 64
 
 _LOCAL, _CENTRAL = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END_64, _LOCATOR_64, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
+_CRC_OFFSET = 14  # in a local header
 _ZIP64, _PADDING = 1, 0x4246  # kinds of extra fields; torch pads with the second
 _VERSION, _VERSION_64 = 20, 45
 _MAX_32 = 0xFFFF_FFFF
@@ -94,6 +95,8 @@ class Frame:
     """Of the whole archive."""
     around: Callable[[int], tuple[bytes, bytes]]
     """Head and tail for elements with this CRC-32."""
+    checksum_offset: int
+    """Where in the head the CRC-32 is, in 4 bytes, little-endian."""
 
 
 @lru_cache(maxsize=256)
@@ -114,7 +117,7 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
         return head, _directory([*records, data], offset=len(head) + data_bytes)
 
     head, tail = around(0)
-    return Frame(len(head), data_bytes, len(head) + data_bytes + len(tail), around)
+    return Frame(len(head), data_bytes, len(head) + data_bytes + len(tail), around, len(start) + _CRC_OFFSET)
 
 
 def _directory(records: list[_Record], offset: int) -> bytes:
