@@ -64,15 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, or plan it."""
-    import torch
-
     from converters.import_huggingface import convert_checkpoint
     from megarl.cli.progress import ByteProgress
 
-    torch.set_num_threads(1)  # the workers are the threads
     outcome.check_workers(options.workers)
     start = time.perf_counter()
-    with outcome.file_errors_in_a_sentence():
+    with outcome.streaming(), outcome.file_errors_in_a_sentence():
         if options.dry_run:
             return _dry_run(options, start)
         with ByteProgress(quiet=options.json) as progress:

@@ -42,14 +42,11 @@ def run(options: argparse.Namespace) -> int:
     outcome.check_workers(options.workers)
     if options.limit < 0:
         raise UserError(f"--limit {options.limit} is less than nothing; give 0 or more")
-    import torch
-
     from converters.examine import compare
     from megarl.cli.progress import ByteProgress
 
-    torch.set_num_threads(1)  # the workers are the threads
     start = time.perf_counter()
-    with outcome.file_errors_in_a_sentence(), ByteProgress(quiet=options.json) as progress:
+    with outcome.streaming(), outcome.file_errors_in_a_sentence(), ByteProgress(quiet=options.json) as progress:
         found = compare(
             options.a, options.b, hf_config_folder=options.hf_config, workers=options.workers, progress=progress
         )

@@ -44,14 +44,11 @@ def run(options: argparse.Namespace) -> int:
     """Export."""
     shard_size_bytes = read_bytes(options.shard_size, "--shard-size")
     outcome.check_workers(options.workers)
-    import torch
-
     from converters.export_huggingface import export_checkpoint
     from megarl.cli.progress import ByteProgress
 
-    torch.set_num_threads(1)  # the workers are the threads
     start = time.perf_counter()
-    with outcome.file_errors_in_a_sentence(), ByteProgress(quiet=options.json) as progress:
+    with outcome.streaming(), outcome.file_errors_in_a_sentence(), ByteProgress(quiet=options.json) as progress:
         plan = export_checkpoint(
             options.megatron,
             options.out,

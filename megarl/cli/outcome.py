@@ -1,6 +1,7 @@
 """What a command about checkpoints says in the end, and what these commands share."""
 
 import argparse
+import gc
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,21 @@ def check_workers(workers: int) -> None:
     """Raise UserError unless there is somebody to do the work."""
     if workers < 1:
         raise UserError(f"--workers {workers} leaves nobody to do the work; give at least 1")
+
+
+@contextmanager
+def streaming() -> Iterator[None]:
+    """A process of threads that copy, with hundreds of thousands of records that live to its end."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the workers are the threads
+    gc.disable()  # no record is ever garbage, and looking for it doubles the time of a plan
+    try:
+        yield
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
 
 
 def print_outcome(options: argparse.Namespace, sentences: Iterable[str], facts: dict[str, Any]) -> None:
