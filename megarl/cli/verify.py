@@ -67,8 +67,7 @@ def _sentences(folder: Path, found: "Verification", seconds: float) -> list[str]
     lines += [f"not in the manifest: {each}" for each in found.unlisted]
     if found.without_checksum:
         lines.append(f"without a checksum: {found.without_checksum:,} chunks and objects")
-    what = "tensors" if found.by_manifest else "chunks and objects"
     size, files = say_bytes(found.nbytes), say_count(found.files, "file")
-    checked = f"{found.checked:,} {what} in {files}, {size}, {say_seconds(seconds)}"
+    checked = f"{say_count(found.checked, 'checksum')} in {files}, {size}, {say_seconds(seconds)}"
     by = "its manifest" if found.by_manifest else "torch's own checksums, which cover no names and no shapes"
     return [*lines, f"{folder} is {'intact' if found.is_intact else 'DAMAGED'} by {by}: {checked}"]
