@@ -31,15 +31,14 @@ def plan_from_config(
     """
     config = read_json(hf_folder / CONFIG)
     architecture = read_architecture(config)
-    weights = _DTYPES[dtype] if dtype != "keep" else _own_dtype(config)
+    is_fp8 = is_block_fp8(config)  # refuses other kinds of quantisation
+    weights = _DTYPES[dtype] if dtype != "keep" else torch.bfloat16 if is_fp8 else _own_dtype(config)
     return plan_conversion(
         architecture, parallel, architecture.hf_dtypes(weights), vocabulary_multiple=vocabulary_multiple
     )
 
 
 def _own_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    if is_block_fp8(config):
-        return torch.bfloat16  # what FP8 is decoded to
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if name not in _DTYPES:
         raise UserError(f"config.json says that its weights are in {name!r}; say --dtype bf16 or fp32")

@@ -100,6 +100,7 @@ def _facts(found: "Difference", options: argparse.Namespace, seconds: float) -> 
         "seconds": round(seconds, 4),
         "bytes": found.nbytes,
         "tensors": found.compared,
+        "files": None,
         "same": found.is_same,
         "only_rounding": found.is_rounding,
         "different": len(found.values),

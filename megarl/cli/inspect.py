@@ -4,6 +4,7 @@ Takes a HuggingFace folder or a torch_dist checkpoint of Megatron, and reads its
 """
 
 import argparse
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,10 +36,11 @@ def run(options: argparse.Namespace) -> int:
 
     from converters.examine import inspect
 
+    start = time.perf_counter()
     with outcome.file_errors_in_a_sentence():
         found = inspect(options.folder, hf_config_folder=options.hf_config)
-    facts = asdict(found)
-    facts["bytes"] = facts.pop("nbytes")
+    facts = {"out": str(options.folder), "seconds": round(time.perf_counter() - start, 4), **asdict(found)}
+    facts["bytes"], facts["files"] = facts.pop("nbytes"), found.layout.files
     facts["dtypes"] = {name: {"tensors": number, "bytes": nbytes} for name, (number, nbytes) in found.dtypes.items()}
     facts["complete"] = found.problem is None
     outcome.print_outcome(options, outcome.table(_rows(found)), facts)

@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +137,49 @@ def test_a_file_that_cannot_be_read_is_one_sentence(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 64 KiB."""
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`mount(options)`: a file system of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting a file system needs more rights")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+
+    def do(options: str) -> Path:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
+        ).returncode:
+            pytest.skip("mounting a file system needs more rights")
+        return folder
+
+    yield do
+    subprocess.run(["umount", str(folder)], capture_output=True)
 
 
 def test_a_disk_without_room_is_said_and_left_alone(
-    model: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, mount: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["convert", "--hf", str(model), "--out", str(small_disk / "out")]) == 2
-    assert re.search(rf"{small_disk} has (no room|room for)", capsys.readouterr().err)
-    assert list(small_disk.iterdir()) == []
+    disk = mount("size=64k")
+    assert main(["convert", "--hf", str(model), "--out", str(disk / "out")]) == 2
+    assert re.search(rf"{disk} has (no room|room for)", capsys.readouterr().err)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_is_said(
+    model: Path, mount: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = mount("ro")
+    assert main(["convert", "--hf", str(model), "--out", str(disk / "out")]) == 2
+    assert "(Read-only file system)" in capsys.readouterr().err
+
+
+def test_every_command_has_the_same_facts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    for words in (
+        ["convert", "--hf", str(model), "--out", megatron],
+        ["export", "--megatron", megatron, "--out", back],
+        ["inspect", back],
+        ["diff", back, megatron],
+        ["verify", back],
+    ):
+        assert main([*words, "--json"]) == 0
+        facts = last_line(capsys.readouterr().out)
+        assert facts["command"] == words[0]
+        assert facts.keys() >= {"seconds", "bytes", "tensors", "files", "out"}
