@@ -97,6 +97,17 @@ def test_the_round_trip_keeps_types_and_copies(name, options, tmp_path):
     assert content_of(tmp_path / "back") == content_of(folder)
 
 
+@pytest.mark.parametrize("wide", [0, 2])
+def test_layers_under_one_key_get_the_widest_of_their_types(wide, tmp_path):
+    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(4)]
+    tensors = random_tensors(MODELS["qwen3"], draw=random_numbers, dtypes={names[wide]: FP32})
+    write_model(tmp_path / "hf", MODELS["qwen3"], tensors)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    export(tmp_path / "megatron", tmp_path / "back")
+    expected = {name: each.float() if name in names else each for name, each in tensors.items()}
+    assert content_of(tmp_path / "back") == contents(expected)
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen2"])
 @pytest.mark.parametrize(("choice", "dtype"), [("bf16", BF16), ("fp32", FP32)])
 def test_weights_get_the_type_that_was_chosen_and_the_expert_bias_stays(name, choice, dtype, tmp_path):

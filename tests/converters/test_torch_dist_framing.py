@@ -185,6 +185,18 @@ def test_any_flipped_bit_beside_the_elements_is_refused_or_changes_nothing(write
 
 
 @pytest.mark.parametrize("write", [saved, framed], ids=["by torch", "by us"])
+@pytest.mark.parametrize("field", [0, 26, 28, 30], ids=["signature", "length of the name", "of the rest", "name"])
+def test_a_damaged_header_of_the_elements_is_refused(write, field):
+    blob = write(BASE)
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        start = archive.getinfo("archive/data/0").header_offset
+    damaged = mapped(blob)
+    damaged[start + field] ^= 1
+    with pytest.raises(UserError, match=r"here is damaged .*the header of data/0 is none"):
+        locate(damaged, 0, len(blob), "here")
+
+
+@pytest.mark.parametrize("write", [saved, framed], ids=["by torch", "by us"])
 @pytest.mark.parametrize("step", [1, 7, 64])
 def test_a_truncated_chunk_is_refused(write, step):
     blob = write(torch.arange(7, dtype=torch.int16))

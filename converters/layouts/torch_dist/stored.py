@@ -112,7 +112,7 @@ def _by_index(boxes: Sequence[Box], leading: int) -> dict[tuple[int, ...], list[
     """Index in the leading dimensions -> numbers of the boxes that have elements there."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, box in enumerate(boxes):
-        for index in product(*map(range, box.start[:leading], box.stop[:leading])) if box.size else ():
+        for index in product(*map(range, box.start[:leading], box.stop[:leading])):
             found.setdefault(index, []).append(number)
     return found
 
