@@ -64,12 +64,12 @@ def disk_programs(writers: Sequence[int]) -> Iterator[Program]:
 
 
 def our_programs(workers: Sequence[int]) -> Iterator[Program]:
-    """`megarl convert` and `megarl export`, with more than one worker for bf16 only."""
+    """`megarl convert` and `megarl export`, from and to bf16 and FP8."""
     for number in workers:
         yield _ours("convert", "bf16", "Megatron", number)
         yield _ours("export", "Megatron", "bf16", number)
-    yield _ours("convert", "FP8", "Megatron", 1, "--dtype", "bf16")
-    yield _ours("export", "Megatron", "FP8", 1, "--fp8")
+        yield _ours("convert", "FP8", "Megatron", number, "--dtype", "bf16")
+        yield _ours("export", "Megatron", "FP8", number, "--fp8")
 
 
 def peer_programs() -> Iterator[Program]:

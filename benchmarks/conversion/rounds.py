@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from conversion.observe import Observation, observe
 from conversion.programs import Form, Phase, Program, folder_bytes
 
 _PIECE_BYTES = 16 << 20
+_IDLE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ def run_rounds(
 def run_once(program: Program, round_number: int, source: Path, out: Path) -> Run:
     """One run that makes the folder `out`, which is deleted afterwards. Its source is in the page cache.
 
-    Nothing that was written before it still waits for the disk.
+    Nothing that was written before it still waits for the disk, and the memory that the last run's files took is free
+    for some seconds: a virtual machine gives it back to its host, and getting it again takes time, which would be a
+    command's that starts with imports and not that of one that writes at once.
     """
     os.sync()
     read_through(source)
+    time.sleep(_IDLE_S)
     seen = observe(program.command(source, out), program.environment)
     run = Run(program.name, round_number, program.phases(seen), folder_bytes(source), folder_bytes(out), seen)
     shutil.rmtree(out)

@@ -52,7 +52,7 @@ def stored_pieces(
     for cell in cells(architecture, uniform=uniform):
         key, leading = _stored_key(cell, shapes), len(cell.index)
         if key not in by_index:
-            _check_shape(architecture, cell, key, shapes[key])
+            _check_shape(cell, overlaps.part(cell.parameter).shape, key, shapes[key])
             by_index[key] = _by_index(chunks[key], leading)
         names, boxes = cell.hf_names, chunks[key]
         for number in by_index[key].get(cell.index, ()):
@@ -95,8 +95,8 @@ def _stored_key(cell: Cell, shapes: Mapping[str, Shape]) -> str:
     )
 
 
-def _check_shape(architecture: Architecture, cell: Cell, key: str, stored: Shape) -> None:
-    expected = (*cell.leading, *whole_parameter(architecture, cell.parameter).shape)
+def _check_shape(cell: Cell, shape: Shape, key: str, stored: Shape) -> None:
+    expected = (*cell.leading, *shape)
     axis = len(cell.leading)
     padded = cell.parameter.kind is Kind.VOCABULARY and len(stored) == len(expected) and stored[axis] > expected[axis]
     if padded:
@@ -133,12 +133,14 @@ class _Overlaps:
         self._parts: dict[int, ParameterPart] = {}
         self._found: dict[tuple[int, Box], _Overlap] = {}
 
+    def part(self, parameter: Parameter) -> ParameterPart:
+        if (found := self._parts.get(id(parameter))) is None:
+            found = self._parts[id(parameter)] = whole_parameter(self._architecture, parameter)
+        return found
+
     def of(self, parameter: Parameter, box: Box) -> _Overlap:
-        identity = id(parameter)
-        if (found := self._found.get((identity, box))) is None:
-            if identity not in self._parts:
-                self._parts[identity] = whole_parameter(self._architecture, parameter)
-            found = self._found[identity, box] = self._intersect(self._parts[identity], box)
+        if (found := self._found.get((id(parameter), box))) is None:
+            found = self._found[id(parameter), box] = self._intersect(self.part(parameter), box)
         return found
 
     def _intersect(self, part: ParameterPart, box: Box) -> _Overlap:
