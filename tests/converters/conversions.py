@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import CONFIGS
 from safetensors.torch import load_file, save_file
+from small_configs import CONFIGS
 
 from converters.architectures import Architecture, read_architecture
 from converters.export_huggingface import ExportPlan, export_checkpoint

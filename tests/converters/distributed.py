@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import count_up
 from conversions import MODELS, architecture_of
+from small_configs import count_up
 from test_megatron_layout import Rank, expected_tensors
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
