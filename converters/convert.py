@@ -10,8 +10,10 @@ from converters.architectures import Architecture
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.fp8 import is_block_fp8, scales_of, scales_shape
 from converters.layout import Placement, Shape
+from converters.layouts.torch_dist import stored_pieces
 from converters.plan import Transfer
 from converters.stream.sources import HuggingFaceSource
 
@@ -60,9 +62,22 @@ def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shap
     rows = max(1, _COMPARED_ELEMENTS // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
         box = Box((start, *(0 for _ in shape[1:])), (min(start + rows, shape[0]), *shape[1:]))
-        if not torch.equal(checkpoint.read(name, box), checkpoint.read(other, box)):
+        first, second = checkpoint.read(name, box), checkpoint.read(other, box)
+        # By their bytes: a NaN is no other value than the same NaN.
+        if first.dtype != second.dtype or not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             return False
     return True
+
+
+def check_distributed(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> None:
+    """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes."""
+    shapes = {key: stored.shape for key, stored in checkpoint.weights.items()}
+    for _ in stored_pieces(architecture, shapes, dict.fromkeys(shapes, ())):
+        pass
+    for key, stored in checkpoint.weights.items():
+        held, size = sum(chunk.box.size for chunk in stored.chunks), math.prod(stored.shape)
+        if held != size:
+            raise UserError(f"the checkpoint holds {held} of the {size} elements of {key}; copy it again")
 
 
 def check_tensors(local_shapes: Mapping[str, Shape], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import MegarlConfig
@@ -13,7 +14,12 @@ from megarl.stages.evaluate import evaluate
 
 def evaluate_model(config: MegarlConfig) -> dict[str, float]:
     """Metrics of `config.model` on `config.data.eval_files`; see `megarl.stages.evaluate`."""
-    model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
+    if config.model.megatron_checkpoint:
+        raise UserError(
+            f"model.megatron_checkpoint={config.model.megatron_checkpoint} cannot be evaluated as it is: engines read"
+            " HuggingFace folders; set model.path to what megarl export makes of it"
+        )
+    model = read_model(config.model, config.rollout.stop_token_ids)
     prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
     function = load_reward(config.reward.function)
     logs = Path(config.output_dir) / LOGS

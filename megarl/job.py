@@ -9,16 +9,17 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, read_architecture
-from converters.convert import check_checkpoint
+from converters.convert import check_checkpoint, check_distributed
 from converters.errors import UserError
-from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
-from megarl.config.schema import MegarlConfig
+from megarl.config.schema import MegarlConfig, ModelConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.rewards import RewardFunction, load_reward
 from megarl.stages.refit import Refit
@@ -36,6 +37,8 @@ class Model:
     """The policy as it lies on disk: what it is and how its tokens are made."""
 
     folder: Path
+    megatron_checkpoint: Path | None
+    """Where the weights are, if not in `folder`."""
     architecture: Architecture
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
@@ -107,7 +110,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
 
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
-    model = read_model(Path(config.model.path), config.rollout.stop_token_ids)
+    model = read_model(config.model, config.rollout.stop_token_ids)
     options = megatron_options(config)
     check_layout(model.architecture, options)
     task = _read_task(config, model)
@@ -125,6 +128,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         trainer.start()
         trainer.build(
             model.folder,
+            model.megatron_checkpoint,
             total_steps=config.loop.steps * config.algorithm.updates_per_step,
             reference=config.algorithm.kl_coefficient > 0,
         )
@@ -144,22 +148,27 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         )
 
 
-def read_model(folder: Path, extra_stop_token_ids: list[int]) -> Model:
-    """What a HuggingFace folder holds, checked whole: a missing or misshapen tensor is found here.
+def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
+    """What the model's folders hold, checked whole: a missing or misshapen tensor is found here.
 
     Raises UserError for what cannot be trained.
     """
-    source = HuggingFaceCheckpoint(folder)
-    architecture = read_architecture(source.config)
+    folder = Path(config.path)
+    megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
+    architecture = read_architecture(read_json(folder / CONFIG))
     if architecture.mtp_layers:
         raise UserError(
             f"{folder / 'config.json'} has {architecture.mtp_layers} layers for multi-token prediction, whose training"
             " is not supported yet; train a copy of the model that leaves them out (num_nextn_predict_layers: 0, no"
             f" tensors of model.layers.{architecture.num_layers} and after)"
         )
-    check_checkpoint(source, architecture)
+    if megatron_checkpoint:
+        check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
+    else:
+        check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Model(folder, architecture, tokenizer, _stop_token_ids(folder, tokenizer, extra_stop_token_ids))
+    stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
+    return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.packing import RaggedBatch
 def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
-    model = read_model(Path(config.model.path), [])
+    model = read_model(config.model, [])
     options = megatron_options(config)
     check_layout(model.architecture, options)
     max_tokens = config.loop.max_tokens_per_micro_batch
@@ -44,7 +44,7 @@ def sft(config: MegarlConfig) -> None:
         logs = Path(config.output_dir) / LOGS
         trainer = stack.enter_context(TrainerGroup(options, config.cluster, logs, max_tokens))
         trainer.start()
-        trainer.build(model.folder, settings.steps, reference=False)
+        trainer.build(model.folder, model.megatron_checkpoint, settings.steps, reference=False)
         clock = Clock()
         for step in range(1, settings.steps + 1):
             with clock.stage("update"):

@@ -1,8 +1,7 @@
 """Weights of this rank's chunks as parts of a distributed checkpoint (torch_dist), whatever layout it was saved at."""
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from megatron.core.models.gpt import GPTModel
 
 from converters.architectures import Architecture, Part
+from converters.convert import check_distributed
 from converters.errors import UserError
-from converters.formats.torch_dist import StoredTensor, TorchDistCheckpoint
+from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.megatron import ModuleNames
-from converters.layouts.torch_dist import has_uniform_layers, stored_pieces
+from converters.layouts.torch_dist import has_uniform_layers
 from converters.layouts.torch_dist.keys import cells
 
 
@@ -30,7 +30,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     `architecture`.
     """
     checkpoint = TorchDistCheckpoint(folder)
-    _check(architecture, checkpoint.weights)
+    check_distributed(checkpoint, architecture)
     uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in checkpoint.weights)
     wanted = _sharded(chunks, uniform=uniform)
     for chunk, tensors in zip(chunks, wanted.values(), strict=True):
@@ -67,16 +67,6 @@ class _WithoutCommon(TorchCommonLoadStrategy):
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:  # noqa: ARG002
         return {}
-
-
-def _check(architecture: Architecture, weights: Mapping[str, StoredTensor]) -> None:
-    list(
-        stored_pieces(architecture, {key: stored.shape for key, stored in weights.items()}, dict.fromkeys(weights, ()))
-    )
-    for key, stored in weights.items():
-        held, size = sum(chunk.box.size for chunk in stored.chunks), math.prod(stored.shape)
-        if held != size:
-            raise UserError(f"the checkpoint holds {held} of the {size} elements of {key}; copy it again")
 
 
 def _sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:

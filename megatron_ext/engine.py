@@ -13,6 +13,7 @@ from torch import Tensor
 from converters.architectures import Architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
+from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.forward import forward_backward, forward_log_probs
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
@@ -47,6 +48,10 @@ class MegatronEngine:
     def load_huggingface(self, checkpoint: HuggingFaceCheckpoint) -> None:
         """Read this rank's boxes of a HuggingFace checkpoint; call before `prepare_training`."""
         load_huggingface(self._bare_chunks, self.architecture, self.options.parallel, self.rank, checkpoint)
+
+    def load_distributed(self, folder: Path) -> None:
+        """Read this rank's part of a torch_dist checkpoint of any layout; call before `prepare_training`."""
+        load_distributed(self._bare_chunks, self.architecture, folder)
 
     def export_huggingface(self, folder: Path, copy_from: Path) -> None:
         """Write the weights as a HuggingFace checkpoint, with config and tokenizer taken from `copy_from`."""

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
+from isal.isal_zlib import crc32
 
 from converters.boxes import Box
 from converters.errors import UserError
@@ -61,7 +62,10 @@ class HuggingFaceSource:
 
 
 class TorchDistSource:
-    """The pieces of a distributed checkpoint, by the names that their layout gives them."""
+    """The pieces of a distributed checkpoint, by the names that their layout gives them.
+
+    Raises UserError for a chunk that does not have the checksum it was saved with.
+    """
 
     def __init__(self, checkpoint: TorchDistCheckpoint, pieces: Iterable[Piece]) -> None:
         self._checkpoint, self._pieces = checkpoint, {piece.name: piece for piece in pieces}
@@ -82,4 +86,11 @@ class TorchDistSource:
     def _read_piece(self, name: str) -> torch.Tensor:
         piece = self._pieces[name]
         chunk = self._checkpoint.weights[piece.key].chunks[piece.chunk]
+        elements, saved = self._checkpoint.checksum_data(piece.key, chunk)
+        # 0 is what torch writes when it is told not to compute it.
+        if saved and crc32(elements) != saved:
+            raise UserError(
+                f"{self._checkpoint.folder / chunk.file} is damaged: the chunk of {piece.key} at"
+                f" {list(chunk.box.start)} has another checksum than when it was saved; copy it again"
+            )
         return self._checkpoint.read(piece.key, chunk)[piece.index]

@@ -47,9 +47,12 @@ class TrainerGroup(WorkerGroup):
         address = self.call("rendezvous", self._cluster.rendezvous_port)[0]
         self.call("join", self._options, address)
 
-    def build(self, model_path: Path, total_steps: int, *, reference: bool) -> None:
-        """Make the model from a HuggingFace folder, ready for `total_steps` optimizer steps."""
-        self.call("build", model_path, self._options, total_steps, reference)
+    def build(self, model_path: Path, megatron_checkpoint: Path | None, total_steps: int, *, reference: bool) -> None:
+        """Make the model of a HuggingFace folder, ready for `total_steps` optimizer steps.
+
+        The weights are those of `megatron_checkpoint`, or else of the folder.
+        """
+        self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference)
 
     def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> LogProbs:
         """Log-probabilities of all tokens of `batch`, in its order."""

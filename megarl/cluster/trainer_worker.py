@@ -10,7 +10,7 @@ from megatron_ext import device
 device.install()  # before anything of Megatron is imported
 
 from converters.architectures import read_architecture  # noqa: E402
-from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.resharding.buckets import Bucket  # noqa: E402
 from megarl.resharding.source import WeightSource  # noqa: E402
@@ -39,12 +39,21 @@ class TrainerWorker:
         """Enter the process groups."""
         parallel.initialize(options.parallel, self.rank, init_method)
 
-    def build(self, model_path: Path, options: MegatronOptions, total_steps: int, reference: bool) -> None:
+    def build(
+        self,
+        model_path: Path,
+        megatron_checkpoint: Path | None,
+        options: MegatronOptions,
+        total_steps: int,
+        reference: bool,
+    ) -> None:
         """Make the model, read its weights and prepare training; an earlier model is forgotten."""
-        source = HuggingFaceCheckpoint(model_path)
-        architecture = read_architecture(source.config)
+        architecture = read_architecture(read_json(model_path / CONFIG))
         self.engine = MegatronEngine(architecture, options, self.rank)
-        self.engine.load_huggingface(source)
+        if megatron_checkpoint:
+            self.engine.load_distributed(megatron_checkpoint)
+        else:
+            self.engine.load_huggingface(HuggingFaceCheckpoint(model_path))
         if reference:
             self.engine.keep_reference()
         self.engine.prepare_training(total_steps)

@@ -12,6 +12,9 @@ class ModelConfig:
 
     path: str = MISSING
     """HuggingFace folder with config.json, safetensors and tokenizer."""
+    megatron_checkpoint: str | None = None
+    """Checkpoint in Megatron's torch_dist format whose weights are trained, of any layout (`megarl convert` makes one);
+    `path` then needs no safetensors."""
     dtype: str = "bf16"
     """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
 

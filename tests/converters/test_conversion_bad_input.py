@@ -189,6 +189,16 @@ def test_a_copy_with_other_values_is_refused(tmp_path):
     assert_refused(convert, tmp_path / "hf", tmp_path / "there/out", message)
 
 
+def test_a_copy_that_holds_the_same_nan_is_one(tmp_path):
+    tensors = random_tensors(MODELS["qwen3_tied"], copies=("lm_head.weight",))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name][3, 2] = torch.nan
+    write_model(tmp_path / "hf", MODELS["qwen3_tied"], tensors)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    export(tmp_path / "megatron", tmp_path / "back")
+    assert content_of(tmp_path / "back") == content_of(tmp_path / "hf")
+
+
 def test_multi_token_prediction_that_is_not_there_is_named(tmp_path):
     tensors = random_tensors(MODELS["deepseek_v3"])
     left = {name: each for name, each in tensors.items() if not name.startswith("model.layers.4.")}
@@ -288,6 +298,18 @@ def zeros_in_distcp(folder: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+def flipped_element(folder: Path) -> None:
+    path = folder / "release/__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    ((_, offset, nbytes, _),) = next(
+        places
+        for places in json.loads((folder / "megarl_manifest.json").read_text())["tensors"].values()
+        if places[0][0] == "release/__1_0.distcp"
+    )
+    content[offset + nbytes // 2] ^= 1
+    path.write_bytes(content)
+
+
 TRACKER, OWN_CONFIG = "latest_checkpointed_iteration.txt", "huggingface/config.json"
 MEGATRON_CHANGES: dict[str, tuple[Change, str]] = {
     "no tracker": (lambda folder: (folder / TRACKER).unlink(), "has neither .metadata nor latest_checkpointed"),
@@ -303,6 +325,7 @@ MEGATRON_CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "empty file": (cut_distcp(0), "__1_0.distcp is truncated: it has 0 bytes of"),
     "truncated file": (cut_distcp(-1), "__1_0.distcp is truncated: it has"),
+    "flipped bit of an element": (flipped_element, r"__1_0.distcp is damaged: the chunk of .* has another checksum"),
     "file of zeros": (zeros_in_distcp, r"__1_0.distcp \(chunk of .*\) is damaged"),
     "no config": (lambda folder: (folder / OWN_CONFIG).unlink(), "has no huggingface/config.json; name a folder with"),
     "broken config": (write(OWN_CONFIG, "{"), "config.json is not JSON"),

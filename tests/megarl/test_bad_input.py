@@ -56,8 +56,8 @@ def run(model, files, tmp_path, capfd):
         (["loop.step=3"], ["loop.step", "loop.steps"]),
         (["--tensor-model-paralel-size", "2"], ["--tensor-model-paralel-size", "--tensor-model-parallel-size"]),
         (
-            ["--tensor-model-parallel-size", "4", "--expert-model-parallel-size", "1", "cluster.trainer_ranks=4"],
-            ["num_key_value_heads", "tensor_model_parallel_size = 4"],
+            ["--tensor-model-parallel-size", "8", "--expert-model-parallel-size", "1", "cluster.trainer_ranks=8"],
+            ["num_attention_heads", "tensor_model_parallel_size = 8"],
         ),
         (
             ["megatron.expert_model_parallel_size=3", "cluster.trainer_ranks=3"],
@@ -71,6 +71,7 @@ def run(model, files, tmp_path, capfd):
         (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
         (["data.max_prompt_tokens=3"], ["8 tokens", "data.max_prompt_tokens=3", "data.overlong_prompts=drop"]),
         (["model.path=nowhere"], ["nowhere"]),
+        (["model.megatron_checkpoint=nowhere"], ["nowhere", ".metadata"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

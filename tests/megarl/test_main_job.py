@@ -1,9 +1,14 @@
 """The main job on every architecture: what is sampled is what is trained on, and the engine has the trained weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from converters.examine import compare
+from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
+from converters.layouts.megatron import ParallelSizes
 from megarl.clock import Clock
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
@@ -52,6 +57,22 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {STEPS}
+
+
+def test_a_converted_checkpoint_is_where_training_begins(tmp_path):
+    config = make_config("qwen3_moe", tmp_path)
+    source, converted = Path(config.model.path), tmp_path / "converted"
+    layout = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+    convert_checkpoint(
+        source, converted, layout, dtype="keep", vocabulary_multiple=128, workers=1, progress=lambda done, total: None
+    )
+    config.model.path, config.model.megatron_checkpoint = str(converted / HUGGINGFACE), str(converted)
+    with open_job(config) as job:
+        job.export()
+        job.refit(0)
+        assert train_step(job, Clock())["log_prob_difference/max"] < 1e-4
+    exported = tmp_path / "run" / EXPORT
+    assert compare(source, exported, hf_config_folder=None, workers=1, progress=lambda done, total: None).is_same
 
 
 def make_config(model: str, folder):
