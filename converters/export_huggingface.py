@@ -130,6 +130,8 @@ def plan_export(
         Target(name, places[name], dtypes[name], shapes[name], each, scales=places.get(scales.get(name, "")))
         for name, each in parts.items()
     ]
+    # A file is written from its beginning to its end.
+    targets.sort(key=lambda target: (target.place.file, target.place.offset))
     return ExportPlan({file: list(names) for file, names in files.items()}, headers, targets, shapes, dtypes, nbytes)
 
 

@@ -1,5 +1,6 @@
 """HuggingFace to Megatron: a torch_dist checkpoint written in a stream, without a model, a GPU or a process group."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ HUGGINGFACE = "huggingface"
 """Folder of a converted checkpoint with config.json and the tokenizer it came with."""
 COPIES = "copies"
 DTypeChoice = Literal["bf16", "fp32", "keep"]
+_FILES_PER_RANK = 2
+"""As megatron-core saves by default: two threads can then read or write without waiting for each other."""
 _DTYPES: Mapping[DTypeChoice, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
@@ -59,7 +62,7 @@ def plan_conversion(
     *,
     vocabulary_multiple: int,
 ) -> ConversionPlan:
-    """Lay out the checkpoint for the ranks of `parallel`: each file has what one of them is the first to read.
+    """Lay out the checkpoint for the ranks of `parallel`: two files for each have what it is the first to read.
 
     `hf_dtypes` are the types the weights are to have; tensors that share a key get the widest of theirs. The
     vocabulary is padded to a multiple of `vocabulary_multiple` times the tensor-parallel size, as by Megatron-LM's
@@ -75,13 +78,19 @@ def plan_conversion(
         for name in chunk.hf_names:
             known = dtypes.setdefault(chunk.key, hf_dtypes[name])
             dtypes[chunk.key] = torch.promote_types(known, hf_dtypes[name])
-    ends: dict[str, int] = {}
+    lengths = [frame(dtypes[chunk.key], chunk.box.shape).length for chunk in planned]
+    of_rank: Counter[int] = Counter()
+    for chunk, length in zip(planned, lengths, strict=True):
+        of_rank[chunk.rank] += length
+    ends: Counter[str] = Counter()
+    begun: Counter[int] = Counter()
     chunks: dict[str, list[Chunk]] = {key: [] for key in shapes}
-    for chunk in planned:
-        file = f"__{chunk.rank}_0.distcp"
-        length = frame(dtypes[chunk.key], chunk.box.shape).length
-        chunks[chunk.key].append(Chunk(chunk.box, file, ends.get(file, 0), length))
-        ends[file] = ends.get(file, 0) + length
+    for chunk, length in zip(planned, lengths, strict=True):
+        part = begun[chunk.rank] * _FILES_PER_RANK // of_rank[chunk.rank]
+        file = f"__{chunk.rank}_{part}.distcp"
+        chunks[chunk.key].append(Chunk(chunk.box, file, ends[file], length))
+        ends[file] += length
+        begun[chunk.rank] += length
     tensors = {key: StoredTensor(shape, dtypes[key], chunks[key]) for key, shape in shapes.items()}
     blob = empty_extra_state()
     shared = StoredObject("__0_0.distcp", ends["__0_0.distcp"], len(blob))

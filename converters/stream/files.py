@@ -2,12 +2,10 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _WRITE_BACK_BYTES = 2**23
-# Larger writes take larger pages into the page cache. A virtual machine may have to get those back from its host first,
-# at a third of the speed.
-_PIECE_BYTES = 2**17
 
 
 class OutputFiles:
@@ -18,11 +16,13 @@ class OutputFiles:
         self._descriptors: dict[str, int] = {}
         self._dirty: dict[str, list[int]] = {}
         self._lock = threading.Lock()
+        self._background = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "OutputFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._background.shutdown(cancel_futures=True)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -32,7 +32,7 @@ class OutputFiles:
         descriptor = self._descriptor(file)
         done = 0
         while done < len(content):
-            done += os.pwrite(descriptor, content[done : done + _PIECE_BYTES], offset + done)
+            done += os.pwrite(descriptor, content[done:], offset + done)
         self._start_write_back(file, descriptor, offset, len(content))
 
     def sync(self) -> None:
@@ -56,4 +56,4 @@ class OutputFiles:
             self._dirty[file] = [start, stop, dirty] if dirty < _WRITE_BACK_BYTES else [0, 0, 0]
         if dirty >= _WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
             # Linux starts to write the dirty pages of a range that is said not to be needed, and returns at once.
-            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+            self._background.submit(os.posix_fadvise, descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,8 @@
 """Writing many tensors: several threads, each with a tensor at a time; an interrupted run is continued."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,16 +23,35 @@ class _CancelledError(Exception):
 
 class _Run:
     def __init__(self, targets: Sequence[Target], progress: Progress) -> None:
-        self._left: Iterator[Target] = iter(targets)
+        self._left: dict[str, deque[Target]] = defaultdict(deque)
+        for target in targets:
+            self._left[target.place.file].append(target)
+        self._busy: Counter[str] = Counter()
         self._total = sum(map(_nbytes, targets))
         self._done, self._progress = 0, progress
         self._lock = threading.Lock()
         self.cancelled = threading.Event()
         self.written: dict[str, list[Written]] = {}
 
-    def next_target(self) -> Target | None:
+    def next_target(self, last: Target | None) -> Target | None:
+        """The next of the file of a thread's `last`, or else of the file that the fewest threads write.
+
+        Two threads that write one file wait for each other.
+        """
         with self._lock:
-            return next(self._left, None)
+            file = last.place.file if last else None
+            if file not in self._left:
+                if file is not None:
+                    self._busy[file] -= 1
+                if not self._left:
+                    return None
+                file = min(self._left, key=self._busy.__getitem__)
+                self._busy[file] += 1
+            targets = self._left[file]
+            target = targets.popleft()
+            if not targets:
+                del self._left[file]
+            return target
 
     def count(self, nbytes: int) -> None:
         if self.cancelled.is_set():
@@ -59,7 +79,8 @@ def write_targets(
 
     def work(files: OutputFiles) -> None:
         writer = TensorWriter(source, files, run.count)
-        while (target := run.next_target()) is not None:
+        target = None
+        while (target := run.next_target(target)) is not None:
             found = journal.found.get(target.name, [])
             places = [(each.file, each.offset, each.nbytes) for each in found]
             if places == places_of(target) and all(is_intact(folder, each) for each in found):
