@@ -64,13 +64,14 @@ def tiles(shape: Shape, row_start: int) -> Iterator[Tile]:
 
 
 class Scratch:
-    """Memory for tiles, of one type, used again for each of them."""
+    """Memory for tiles, used again for each of them. Not to be shared by threads."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(0, dtype=dtype)
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
 
-    def like(self, tile: Tile) -> torch.Tensor:
-        """A contiguous tensor of the shape of `tile`, with arbitrary content."""
-        if self._memory.numel() < tile.elements:
-            self._memory = torch.empty(tile.elements, dtype=self._memory.dtype)
-        return self._memory[: tile.elements].view(tile.shape)
+    def like(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of the shape of `tile`, with arbitrary content; the next of this type takes its place."""
+        memory = self._memory.get(dtype)
+        if memory is None or memory.numel() < tile.elements:
+            memory = self._memory[dtype] = torch.empty(tile.elements, dtype=dtype)
+        return memory[: tile.elements].view(tile.shape)

@@ -32,27 +32,33 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def dequantise_into(
-    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, row_start: int = 0, column_start: int = 0
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    row_start: int = 0,
+    column_start: int = 0,
+    scratch: Scratch | None = None,
 ) -> None:
     """Write the values of a box of a weight into `out`, a view of any strides, in bfloat16 or float32.
 
     `codes` (float8_e4m3fn, of the shape of `out`) are the box that begins at `row_start` and `column_start`, anywhere
-    in a block; `scales` those of the whole weight.
+    in a block; `scales` those of the whole weight. With `scratch`, many calls share the memory they work in.
     Raises ValueError, naming the element, for a code that is NaN, and for a scale that is not finite or above 2**119;
     also for tensors of another type or shape. What is then in `out` is undefined.
     """
     _check(codes, scales, out, row_start, column_start)
     _check_scales(scales, codes, row_start, column_start)
     raw = codes.view(torch.int8)
-    magnitudes, halves, singles = Scratch(torch.int8), Scratch(torch.int16), Scratch(torch.float32)
+    scratch = scratch or Scratch()
     for tile in tiles(tuple(codes.shape), row_start):
         source, target = raw[tile.rows, tile.columns], out[tile.rows, tile.columns]
         row, column = row_start + tile.rows.start, column_start + tile.columns.start
-        _check_codes(source, magnitudes.like(tile), row, column)
-        half = halves.like(tile)
+        _check_codes(source, scratch.like(tile, torch.int8), row, column)
+        half = scratch.like(tile, torch.int16)
         half.view(source.shape).copy_(source)
         half.bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_WITHOUT_BIT_14)
-        single = singles.like(tile).copy_(half.view(torch.float16))
+        single = scratch.like(tile, torch.float32).copy_(half.view(torch.float16))
         target.copy_(single.mul_(_factors(scales, tile, row, column)).view(target.shape))
 
 

@@ -28,19 +28,21 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def quantise_into(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, scratch: Scratch | None = None
+) -> None:
     """Write the codes and scales of a weight, or of whole rows or columns of blocks of it, into views of any strides.
 
     `weight` (bfloat16, float16 or float32) and `codes` (float8_e4m3fn) have the same shape, which begins at the corner
-    of a block; `scales` (float32) are those of its blocks.
+    of a block; `scales` (float32) are those of its blocks. With `scratch`, many calls share the memory they work in.
     Raises ValueError, naming the block, for a weight that is not finite or above `LARGEST_WEIGHT`; also for tensors of
     another type or shape. What is then in `codes` and `scales` is undefined.
     """
     _check(weight, codes, scales)
-    singles = Scratch(torch.float32)
+    scratch = scratch or Scratch()
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
-        single = singles.like(tile)
+        single = scratch.like(tile, torch.float32)
         single.view(source.shape).copy_(source)
         scale = _scales(single, tile)
         row, column = tile.rows.start // BLOCK, tile.columns.start // BLOCK

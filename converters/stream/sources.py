@@ -1,5 +1,6 @@
 """Where a conversion reads from: tensors by name, of which it asks boxes. Called from several threads at once."""
 
+import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
@@ -11,7 +12,7 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint
-from converters.fp8 import dequantise_into, scales_of
+from converters.fp8 import Scratch, dequantise_into, scales_of
 from converters.layouts.torch_dist import Piece
 
 _VIEWS_KEPT = 1024
@@ -30,6 +31,11 @@ class Source(Protocol):
         """The type of the tensor's elements once decoded."""
 
 
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 class HuggingFaceSource:
     """A HuggingFace checkpoint; block FP8 is decoded to bf16. Raises UserError for FP8 without its scales."""
 
@@ -37,6 +43,7 @@ class HuggingFaceSource:
         self._checkpoint = checkpoint
         self._dtypes = checkpoint.dtypes
         self._shapes = checkpoint.shapes
+        self._thread = _PerThread()
         self._scales = scales_of(checkpoint.folder, self._shapes, self._dtypes)
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
@@ -52,7 +59,14 @@ class HuggingFaceSource:
         names = self._scales[name]
         scales = self._checkpoint.read(names, Box.whole(self._shapes[names])).float()
         try:
-            dequantise_into(view, scales, out, row_start=box.start[0], column_start=box.start[1])
+            dequantise_into(
+                view,
+                scales,
+                out,
+                row_start=box.start[0],
+                column_start=box.start[1],
+                scratch=self._thread.scratch,
+            )
         except ValueError as error:
             raise UserError(f"{self._checkpoint.folder} holds {name} with {error}; copy it again") from error
 

@@ -11,14 +11,13 @@ from isal.isal_zlib import crc32
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.torch_dist.framing import frame
-from converters.fp8 import BLOCK, quantise_into, scales_shape
+from converters.fp8 import BLOCK, Scratch, quantise_into, scales_shape
 from converters.stream.files import OutputFiles
 from converters.stream.sources import Source
 from converters.stream.targets import Part, Place, Target, Written
 
 # A processor's second-level cache holds it between the checksum and the write.
 _SLICE_BYTES = 2**20
-_FP8_SLICE_BYTES = 2**22
 _SCALE_DTYPE = torch.float32
 
 
@@ -40,7 +39,8 @@ class TensorWriter:
 
     def __init__(self, source: Source, files: OutputFiles, on_bytes: Callable[[int], None]) -> None:
         self._source, self._files, self._on_bytes = source, files, on_bytes
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory, self._codes = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        self._scratch = Scratch()
 
     def write(self, target: Target) -> list[Written]:
         """Write a tensor, its frame and its scales; returns where elements are and their checksums."""
@@ -118,11 +118,13 @@ class TensorWriter:
 
         def codes() -> Iterator[torch.Tensor]:
             first = 0
-            for block in self._gathered(target, 0, target.shape[0], dtype, _FP8_SLICE_BYTES, BLOCK):
+            for block in self._gathered(target, 0, target.shape[0], dtype, _SLICE_BYTES, BLOCK):
                 rows = -(-block.shape[0] // BLOCK)
-                quantised = torch.empty(block.shape, dtype=target.dtype)
+                if self._codes.numel() < block.numel():
+                    self._codes = torch.empty(block.numel(), dtype=torch.uint8)
+                quantised = self._codes[: block.numel()].view(target.dtype).view(block.shape)
                 try:
-                    quantise_into(block, quantised, scales[first : first + rows])
+                    quantise_into(block, quantised, scales[first : first + rows], scratch=self._scratch)
                 except ValueError as error:
                     raise UserError(f"{target.name} cannot be written in FP8: {error}; export it without") from error
                 first += rows
