@@ -31,7 +31,8 @@ _NOTES = """\
 - The checkpoints are DeepSeek-V3 made narrow: 61 layers and one of multi-token prediction, 8 experts, 2,287 tensors
   of random values in bf16, or the same in block FP8. Sizes are those of the bf16 form.
 - The programs take turns. Before each run its source is read once, so it is in the page cache; what was written
-  before is on the disk, and what the run wrote is deleted after it.
+  before is on the disk, what the run wrote is deleted after it, and the machine idles for 5 seconds: memory that was
+  just freed is quicker to get again, which would help a program that writes at once.
 - `cp` copies the HuggingFace folder, then waits until its files are on the disk (`sync FILES`). "/ cp" is a speed
   divided by that of `cp` with one process in the same round, once of the bytes written and once of those read; the
   median.
