@@ -1,7 +1,7 @@
 """HuggingFace to Megatron: a torch_dist checkpoint written in a stream, without a model, a GPU or a process group."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from converters.formats.torch_dist import (
 from converters.formats.torch_dist.common_state import empty_extra_state, extra_state_keys, write_common_state
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
-from converters.layouts.torch_dist import plan_chunks, stored_pieces
+from converters.layouts.torch_dist import PlannedChunk, plan_chunks, stored_pieces
 from converters.manifest import write_manifest
 from converters.output_folder import OutputFolder
 from converters.stream.run import Progress, write_targets
@@ -78,19 +78,7 @@ def plan_conversion(
         for name in chunk.hf_names:
             known = dtypes.setdefault(chunk.key, hf_dtypes[name])
             dtypes[chunk.key] = torch.promote_types(known, hf_dtypes[name])
-    lengths = [frame(dtypes[chunk.key], chunk.box.shape).length for chunk in planned]
-    of_rank: Counter[int] = Counter()
-    for chunk, length in zip(planned, lengths, strict=True):
-        of_rank[chunk.rank] += length
-    ends: Counter[str] = Counter()
-    begun: Counter[int] = Counter()
-    chunks: dict[str, list[Chunk]] = {key: [] for key in shapes}
-    for chunk, length in zip(planned, lengths, strict=True):
-        part = begun[chunk.rank] * _FILES_PER_RANK // of_rank[chunk.rank]
-        file = f"__{chunk.rank}_{part}.distcp"
-        chunks[chunk.key].append(Chunk(chunk.box, file, ends[file], length))
-        ends[file] += length
-        begun[chunk.rank] += length
+    chunks, ends = _deal(planned, dtypes)
     tensors = {key: StoredTensor(shape, dtypes[key], chunks[key]) for key, shape in shapes.items()}
     blob = empty_extra_state()
     shared = StoredObject("__0_0.distcp", ends["__0_0.distcp"], len(blob))
@@ -98,6 +86,26 @@ def plan_conversion(
     return ConversionPlan(
         contents, _targets(architecture, contents), sum(ends.values()) + len(blob), padded_vocabulary=padded
     )
+
+
+def _deal(
+    planned: Sequence[PlannedChunk], dtypes: Mapping[str, torch.dtype]
+) -> tuple[Mapping[str, list[Chunk]], Counter[str]]:
+    """The chunks by key with a place in a file for each, half of a rank's bytes in each of its files; file -> size."""
+    lengths = [frame(dtypes[chunk.key], chunk.box.shape).length for chunk in planned]
+    of_rank: Counter[int] = Counter()
+    for chunk, length in zip(planned, lengths, strict=True):
+        of_rank[chunk.rank] += length
+    ends: Counter[str] = Counter()
+    begun: Counter[int] = Counter()
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for chunk, length in zip(planned, lengths, strict=True):
+        part = begun[chunk.rank] * _FILES_PER_RANK // of_rank[chunk.rank]
+        file = f"__{chunk.rank}_{part}.distcp"
+        chunks[chunk.key].append(Chunk(chunk.box, file, ends[file], length))
+        ends[file] += length
+        begun[chunk.rank] += length
+    return chunks, ends
 
 
 def _targets(architecture: Architecture, contents: Contents) -> list[Target]:

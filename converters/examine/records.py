@@ -70,15 +70,14 @@ class ObjectRecords:
         with (self.folder / self.stored.file).open("rb") as file:
             file.seek(self.stored.offset)
             content = file.read(self.stored.length)
+        damaged = f"the object {self.key} in {self.stored.file}"
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 filled = [info for info in archive.infolist() if info.file_size]
                 self.has_checksum = any(info.CRC for info in filled) or not filled
-                if not self.has_checksum or archive.testzip() is None:
-                    return None
+                return damaged if self.has_checksum and archive.testzip() else None
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError):
-            pass
-        return f"the object {self.key} in {self.stored.file}"
+            return damaged
 
 
 Record = ChunkRecord | ObjectRecords

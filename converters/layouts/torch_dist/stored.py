@@ -1,7 +1,7 @@
 """Where the HuggingFace tensors lie in the chunks of a checkpoint, however it was cut."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import sub
@@ -9,7 +9,7 @@ from operator import sub
 from converters.architectures import Architecture, Kind, Parameter
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.layout import Placement, Shape, Shard
+from converters.layout import Placement, Shape
 from converters.layouts.megatron import ParameterPart, whole_parameter
 from converters.layouts.torch_dist.keys import Cell, cells
 
@@ -69,16 +69,6 @@ def stored_pieces(
             f"the checkpoint holds {surplus[0]}{more}, which a {architecture.model_type} model of this config.json"
             " does not have; the two do not belong together"
         )
-
-
-def as_shard(pieces: Iterable[Piece]) -> Shard:
-    """The pieces as what a single rank holds."""
-    pieces = list(pieces)
-    return Shard(
-        {piece.name: piece.shape for piece in pieces},
-        [placement for piece in pieces for placement in piece.placements],
-        [(piece.name, box) for piece in pieces for box in piece.padding],
-    )
 
 
 def _stored_key(cell: Cell, shapes: Mapping[str, Shape]) -> str:
