@@ -1,0 +1,15 @@
+"""What a plan costs: the bytes that every rank and port moves, how long that takes, and how long it must take."""
+
+from converters.cost.ports import Port, Ports, Rates, busiest_port, floor, floor_seconds, transfer_seconds
+from converters.cost.traffic_matrix import Traffic
+
+__all__ = [
+    "Port",
+    "Ports",
+    "Rates",
+    "Traffic",
+    "busiest_port",
+    "floor",
+    "floor_seconds",
+    "transfer_seconds",
+]

@@ -1,0 +1,127 @@
+"""Ports: how long traffic keeps every NIC and every GPU's NVLink busy, and how long it must at least."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from converters.cost.traffic_matrix import Traffic
+from converters.errors import UserError
+from converters.topology import Topology
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of the ports of one GPU, in each direction: 400 Gb/s InfiniBand is 50e9, H100 NVLink 450e9."""
+
+    nic_bytes_per_s_per_gpu: float
+    nvlink_bytes_per_s_per_gpu: float
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if rate <= 0:
+                raise UserError(f"{name} is {rate}; give the rate of the cluster in bytes per second")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Bytes through every port, each int64 [GPUs]. Bytes between two ranks of one GPU pass none."""
+
+    nic_out: np.ndarray
+    nic_in: np.ndarray
+    nvlink_out: np.ndarray
+    nvlink_in: np.ndarray
+
+    @classmethod
+    def of(cls, traffic: Traffic) -> "Ports":
+        """The load of the ports: NIC between nodes, NVLink between the GPUs of a node."""
+        place = traffic.topology
+        nodes = np.asarray(place.source_node), np.asarray(place.destination_node)
+        gpus = np.asarray(place.source_gpu), np.asarray(place.destination_gpu)
+        other_node = nodes[0][:, None] != nodes[1][None, :]
+        other_gpu = gpus[0][:, None] != gpus[1][None, :]
+        far, near = traffic.direct * other_node, traffic.direct * (other_gpu & ~other_node)
+        relayed = traffic.relayed * (gpus[1][:, None] != gpus[1][None, :])
+        return cls(
+            nic_out=_per_gpu(place, gpus[0], far.sum(1)),
+            nic_in=_per_gpu(place, gpus[1], far.sum(0)),
+            nvlink_out=_per_gpu(place, gpus[0], near.sum(1)) + _per_gpu(place, gpus[1], relayed.sum(1)),
+            nvlink_in=_per_gpu(place, gpus[1], near.sum(0) + relayed.sum(0)),
+        )
+
+    def seconds(self, rates: Rates) -> dict[str, np.ndarray]:
+        """Name of each kind of port -> float64 [GPUs]: how long each is busy."""
+        nic, nvlink = rates.nic_bytes_per_s_per_gpu, rates.nvlink_bytes_per_s_per_gpu
+        return {name: load / (nic if name.startswith("nic") else nvlink) for name, load in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port: its kind (a field of `Ports`), its GPU, and how long it is busy."""
+
+    kind: str
+    gpu: int
+    seconds: float
+
+
+def busiest_port(traffic: Traffic, rates: Rates) -> Port:
+    """The port that is busy for longest."""
+    busy = Ports.of(traffic).seconds(rates)
+    return max(
+        (Port(kind, int(each.argmax()), float(each.max())) for kind, each in busy.items()),
+        key=lambda port: port.seconds,
+    )
+
+
+def transfer_seconds(traffic: Traffic, rates: Rates) -> float:
+    """The predicted time of a transfer: that of its busiest port.
+
+    Assumes that all ports are busy at the same time, so that a relay follows the arrival of its bytes closely, and
+    that no switch is slower than the ports that it joins.
+    """
+    return busiest_port(traffic, rates).seconds
+
+
+def floor(traffic: Traffic, rates: Rates) -> dict[str, float]:
+    """Seconds that no plan can beat, by what forces them:
+
+    - `node_in`: what the destinations of a node need, and no source of the node holds, comes in at least once, through
+      all the NICs of the GPUs that the destinations run on: max over nodes of entering / (GPUs x NIC).
+    - `source_out`: what only one source holds goes out through its NIC at least once for every other node that needs
+      it: max over GPUs of leaving / NIC.
+    - `sources_out`: all that enters any node goes out of the NICs of all GPUs of the sources: sum of entering /
+      (GPUs x NIC).
+    - `gpu_in`: what a destination needs comes through the NIC or the NVLink of its GPU:
+      max over destinations of needed / (NIC + NVLink). Counted only on GPUs without a source.
+
+    Assumes that each port runs at its full rate all the time, in both directions at once, and that switches add
+    nothing. Bytes are those of the destination's type, whatever the plan moves. These are the bounds of one-sided
+    updates of disaggregated engines, T >= max([8 R_e + unique(R_r)] / 8 B, replicas x bytes per sender / B, bytes per
+    GPU / NVLink), with NIC and NVLink together in the last.
+    """
+    place = traffic.topology
+    nic, nvlink = rates.nic_bytes_per_s_per_gpu, rates.nvlink_bytes_per_s_per_gpu
+    source_gpus, destination_gpus = np.asarray(place.source_gpu), np.asarray(place.destination_gpu)
+    gpus_of_node = np.zeros(place.nodes, np.int64)
+    for node, _ in set(zip(place.destination_node, place.destination_gpu, strict=True)):
+        gpus_of_node[node] += 1
+    needed = np.zeros(place.gpus, np.int64)
+    np.maximum.at(needed, destination_gpus, traffic.needed)
+    needed[source_gpus] = 0
+    return {
+        "node_in": float((traffic.entering / np.maximum(gpus_of_node, 1)).max() / nic),
+        "source_out": float(_per_gpu(place, source_gpus, traffic.leaving).max() / nic),
+        "sources_out": float(traffic.entering.sum() / len(np.unique(source_gpus)) / nic),
+        "gpu_in": float(needed.max() / (nic + nvlink)),
+    }
+
+
+def floor_seconds(traffic: Traffic, rates: Rates) -> float:
+    """The largest of `floor`."""
+    return max(floor(traffic, rates).values())
+
+
+def _per_gpu(place: Topology, gpus: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """The loads of ranks, summed over the ranks of each GPU, without float64's rounding."""
+    total = np.zeros(place.gpus, np.int64)
+    np.add.at(total, gpus, loads)
+    return total

@@ -1,0 +1,35 @@
+"""Traffic: how many bytes go from every rank to every other."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from converters.topology import Topology
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes of a plan, all int64. Destination rank = replica x workers + worker.
+
+    `direct` and `relayed` count what travels, the others what is needed in the destination's type: where source and
+    destination cut through an FP8 block, bfloat16 travels and FP8 is needed.
+    """
+
+    topology: Topology
+    direct: np.ndarray
+    """[source ranks, destination ranks]: what a source sends to a destination."""
+    relayed: np.ndarray
+    """[destination ranks, destination ranks]: what a destination passes on to another of its node (NVLink)."""
+    needed: np.ndarray
+    """[destination ranks]: what a destination must hold."""
+    unique_needed: np.ndarray
+    """[nodes]: the union of what the destinations of a node need."""
+    entering: np.ndarray
+    """[nodes]: of `unique_needed`, what no source of the node holds, which must come in through its NICs."""
+    leaving: np.ndarray
+    """[source ranks]: what no other source holds, once for every other node that needs it and does not hold it: it
+    must go out through this rank's NIC."""
+    pieces: int
+    """Number of transfers from sources to destinations."""
+    relays: int
+    """Number of transfers from destinations to destinations."""
