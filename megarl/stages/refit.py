@@ -7,7 +7,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call
 from megarl.resharding.buckets import cut_into_buckets
-from megarl.resharding.shared_memory import create_segment, unlink_segment
+from megarl.resharding.shared_memory import Segment
 
 # While the engines load one bucket, the ranks write the next into the other segment.
 _SEGMENTS = 2
@@ -33,14 +33,15 @@ class Refit:
         self._names = list(hf_shapes)
         self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), bucket_bytes, segments=_SEGMENTS)
         segment_bytes = max(bucket.size_bytes for bucket in self._buckets)
-        segments = [create_segment(segment_bytes) for _ in range(_SEGMENTS)]
+        segments = [Segment(segment_bytes) for _ in range(_SEGMENTS)]
+        handles = [segment.handle for segment in segments]
         try:
-            trainer.connect(segments, segment_bytes)
-            engines.connect(segments, segment_bytes)
+            trainer.connect(handles, segment_bytes)
+            engines.connect(handles, segment_bytes)
         finally:
-            # Mapped memory lives on without its name, and ends with the last process that mapped it.
+            # Mapped memory lives on, and ends with the last process that mapped it.
             for segment in segments:
-                unlink_segment(segment)
+                segment.close()
 
     def __call__(self, version: int) -> None:
         """Give the engines the trainer's present weights as `version`; they serve nothing in between."""

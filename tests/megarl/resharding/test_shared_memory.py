@@ -2,55 +2,60 @@ import multiprocessing
 import os
 import shutil
 
+import psutil
 import pytest
 import torch
 
 from converters.errors import UserError
-from megarl.resharding.shared_memory import create_segment, map_segment, unlink_segment
+from megarl.resharding.shared_memory import Segment, map_segment
 
 
-def _write_and_wait(path, written, end):
-    map_segment(path, 64)[:] = 7
+def _write_and_wait(handle, written, end):
+    map_segment(handle, 64)[:] = 7
     written.set()
     end.wait()
 
 
-def test_processes_share_a_segment_that_has_no_name_any_more():
+def test_processes_share_a_segment_that_is_not_open_any_more():
     context = multiprocessing.get_context("spawn")
     written, end = context.Event(), context.Event()
-    path = create_segment(64)
-    memory = map_segment(path, 64)
+    segment = Segment(64)
+    memory = map_segment(segment.handle, 64)
     assert torch.equal(memory, torch.zeros(64, dtype=torch.uint8))
-    peer = context.Process(target=_write_and_wait, args=(path, written, end))
+    peer = context.Process(target=_write_and_wait, args=(segment.handle, written, end))
     peer.start()
     assert written.wait(60)
-    unlink_segment(path)
-    assert not os.path.exists(path)
+    segment.close()
     assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
     end.set()
     peer.join()
+    assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
 
 
-def test_memory_is_reserved_when_the_segment_is_made():
-    path = create_segment(1 << 20)
+def test_memory_is_reserved_and_never_has_a_name():
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment(1 << 20)
     try:
-        assert os.stat(path).st_blocks * 512 >= 1 << 20
-        assert os.stat(path).st_mode & 0o077 == 0
+        found = os.stat(segment.handle)
+        assert found.st_blocks * 512 >= 1 << 20
+        assert found.st_mode & 0o077 == 0
+        assert found.st_nlink == 0
+        assert set(os.listdir("/dev/shm")) <= before
     finally:
-        unlink_segment(path)
+        segment.close()
 
 
 def test_a_segment_that_does_not_fit_is_refused_and_leaves_nothing():
-    before = set(os.listdir("/dev/shm"))
+    before = psutil.Process().num_fds()
     with pytest.raises(UserError, match="/dev/shm has no room"):
-        create_segment(shutil.disk_usage("/dev/shm").total + 4096)
-    assert {name for name in os.listdir("/dev/shm") if name.startswith(f"megarl-{os.getpid()}")} <= before
+        Segment(shutil.disk_usage("/dev/shm").total + 4096)
+    assert psutil.Process().num_fds() == before
 
 
 def test_mapping_more_than_there_is_fails():
-    path = create_segment(64)
+    segment = Segment(64)
     try:
         with pytest.raises(ValueError, match="length"):
-            map_segment(path, 128)
+            map_segment(segment.handle, 128)
     finally:
-        unlink_segment(path)
+        segment.close()

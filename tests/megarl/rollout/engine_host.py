@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megarl.quickstart.tiny_models import END, make_tokenizer
 from megarl.resharding.buckets import cut_into_buckets, views
-from megarl.resharding.shared_memory import create_segment, map_segment, unlink_segment
+from megarl.resharding.shared_memory import Segment, map_segment
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 
@@ -75,11 +75,11 @@ class Served:
         self.engine = engine
         self.folders = folders
         self.first, self.second = map(Weights, folders)
-        paths = [create_segment(SEGMENT_BYTES) for _ in range(2)]
-        self._memories = [map_segment(path, SEGMENT_BYTES) for path in paths]
-        engine.connect(paths, SEGMENT_BYTES)
-        for path in paths:
-            unlink_segment(path)
+        segments = [Segment(SEGMENT_BYTES) for _ in range(2)]
+        self._memories = [map_segment(segment.handle, SEGMENT_BYTES) for segment in segments]
+        engine.connect([segment.handle for segment in segments], SEGMENT_BYTES)
+        for segment in segments:
+            segment.close()
 
     def write(self, weights, bucket):
         for name, view in views(bucket, self._memories[bucket.segment]).items():
