@@ -1,0 +1,59 @@
+"""The machines of a refit: how many GPUs a node has, how fast each talks, and which rank is where."""
+
+from dataclasses import dataclass
+
+from converters.cost import Rates
+from converters.errors import UserError
+from converters.topology import Topology
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs. The rates are those of one GPU, in and out at once; by default an H100's.
+
+    Raises UserError for a size or a rate of zero or less.
+    """
+
+    gpus_per_node: int = 8
+    nic_gbit_per_s: float = 400.0
+    nvlink_gbyte_per_s: float = 450.0
+    memory_gbyte_per_s: float = 3350.0
+    nodes: int | None = None
+    """Nodes that there are; None is as many as it takes."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise UserError(f"the cluster's {name} is {value}; it must be more than 0")
+
+    @property
+    def rates(self) -> Rates:
+        """Bytes per second of a GPU's ports."""
+        return Rates(
+            nic_bytes_per_s_per_gpu=self.nic_gbit_per_s * 1e9 / 8,
+            nvlink_bytes_per_s_per_gpu=self.nvlink_gbyte_per_s * 1e9,
+        )
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes per second that a GPU's memory reads or writes."""
+        return self.memory_gbyte_per_s * 1e9
+
+    def topology(self, sources: int, destinations: int, *, colocated: bool) -> Topology:
+        """A GPU for every rank, the trainer's nodes first; or destination ranks on the GPUs of the first sources.
+
+        Raises UserError where the cluster does not hold the ranks, and where colocated engines have no GPU.
+        """
+        if colocated and destinations > sources:
+            raise UserError(
+                f"the engines' {destinations} ranks do not fit on the trainer's {sources} GPUs; lower --replicas, raise"
+                " --gpus or leave out --colocated"
+            )
+        place = Topology.colocated if colocated else Topology.separate
+        topology = place(sources, destinations, self.gpus_per_node)
+        if self.nodes is not None and topology.nodes > self.nodes:
+            raise UserError(
+                f"{sources} ranks of the trainer and {destinations} of the engines take {topology.nodes} nodes of"
+                f" {self.gpus_per_node} GPUs, and the cluster has {self.nodes}; raise --nodes or lower the sizes"
+            )
+        return topology

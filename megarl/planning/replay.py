@@ -1,0 +1,242 @@
+"""A refit replayed event by event: every message waits for a bucket, for its ports and for its receiver's memory."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from converters.cost import Rates, Traffic
+from megarl.planning.messages import Integers, Messages, Path, Routes, nanoseconds, traffic_messages
+
+BUCKETS = 2
+_PACKED, _ARRIVED, _UNPACKED, _DEPARTED = range(4)
+_NEVER = -1
+
+
+@dataclass(frozen=True)
+class MemoryRates:
+    """Bytes of messages per second that a rank packs and unpacks, while its ports are busy with other messages."""
+
+    pack_bytes_per_s: float
+    unpack_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """When everything happened, in nanoseconds from the beginning: int64 [messages], relayed ones last.
+
+    What is relayed has no bucket and is not packed: the GPUs of a node read it where it arrived.
+    """
+
+    messages: Messages
+    """The sender of a relayed message is `sources` + destination rank."""
+    routes: Routes
+    packed: Integers
+    departed: Integers
+    arrived: Integers
+    unpacked: Integers
+
+    @property
+    def seconds(self) -> float:
+        """Until the last message is unpacked."""
+        return float(self.unpacked.max(initial=0)) / 1e9
+
+
+def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes: int, buckets: int = BUCKETS) -> Replay:
+    """Replay `traffic` with messages of at most `bucket_bytes`.
+
+    Each port serves one message at a time at its full rate, and a message takes the port out of its sender's GPU and
+    the one into its receiver's at the same time. A source packs its messages in the order of `sending_order`, one at
+    a time, into a free one of its `buckets`, which is free again when the receiver has unpacked the message. A
+    receiver has as many buckets for what arrives and unpacks one message at a time. Of several messages that could
+    depart, those that have waited for the port into the receiver go first. What a destination relays to another
+    departs in parts, each when the same share of the sender's own bytes has been unpacked.
+    """
+    direct, relayed = traffic_messages(traffic, bucket_bytes)
+    sources = len(traffic.direct)
+    routes = [Routes.of(each, traffic.topology, rates, relayed=each is relayed) for each in (direct, relayed)]
+    machine = _Machine(
+        _join(direct, relayed, sources),
+        Routes(*(np.concatenate(each) for each in zip(*(vars(route).values() for route in routes), strict=True))),
+        memory,
+        own_bytes=traffic.direct.sum(axis=0),
+        sources=sources,
+        ports=len(Path) * traffic.topology.gpus,
+        buckets=buckets,
+    )
+    machine.run()
+    return machine.record()
+
+
+def _join(direct: Messages, relayed: Messages, sources: int) -> Messages:
+    pairs = {name: (values, getattr(relayed, name)) for name, values in vars(direct).items()}
+    pairs["sender"] = (direct.sender, relayed.sender + sources)
+    return Messages(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+
+
+class _Machine:
+    """The state of all ranks and ports. Plain lists: a heap of single events is quicker with them than with numpy."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        routes: Routes,
+        memory: MemoryRates,
+        *,
+        own_bytes: Integers,
+        sources: int,
+        ports: int,
+        buckets: int,
+    ) -> None:
+        self._messages, self._routes = messages, routes
+        total, destinations = len(messages.sender), len(own_bytes)
+        self._sender, self._receiver, self._bytes = (
+            values.tolist() for values in (messages.sender, messages.receiver, messages.nbytes)
+        )
+        self._out, self._in, self._move_ns = (values.tolist() for values in vars(routes).values())
+        self._pack_ns = nanoseconds(messages.nbytes, memory.pack_bytes_per_s).tolist()
+        self._unpack_ns = nanoseconds(messages.nbytes, memory.unpack_bytes_per_s).tolist()
+        bounds = np.searchsorted(messages.sender, np.arange(sources + 1)).tolist()
+        self._next, self._end = bounds[:-1], bounds[1:]
+        self._direct = bounds[-1]  # messages before this one come from sources
+        self._packing, self._free = [False] * sources, [buckets] * sources
+        self._landing = [buckets] * destinations
+        self._to_unpack: list[deque[int]] = [deque() for _ in range(destinations)]
+        self._unpacking = [False] * destinations
+        self._out_busy, self._in_busy = [False] * ports, [False] * ports
+        self._ready: list[dict[int, None]] = [{} for _ in range(ports)]  # by port out, in order
+        self._waiting: list[deque[int]] = [deque() for _ in range(ports)]  # by port in; a start does not remove one
+        self._is_waiting = bytearray(total)
+        self._relays = self._gates(sources, own_bytes)
+        self._unpacked_bytes = [0] * destinations
+        self._heap: list[tuple[int, int, int]] = []
+        self._now = 0
+        self._times = [[_NEVER] * total for _ in range(4)]
+
+    def _gates(self, sources: int, own_bytes: Integers) -> list[deque[tuple[int, int]]]:
+        """For each destination, (bytes of its own that must be there, message) of what it relays, in order."""
+        gates: list[deque[tuple[int, int]]] = [deque() for _ in own_bytes]
+        part, parts = self._messages.part.tolist(), self._messages.parts.tolist()
+        for message in range(self._direct, len(part)):
+            rank = self._sender[message] - sources
+            gates[rank].append((int(own_bytes[rank]) * (part[message] + 1) // parts[message], message))
+        return [deque(sorted(each)) for each in gates]
+
+    def run(self) -> None:
+        """Let everything happen. Raises RuntimeError where a message stays behind, which is an error in here."""
+        freed_out, freed_in = set[int](), set[int]()
+        for rank in range(len(self._next)):
+            self._pack(rank)
+        for rank in range(len(self._relays)):
+            self._relay(rank, freed_out)
+        self._start(freed_out, freed_in)
+        steps = (self._packed, self._arrived, self._unpacked)
+        while self._heap:
+            self._now = self._heap[0][0]
+            freed_out, freed_in = set(), set()
+            # All of one moment first: which message departs must not depend on the order of equal times.
+            while self._heap and self._heap[0][0] == self._now:
+                _, kind, message = heappop(self._heap)
+                self._times[kind][message] = self._now
+                steps[kind](message, freed_out, freed_in)
+            self._start(freed_out, freed_in)
+        if left := self._times[_UNPACKED].count(_NEVER):
+            raise RuntimeError(f"the replay left {left} of {len(self._sender)} messages behind")
+
+    def _later(self, nanoseconds_: int, kind: int, message: int) -> None:
+        heappush(self._heap, (self._now + nanoseconds_, kind, message))
+
+    def _pack(self, source: int) -> None:
+        if not self._packing[source] and self._free[source] and self._next[source] < self._end[source]:
+            message = self._next[source]
+            self._next[source] += 1
+            self._free[source] -= 1
+            self._packing[source] = True
+            self._later(self._pack_ns[message], _PACKED, message)
+
+    def _relay(self, rank: int, freed_out: set[int]) -> None:
+        """Make ready what `rank` can pass on now."""
+        gates = self._relays[rank]
+        while gates and gates[0][0] <= self._unpacked_bytes[rank]:
+            message = gates.popleft()[1]
+            self._times[_PACKED][message] = self._now
+            self._ready[self._out[message]][message] = None
+            freed_out.add(self._out[message])
+
+    def _packed(self, message: int, freed_out: set[int], _freed_in: set[int]) -> None:
+        source = self._sender[message]
+        self._packing[source] = False
+        self._ready[self._out[message]][message] = None
+        freed_out.add(self._out[message])
+        self._pack(source)
+
+    def _arrived(self, message: int, freed_out: set[int], freed_in: set[int]) -> None:
+        self._out_busy[self._out[message]] = self._in_busy[self._in[message]] = False
+        freed_out.add(self._out[message])
+        freed_in.add(self._in[message])
+        self._to_unpack[self._receiver[message]].append(message)
+        self._unpack(self._receiver[message])
+
+    def _unpack(self, rank: int) -> None:
+        if not self._unpacking[rank] and self._to_unpack[rank]:
+            message = self._to_unpack[rank].popleft()
+            self._unpacking[rank] = True
+            self._later(self._unpack_ns[message], _UNPACKED, message)
+
+    def _unpacked(self, message: int, freed_out: set[int], freed_in: set[int]) -> None:
+        rank = self._receiver[message]
+        self._unpacking[rank] = False
+        self._unpack(rank)
+        if message >= self._direct:
+            return
+        source = self._sender[message]
+        self._free[source] += 1
+        self._pack(source)
+        self._landing[rank] += 1
+        first = self._in[message] // len(Path) * len(Path)
+        freed_in.update(range(first, first + len(Path)))  # the bucket may be what a message on any path waits for
+        self._unpacked_bytes[rank] += self._bytes[message]
+        self._relay(rank, freed_out)
+
+    def _start(self, freed_out: Iterable[int], freed_in: Iterable[int]) -> None:
+        """Let depart what can: first what has waited for a port into its receiver, then what is ready by port out."""
+        for port in sorted(freed_in):
+            waiting = self._waiting[port]
+            while waiting and not self._in_busy[port]:
+                message = waiting.popleft()
+                self._is_waiting[message] = False
+                # One whose port out is busy will be looked at when that is free.
+                if message in self._ready[self._out[message]] and not self._out_busy[self._out[message]]:
+                    if not self._has_room(message):
+                        waiting.appendleft(message)
+                        self._is_waiting[message] = True
+                        break
+                    self._depart(message)
+        for port in sorted(freed_out):
+            if self._out_busy[port]:
+                continue
+            for message in self._ready[port]:
+                if not self._in_busy[self._in[message]] and self._has_room(message):
+                    self._depart(message)
+                    break
+                if not self._is_waiting[message]:
+                    self._is_waiting[message] = True
+                    self._waiting[self._in[message]].append(message)
+
+    def _has_room(self, message: int) -> bool:
+        return message >= self._direct or self._landing[self._receiver[message]] > 0
+
+    def _depart(self, message: int) -> None:
+        del self._ready[self._out[message]][message]
+        self._out_busy[self._out[message]] = self._in_busy[self._in[message]] = True
+        if message < self._direct:
+            self._landing[self._receiver[message]] -= 1
+        self._times[_DEPARTED][message] = self._now
+        self._later(self._move_ns[message], _ARRIVED, message)
+
+    def record(self) -> Replay:
+        """What happened when."""
+        packed, arrived, unpacked, departed = (np.array(times, np.int64) for times in self._times)
+        return Replay(self._messages, self._routes, packed, departed, arrived, unpacked)

@@ -1,0 +1,49 @@
+"""The order in which a source sends."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.resharding.schedule import sending_order
+
+
+def order_of(source: int, sources: int, destinations: int, messages) -> list[tuple[int, int, int]]:
+    """(destination, part, bytes) in the order in which they are sent."""
+    columns = (np.array(column, np.int64) for column in zip(*messages, strict=True))
+    return [messages[i] for i in sending_order(source, sources, destinations, *columns)]
+
+
+def test_each_source_begins_at_its_own_place_on_the_ring() -> None:
+    messages = [(to, 0, 100) for to in range(4)]
+    assert [order_of(source, 4, 4, messages)[0][0] for source in range(4)] == [0, 1, 2, 3]
+    assert [to for to, *_ in order_of(2, 4, 4, messages)] == [2, 3, 0, 1]
+    # With twice as many sources two share a place, with half as many each second place is free.
+    assert [order_of(source, 8, 4, messages)[0][0] for source in (0, 2, 4, 6)] == [0, 1, 2, 3]
+    assert [order_of(source, 2, 4, messages)[0][0] for source in range(2)] == [1, 3]
+
+
+def test_large_messages_come_first_and_destinations_take_turns() -> None:
+    messages = [(0, 0, 10), (1, 0, 100), (1, 1, 100), (2, 0, 10), (3, 0, 120), (3, 1, 120), (3, 2, 3)]
+    assert order_of(0, 4, 4, messages) == [
+        (1, 0, 100),
+        (3, 0, 120),
+        (1, 1, 100),
+        (3, 1, 120),
+        (3, 2, 3),
+        (0, 0, 10),
+        (2, 0, 10),
+    ]
+
+
+@given(st.data())
+def test_every_message_is_sent_once_and_each_destination_gets_its_own_in_order(data) -> None:
+    sources, destinations = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    parts = data.draw(st.lists(st.integers(0, 4), min_size=destinations, max_size=destinations))
+    messages = [(to, part, data.draw(st.integers(1, 2**40))) for to, n in enumerate(parts) for part in range(n)]
+    if not messages:
+        return
+    sent = order_of(data.draw(st.integers(0, sources - 1)), sources, destinations, messages)
+    assert sorted(sent) == sorted(messages)
+    for destination in range(destinations):
+        own = [part for to, part, _ in sent if to == destination]
+        assert own == sorted(own)
