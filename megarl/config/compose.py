@@ -1,6 +1,5 @@
 """From a recipe and overrides to one typed configuration, in which every key is known and of its type."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from converters.errors import UserError
 from megarl.config.engine_arguments import check_engine_arguments
+from megarl.config.folder import recipes_folder
 from megarl.config.foreign_keys import OWNED
 from megarl.config.keys import check_keys
 from megarl.config.schema import MegarlConfig
 from megatron_ext.arguments import check_options, nearest_name
-
-
-def recipes_folder() -> Path:
-    """Where megarl's own recipes lie: beside the packages in a checkout, below the prefix when installed."""
-    checkout = Path(__file__).resolve().parents[2] / "configs"
-    return checkout if checkout.is_dir() else Path(sys.prefix, "share", "megarl", "configs")
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.config.compose import compose, recipes_folder
+from megarl.config.compose import compose
+from megarl.config.folder import recipes_folder
 from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, VERL
 from megarl.config.keys import all_keys, schema_keys
 from megarl.config.schema import MegarlConfig
