@@ -1,0 +1,64 @@
+"""Atoms: boxes of which every element is held by the same ranks, and the parts that they are cut into."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from converters.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A box of an HF tensor, and all ranks that hold it, in ascending order."""
+
+    box: Box
+    holders: tuple[int, ...]
+
+
+def atoms(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Atom]:
+    """Cut `wanted` into atoms, given every box of the tensor that is held and by which ranks.
+
+    An element that nobody holds is in an atom without holders. A box without elements has no atoms.
+    """
+    found = [Atom(wanted, ())] if wanted.size else []
+    for box, ranks in held:
+        if box.intersect(wanted) is None:
+            continue
+        split: list[Atom] = []
+        for atom in found:
+            piece = atom.box.intersect(box)
+            if piece is None:
+                split.append(atom)
+                continue
+            split.append(Atom(piece, tuple(sorted({*atom.holders, *ranks}))))
+            split.extend(Atom(rest, atom.holders) for rest in atom.box.subtract(piece))
+        found = split
+    return found
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Where a box may be cut so that several ranks share the sending of it.
+
+    Only in the first dimension, at multiples of `grain` in the tensor's coordinates, which leaves 128 x 128 blocks of
+    FP8 whole; and into parts of at least `smallest` elements on average, since each part is a copy of its own.
+    """
+
+    grain: int = 128
+    smallest: int = 2**16
+
+    def cut(self, box: Box, parts: int) -> list[Box]:
+        """Cut into up to `parts` boxes, as equal as the grain allows."""
+        parts = min(parts, box.size // self.smallest)
+        if parts <= 1 or not box.start:
+            return [box]
+        start, stop = box.start[0], box.stop[0]
+        # Cells of the grain; the first and the last may be incomplete.
+        first, last = start // self.grain, -(-stop // self.grain)
+        parts = min(parts, last - first)
+        edges = [(first + (last - first) * part // parts) * self.grain for part in range(parts + 1)]
+        edges[0], edges[-1] = start, stop
+        return [Box((a, *box.start[1:]), (b, *box.stop[1:])) for a, b in pairwise(edges)]
+
+
+DEFAULT_CUTTING = Cutting()

@@ -1,0 +1,50 @@
+"""Holdings: the placements of several ranks, by the box of the HF tensor that they hold."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from converters.boxes import Box
+from converters.errors import UserError
+from converters.layout import Placement, Shape
+
+Holdings = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
+"""HF name -> box of it -> rank -> the rank's placements of just this box, of which it seldom has several."""
+
+
+def holdings(ranks: Iterable[int], placements_of: Callable[[int], Sequence[Placement]]) -> Holdings:
+    """The holdings of `ranks`."""
+    found: dict[str, dict[Box, dict[int, list[Placement]]]] = defaultdict(dict)
+    for rank in ranks:
+        for placement in placements_of(rank):
+            of_box = found[placement.hf_name].setdefault(placement.hf_box, {})
+            of_box.setdefault(rank, []).append(placement)
+    return found
+
+
+def numbered(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]:
+    """Each placement of a rank, and how many before it are of the same box."""
+    seen: dict[tuple[str, Box], int] = {}
+    for placement in placements:
+        key = placement.hf_name, placement.hf_box
+        number = seen.get(key, 0)
+        seen[key] = number + 1
+        yield placement, number
+
+
+def check_same_model(source: Mapping[str, Shape], destination: Mapping[str, Shape]) -> None:
+    """Raise UserError unless two layouts are of the same HF tensors."""
+    for one, other, here, there in (
+        (source, destination, "source", "destination"),
+        (destination, source, "destination", "source"),
+    ):
+        if missing := [name for name in one if name not in other]:
+            raise UserError(
+                f"the {here} has {missing[0]}, one of {len(missing)} tensors that the {there} does not have; both must"
+                " be layouts of the same model"
+            )
+    for name, shape in source.items():
+        if tuple(shape) != tuple(destination[name]):
+            raise UserError(
+                f"{name} has shape {list(shape)} in the source and {list(destination[name])} in the destination; both"
+                " must be layouts of the same model"
+            )

@@ -1,0 +1,196 @@
+"""Plans: the transfers that turn one layout into another, and every rank's own part of them."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from converters.boxes import Box
+from converters.layout import Layout, Placement, Shape, check_tiling
+from converters.plan.atoms import DEFAULT_CUTTING, Cutting, atoms
+from converters.plan.holdings import Holdings, check_same_model, holdings, numbered
+from converters.plan.senders import Delivery, Senders
+from converters.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`source_box` of a tensor of one rank goes, element for element, into `destination_box` of another's."""
+
+    hf_name: str
+    source_rank: int
+    source_name: str
+    source_box: Box
+    destination_rank: int
+    destination_name: str
+    destination_box: Box
+
+
+@dataclass(frozen=True)
+class DestinationPart:
+    """What one destination rank has to do with, each in the order of its placements.
+
+    The ranks of relays are destination ranks on both sides.
+    """
+
+    transfers: list[Transfer] = field(default_factory=list)
+    """What sources send to it."""
+    relays_in: list[Transfer] = field(default_factory=list)
+    """What neighbours pass on to it."""
+    relays_out: list[Transfer] = field(default_factory=list)
+    """What it passes on to its neighbours, of that which sources send to it."""
+
+
+def plan(source: Layout, destination: Layout) -> list[Transfer]:
+    """The transfers that write every element of `destination`, but its padding, exactly once.
+
+    What several ranks hold they share the sending of. The same layouts always give the same list, ordered by
+    destination rank. Raises what `Plan` and its `transfers_into` do.
+    """
+    whole = Plan(source, destination)
+    return [transfer for rank in range(destination.ranks) for transfer in whole.transfers_into(rank)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How `source` fills `replicas` copies of `destination`; destination rank = replica x workers + worker.
+
+    A rank finds its own part alone: it depends on nothing but these fields. Without a `topology` every rank counts as
+    on a node of its own. With `node_once` what several ranks of a node want, and no source on it holds, enters the
+    node once: each of them fetches a part and passes it on.
+
+    Raises UserError where the layouts are not of the same model, and where the topology is not of these ranks.
+    """
+
+    source: Layout
+    destination: Layout
+    replicas: int = 1
+    topology: Topology | None = None
+    node_once: bool = False
+    cutting: Cutting = DEFAULT_CUTTING
+
+    def __post_init__(self) -> None:
+        check_same_model(self.source.hf_shapes, self.destination.hf_shapes)
+        self.place.check(self.source.ranks, self.destination_ranks)
+
+    @property
+    def destination_ranks(self) -> int:
+        """Ranks of all replicas."""
+        return self.replicas * self.destination.ranks
+
+    @cached_property
+    def place(self) -> Topology:
+        """Where the ranks are."""
+        return self.topology or Topology.apart(self.source.ranks, self.destination_ranks)
+
+    @cached_property
+    def senders(self) -> Senders:
+        """Who sends what."""
+        return Senders(self.place, self.replicas, self.destination.ranks, self.node_once, self.cutting)
+
+    @cached_property
+    def turns(self) -> Mapping[str, int]:
+        """HF name -> how many tensors of the same shape come before it."""
+        seen: Counter[Shape] = Counter()
+        turns = {}
+        for name, shape in self.destination.hf_shapes.items():
+            turns[name] = seen[tuple(shape)]
+            seen[tuple(shape)] += 1
+        return turns
+
+    @cached_property
+    def _source(self) -> Holdings:
+        return holdings(range(self.source.ranks), self.source.placements)
+
+    def transfers_into(self, rank: int) -> list[Transfer]:
+        """What sources send to destination `rank`, in the order of its placements. Raises as `destination_part`."""
+        return self.destination_part(rank).transfers
+
+    def destination_part(self, rank: int) -> DestinationPart:
+        """The part of destination `rank`: each of its elements is in one transfer, or one relay, into it.
+
+        Raises ValueError where its boxes overlap or leave a gap, and where no source rank holds an element.
+        """
+        workers = self.destination.ranks
+        shard = self.destination.shard(rank % workers)
+        check_tiling(shard)
+        wanted = self._wanted_near(rank)
+        part = DestinationPart()
+        for placement, number in numbered(shard.placements):
+            wanting = wanted.get(placement.hf_name, {}).get(placement.hf_box, {})
+            group = self.senders.group(rank, wanting, number)
+            for delivery in self._deliveries(self._source, placement, group):
+                if delivery.receiver == rank:
+                    part.transfers.append(_transfer(self._source, delivery, placement))
+                    for other in delivery.passed_on:
+                        part.relays_out.append(_relay(delivery, placement, other, wanting[other % workers][number]))
+                elif rank in delivery.passed_on:
+                    theirs = wanting[delivery.receiver % workers][number]
+                    part.relays_in.append(_relay(delivery, theirs, rank, placement))
+        return part
+
+    def transfers_from(self, rank: int) -> list[Transfer]:
+        """What source `rank` sends, by destination rank, and for each in the order of its `transfers_into`.
+
+        Raises ValueError where no source rank holds an element that somebody wants beside those of `rank`.
+        """
+        names = {placement.hf_name for placement in self.source.placements(rank)}
+        source = holdings(range(self.source.ranks), self.source.placements_of(names))
+        workers = range(self.destination.ranks)
+        placements = list(map(self.destination.placements_of(names), workers))
+        wanted = holdings(workers, placements.__getitem__)
+        return [
+            _transfer(source, delivery, placement)
+            for destination in range(self.destination_ranks)
+            for placement, number in numbered(placements[destination % len(workers)])
+            for delivery in self._deliveries(
+                source,
+                placement,
+                self.senders.group(destination, wanted[placement.hf_name][placement.hf_box], number),
+            )
+            if delivery.sender == rank and delivery.receiver == destination
+        ]
+
+    def _wanted_near(self, rank: int) -> Holdings:
+        """What a destination rank and its neighbours want; nothing where it has none."""
+        neighbours = self.senders.neighbours(rank)
+        if len(neighbours) == 1:
+            return {}
+        return holdings(sorted({other % self.destination.ranks for other in neighbours}), self.destination.placements)
+
+    def _deliveries(self, source: Holdings, wanted: Placement, group: tuple[int, ...]) -> Iterator[Delivery]:
+        held = source.get(wanted.hf_name, {})
+        for atom in atoms(wanted.hf_box, held.items()):
+            if not atom.holders:
+                raise ValueError(f"no source rank holds {atom.box} of {wanted.hf_name}")
+            yield from self.senders.deliveries(self.turns[wanted.hf_name], atom, group)
+
+
+def _transfer(source: Holdings, delivery: Delivery, wanted: Placement) -> Transfer:
+    held = source[wanted.hf_name]
+    placement = next(
+        of_box[delivery.sender][0]
+        for box, of_box in held.items()
+        if delivery.sender in of_box and box.intersect(delivery.box) == delivery.box
+    )
+    return Transfer(
+        wanted.hf_name,
+        delivery.sender,
+        placement.local_name,
+        placement.to_local(delivery.box),
+        delivery.receiver,
+        wanted.local_name,
+        wanted.to_local(delivery.box),
+    )
+
+
+def _relay(delivery: Delivery, theirs: Placement, receiver: int, wanted: Placement) -> Transfer:
+    return Transfer(
+        wanted.hf_name,
+        delivery.receiver,
+        theirs.local_name,
+        theirs.to_local(delivery.box),
+        receiver,
+        wanted.local_name,
+        wanted.to_local(delivery.box),
+    )
