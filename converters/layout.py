@@ -68,17 +68,26 @@ def check_tiling(shard: Shard) -> None:
     """Raise ValueError unless every element of the shard's tensors is placed, or declared padding, exactly once."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     for placement in shard.placements:
-        if placement.hf_box.shape != placement.local_box.shape:
+        if placement.hf_box is not placement.local_box and placement.hf_box.shape != placement.local_box.shape:
             raise ValueError(f"{placement} joins boxes of different shapes")
         boxes[placement.local_name].append(placement.local_box)
     for name, box in shard.padding:
         boxes[name].append(box)
     for name in boxes.keys() - shard.local_shapes.keys():
         raise ValueError(f"there is something placed in {name}, which the rank does not hold")
+    # Most tensors are cut as others are: those of other layers and experts.
+    tiled: set[tuple[Shape, tuple[Box, ...]]] = set()
     for name, shape in shard.local_shapes.items():
-        if any(box.intersect(Box.whole(shape)) != box for box in boxes[name]):
-            raise ValueError(f"a box of {name} leads out of its shape {shape}")
-        if overlap := first_overlap(boxes[name]):
-            raise ValueError(f"the boxes {overlap[0]} and {overlap[1]} of {name} overlap")
-        if (placed := sum(box.size for box in boxes[name])) != math.prod(shape):
-            raise ValueError(f"only {placed} of the {math.prod(shape)} elements of {name} are placed")
+        key = tuple(shape), tuple(boxes[name])
+        if key not in tiled:
+            _check_boxes(name, *key)
+            tiled.add(key)
+
+
+def _check_boxes(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
+    if any(box.intersect(Box.whole(shape)) != box for box in boxes):
+        raise ValueError(f"a box of {name} leads out of its shape {shape}")
+    if overlap := first_overlap(boxes):
+        raise ValueError(f"the boxes {overlap[0]} and {overlap[1]} of {name} overlap")
+    if (placed := sum(box.size for box in boxes)) != math.prod(shape):
+        raise ValueError(f"only {placed} of the {math.prod(shape)} elements of {name} are placed")

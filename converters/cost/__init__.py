@@ -1,5 +1,7 @@
 """What a plan costs: the bytes that every rank and port moves, how long that takes, and how long it must take."""
 
+from converters.cost.counting import traffic
+from converters.cost.formats import TensorFormat, formats
 from converters.cost.ports import Port, Ports, Rates, busiest_port, floor, floor_seconds, transfer_seconds
 from converters.cost.traffic_matrix import Traffic
 
@@ -7,9 +9,12 @@ __all__ = [
     "Port",
     "Ports",
     "Rates",
+    "TensorFormat",
     "Traffic",
     "busiest_port",
     "floor",
     "floor_seconds",
+    "formats",
+    "traffic",
     "transfer_seconds",
 ]

@@ -4,7 +4,7 @@ So every rank finds its own part of a plan alone, and all of them find the same.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -60,14 +60,12 @@ class Senders:
         """The destination ranks that may pass something on to a destination rank, itself included."""
         return self._node_ranks[self.topology.destination_node[destination]] if self.node_once else (destination,)
 
-    def group(self, destination: int, wanting: Mapping[int, Collection[object]], number: int) -> tuple[int, ...]:
-        """The neighbours of a destination rank that want the same: those whose worker has more than `number` entries
-        in `wanting`.
-        """
+    def group(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
+        """Those neighbours of a destination rank that are one of `workers`, which want the same."""
         neighbours = self.neighbours(destination)
         if len(neighbours) == 1:
             return neighbours
-        return tuple(rank for rank in neighbours if len(wanting.get(rank % self.workers, ())) > number)
+        return tuple(rank for rank in neighbours if rank % self.workers in workers)
 
     def is_far(self, holders: Sequence[int], destination: int) -> bool:
         """Whether none of `holders` is on the node of a destination rank."""

@@ -1,7 +1,7 @@
 """Plans: the transfers that turn one layout into another, and every rank's own part of them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -118,7 +118,7 @@ class Plan:
         part = DestinationPart()
         for placement, number in numbered(shard.placements):
             wanting = wanted.get(placement.hf_name, {}).get(placement.hf_box, {})
-            group = self.senders.group(rank, wanting, number)
+            group = self.senders.group(rank, _with_more(wanting, number))
             for delivery in self._deliveries(self._source, placement, group):
                 if delivery.receiver == rank:
                     part.transfers.append(_transfer(self._source, delivery, placement))
@@ -146,7 +146,7 @@ class Plan:
             for delivery in self._deliveries(
                 source,
                 placement,
-                self.senders.group(destination, wanted[placement.hf_name][placement.hf_box], number),
+                self.senders.group(destination, _with_more(wanted[placement.hf_name][placement.hf_box], number)),
             )
             if delivery.sender == rank and delivery.receiver == destination
         ]
@@ -164,6 +164,11 @@ class Plan:
             if not atom.holders:
                 raise ValueError(f"no source rank holds {atom.box} of {wanted.hf_name}")
             yield from self.senders.deliveries(self.turns[wanted.hf_name], atom, group)
+
+
+def _with_more(wanting: Mapping[int, Sequence[Placement]], number: int) -> Collection[int]:
+    """The workers with more than `number` placements."""
+    return [worker for worker, placements in wanting.items() if len(placements) > number] if number else wanting
 
 
 def _transfer(source: Holdings, delivery: Delivery, wanted: Placement) -> Transfer:

@@ -1,0 +1,130 @@
+"""The traffic of a plan, counted over classes of equal tensors instead of transfer by transfer."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+
+from converters.boxes import Box, first_overlap
+from converters.cost.classes import TensorClass, tensor_classes
+from converters.cost.formats import TensorFormat
+from converters.cost.traffic_matrix import Traffic
+from converters.plan import Plan
+from converters.plan.atoms import Atom, atoms
+
+
+def traffic(plan: Plan, formats: Mapping[str, TensorFormat]) -> Traffic:
+    """The bytes of all transfers and relays of `plan`, whose HF tensors are in `formats`.
+
+    Raises ValueError where the parts of `plan` would: where the destination's boxes overlap or leave a gap, and where
+    no source rank holds an element.
+    """
+    count = _Count(plan)
+    for tensors in tensor_classes(plan.source, plan.destination, formats):
+        count.add(tensors)
+    return count.traffic()
+
+
+class _Count:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ranks = plan.destination_ranks
+        # Lists, since single elements of an array are slow to add to.
+        self._direct = [0] * (plan.source.ranks * self._ranks)
+        self._relayed = [0] * (self._ranks * self._ranks)
+        self._needed = [0] * plan.destination.ranks
+        self._unique = [0] * plan.place.nodes
+        self._entering = [0] * plan.place.nodes
+        self._leaving = [0] * plan.source.ranks
+        self._pieces = self._relays = 0
+        self._groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def traffic(self) -> Traffic:
+        """Of all classes added so far."""
+        plan, ranks = self._plan, self._ranks
+        return Traffic(
+            plan.place,
+            direct=np.array(self._direct, np.int64).reshape(plan.source.ranks, ranks),
+            relayed=np.array(self._relayed, np.int64).reshape(ranks, ranks),
+            needed=np.tile(np.array(self._needed, np.int64), plan.replicas),
+            unique_needed=np.array(self._unique, np.int64),
+            entering=np.array(self._entering, np.int64),
+            leaving=np.array(self._leaving, np.int64),
+            pieces=self._pieces,
+            relays=self._relays,
+        )
+
+    def add(self, tensors: TensorClass) -> None:
+        turns = [self._plan.turns[name] for name in tensors.names]
+        for box, workers in tensors.wanted.items():
+            pieces = atoms(box, tensors.held.items())
+            for number in range(max(workers.values())):
+                wanting = tuple(worker for worker, placements in workers.items() if placements > number)
+                for worker in wanting:
+                    self._needed[worker] += tensors.format.held(box) * len(turns)
+                for atom in pieces:
+                    if not atom.holders:
+                        raise ValueError(f"no source rank holds {atom.box} of {tensors.names[0]}")
+                    for group in self._groups_of(wanting):
+                        self._deliver(tensors.format, turns, atom, group)
+        for present, nodes in self._nodes_by_workers.items():
+            for box in _disjoint([box for box, wanting in tensors.wanted.items() if not present.isdisjoint(wanting)]):
+                for atom in atoms(box, tensors.held.items()):
+                    self._bound(atom, nodes, tensors.format.least(atom.box) * len(turns))
+
+    def _groups_of(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The groups of destination ranks that get the same together, for what `workers` of every replica want."""
+        if workers not in self._groups:
+            senders, size = self._plan.senders, self._plan.destination.ranks
+            ranks = [replica * size + worker for replica in range(self._plan.replicas) for worker in workers]
+            self._groups[workers] = list(dict.fromkeys(senders.group(rank, workers) for rank in ranks))
+        return self._groups[workers]
+
+    @cached_property
+    def _nodes_by_workers(self) -> Mapping[frozenset[int], list[int]]:
+        """The nodes with ranks of the same workers."""
+        workers: dict[int, set[int]] = defaultdict(set)
+        for rank, node in enumerate(self._plan.place.destination_node):
+            workers[node].add(rank % self._plan.destination.ranks)
+        nodes: dict[frozenset[int], list[int]] = defaultdict(list)
+        for node, on_node in workers.items():
+            nodes[frozenset(on_node)].append(node)
+        return nodes
+
+    def _deliver(self, tensor_format: TensorFormat, turns: Sequence[int], atom: Atom, group: tuple[int, ...]) -> None:
+        """Count how `group` gets `atom` of every tensor of a class."""
+        senders, ranks = self._plan.senders, self._ranks
+        # Turns matter only modulo the numbers of ranks that take turns.
+        period = lcm(len(group), *(len(senders.nearest(atom.holders, rank)) for rank in group))
+        for turn, tensors in Counter(turn % period for turn in turns).items():
+            for delivery in senders.deliveries(turn, atom, group):
+                size = tensor_format.travelling(delivery.box) * tensors
+                self._direct[delivery.sender * ranks + delivery.receiver] += size
+                self._pieces += tensors
+                self._relays += tensors * len(delivery.passed_on)
+                for other in delivery.passed_on:
+                    self._relayed[delivery.receiver * ranks + other] += size
+
+    def _bound(self, atom: Atom, nodes: Sequence[int], size: int) -> None:
+        """Count what each of `nodes` wants at least once, of which `atom` has `size` bytes."""
+        for node in nodes:
+            self._unique[node] += size
+            if all(self._plan.place.source_node[holder] != node for holder in atom.holders):
+                self._entering[node] += size
+                if len(atom.holders) == 1:
+                    self._leaving[atom.holders[0]] += size
+
+
+def _disjoint(boxes: Sequence[Box]) -> Collection[Box]:
+    """The elements of `boxes`, each in one box."""
+    if not first_overlap(boxes):
+        return boxes
+    union: list[Box] = []
+    for box in boxes:
+        left = [box]
+        for other in union:
+            left = [rest for piece in left for rest in piece.without(other)]
+        union.extend(left)
+    return union
