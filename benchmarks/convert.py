@@ -14,13 +14,13 @@ from dataclasses import asdict
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from conversion.observe import Observation, observe
 from conversion.programs import MEGARL, PEERS, Form, Program, disk_programs, our_programs, peer_programs
 from conversion.report import dry_run_sentence, page, sentences
 from conversion.rounds import Run, run_rounds
-from conversion.synthetic import DEEPSEEK_V3, QUANTIZATION_CONFIG, narrow_config, write_checkpoint
+from conversion.synthetic import DEEPSEEK_V3, QUANTIZATION_CONFIG, SHAPES, write_checkpoint
 from conversion.tables import summarise, table
 from machine import at_least_one, describe
 from rich.console import Console
@@ -52,7 +52,7 @@ def main() -> None:
         for each in facts.values():
             console.print(each)
         for size in options.sizes_gb if programs else ():
-            runs_of_size[size] = list(_measure(programs, size, options.rounds, folder, console))
+            runs_of_size[size] = list(_measure(programs, size, options, folder, console))
             console.print(table(summarise(runs_of_size[size])))
             for sentence in sentences(runs_of_size[size], options.workers):
                 console.print(sentence)
@@ -65,21 +65,22 @@ def main() -> None:
         _write_json(options.json, facts, runs_of_size, dry_runs)
 
 
-def _measure(programs: Sequence[Program], size_gb: float, rounds: int, folder: Path, console: Console) -> Iterator[Run]:
+def _measure(
+    programs: Sequence[Program], size_gb: float, options: argparse.Namespace, folder: Path, console: Console
+) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         forms = {program.form for program in programs}
         sources: dict[Form, Path] = {form: Path(name) / form for form in get_args(Form)}
-        _make_sources(sources, forms, size_gb)
+        _make_sources(sources, forms, SHAPES[options.shape](int(size_gb * 1e9)))
 
         def report(run: Run) -> None:
             said = ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in run.phases)
-            console.print(f"{size_gb:g} GB, round {run.round + 1}/{rounds}: {said}")
+            console.print(f"{size_gb:g} GB, round {run.round + 1}/{options.rounds}: {said}")
 
-        yield from run_rounds(programs, sources, rounds, Path(name), report)
+        yield from run_rounds(programs, sources, options.rounds, Path(name), report)
 
 
-def _make_sources(sources: Mapping[Form, Path], forms: set[Form], size_gb: float) -> None:
-    config = narrow_config(int(size_gb * 1e9))
+def _make_sources(sources: Mapping[Form, Path], forms: set[Form], config: Mapping[str, Any]) -> None:
     write_checkpoint(config, sources["bf16"])
     if "FP8" in forms:
         write_checkpoint(config, sources["FP8"], fp8=True)
@@ -128,6 +129,9 @@ def _write_json(
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes-gb", type=float, nargs="+", default=[0.3], metavar="GB", help="10^9 bytes, in bf16")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="shallow", help="of the checkpoints: layers or widths follow"
+    )
     parser.add_argument("--rounds", type=at_least_one, default=3, help="runs of each program")
     parser.add_argument("--workers", type=at_least_one, nargs="+", default=[1, 2], help="processes; the first is 1")
     parser.add_argument("--only", choices=_GROUPS, nargs="+", default=_GROUPS, help="which programs to run")

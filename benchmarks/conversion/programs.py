@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from conversion.observe import Observation
+from conversion.synthetic import MIN_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-peers"
@@ -88,8 +89,11 @@ def _ours(verb: str, form: Form, into: Form, workers: int, *options: str) -> Pro
 
 
 def _megarl(verb: str, workers: int, options: Sequence[str], source: Path, out: Path) -> Sequence[str]:
-    source_option = {"convert": "--hf", "export": "--megatron"}[verb]
-    places = (source_option, str(source), "--out", str(out))
+    places: tuple[str, ...] = ("--hf", str(source), "--out", str(out))
+    if verb == "export":
+        # As many files as the source of a conversion has: two threads that write one wait for each other.
+        shard_size = folder_bytes(source) // MIN_FILES + 1
+        places = ("--megatron", str(source), "--out", str(out), "--shard-size", str(shard_size))
     return (*MEGARL, verb, *places, "--json", "--workers", str(workers), *options)
 
 

@@ -1,16 +1,17 @@
 """Checkpoints of any size in HuggingFace form, with random values, made without a model.
 
-    python -m benchmarks.conversion.synthetic --size-gb 1.2 --out DIR [--fp8]
+    python -m benchmarks.conversion.synthetic --size-gb 1.2 --out DIR [--shape narrow] [--fp8]
 
-They are DeepSeek-V3 (arXiv 2412.19437) made narrow: all its 61 layers and its layer of multi-token prediction, but 8
-experts instead of 256; about 2,300 tensors. `--fp8` writes the same model in the form of its release: e4m3 codes with a
-scale for every 128x128 block. Only one file's tensors are in memory at a time.
+They are DeepSeek-V3 (arXiv 2412.19437) made small, with 8 experts instead of 256 and its layer of multi-token
+prediction, in one of two shapes: "shallow" has as many layers as the size allows, with tensors of about 2 MB in the
+mean; "narrow" has all 61 layers at any size, in about 2,300 small tensors. `--fp8` writes the same model in the form of
+its release: e4m3 codes with a scale for every 128x128 block. Only one file's tensors are in memory at a time.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,32 +84,60 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "use_cache": True,
 }
 """The released config.json of the model with 671 thousand million parameters, but for its quantization_config."""
-_MIN_FILES = 8
+MIN_FILES = 8
 _MAX_FILE_BYTES = 256_000_000
 _WIDTH_STEP = 128
 _EXPERT_WIDTH_STEP = 32
+_VOCABULARY = 8192
+_SHALLOW_HIDDEN, _SHALLOW_EXPERT_WIDTH = 1024, 704
 _FP8_NAN = 0x7F
 
 
+def shallow_config(size_bytes: int) -> dict[str, Any]:
+    """The config.json of a DeepSeek-V3 of few layers whose tensors have about `size_bytes` in bf16.
+
+    Layers are added as long as they fit, then words. The first layer is dense.
+    """
+    layers = 1
+    while _size_bytes(_shallow(layers + 1, _VOCABULARY)) <= size_bytes:
+        layers += 1
+    config = _shallow(layers, _VOCABULARY)
+    word_bytes = _size_bytes(_shallow(layers, _VOCABULARY + 1)) - _size_bytes(config)
+    return _shallow(layers, _VOCABULARY + max(0, size_bytes - _size_bytes(config)) // word_bytes)
+
+
+def _shallow(layers: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        **_small(_SHALLOW_HIDDEN, _SHALLOW_EXPERT_WIDTH),
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": 1,
+    }
+
+
 def narrow_config(size_bytes: int) -> dict[str, Any]:
-    """The config.json of a narrow DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
+    """The config.json of a narrow DeepSeek-V3 of 61 layers whose tensors have about `size_bytes` in bf16.
 
     The width of the experts comes as near to the size as steps of 32 allow, at a hidden size about three times as wide.
     """
     hidden = _WIDTH_STEP
-    while _size_bytes(_narrow(hidden + _WIDTH_STEP, (hidden + _WIDTH_STEP) // 3)) <= size_bytes:
+    while _size_bytes(_small(hidden + _WIDTH_STEP, (hidden + _WIDTH_STEP) // 3)) <= size_bytes:
         hidden += _WIDTH_STEP
     widths = range(_EXPERT_WIDTH_STEP, 2 * hidden, _EXPERT_WIDTH_STEP)
-    return min((_narrow(hidden, width) for width in widths), key=lambda config: abs(_size_bytes(config) - size_bytes))
+    return min((_small(hidden, width) for width in widths), key=lambda config: abs(_size_bytes(config) - size_bytes))
 
 
-def _narrow(hidden: int, expert_width: int) -> dict[str, Any]:
+SHAPES: Mapping[str, Callable[[int], dict[str, Any]]] = {"shallow": shallow_config, "narrow": narrow_config}
+"""Makers of a config.json for a size in bytes."""
+
+
+def _small(hidden: int, expert_width: int) -> dict[str, Any]:
     return {
         **DEEPSEEK_V3,
         "hidden_size": hidden,
         "intermediate_size": 5 * hidden // 2,
         "moe_intermediate_size": expert_width,
-        "vocab_size": 8192,
+        "vocab_size": _VOCABULARY,
         "num_attention_heads": hidden // 32,
         "num_key_value_heads": hidden // 32,
         "q_lora_rank": hidden // 4,
@@ -164,7 +193,7 @@ def write_checkpoint(config: Mapping[str, Any], folder: Path, *, fp8: bool = Fal
     folder.mkdir(parents=True)
     stored = dict(_stored_tensors(read_architecture(config), fp8=fp8, seed=seed))
     total = sum(tensor.nbytes for tensor in stored.values())
-    files = _cut_into_files(stored, min(_MAX_FILE_BYTES, total // _MIN_FILES + 1), config["num_hidden_layers"])
+    files = _cut_into_files(stored, min(_MAX_FILE_BYTES, total // MIN_FILES + 1), config["num_hidden_layers"])
     index: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file_name = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -225,9 +254,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, required=True, help="size of the bf16 form, in 10^9 bytes")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--shape", choices=SHAPES, default="shallow", help="layers or widths follow the size")
     parser.add_argument("--fp8", action="store_true", help="write the block-FP8 form, about half as large")
     options = parser.parse_args()
-    total = write_checkpoint(narrow_config(int(options.size_gb * 1e9)), options.out, fp8=options.fp8)
+    config = SHAPES[options.shape](int(options.size_gb * 1e9))
+    total = write_checkpoint(config, options.out, fp8=options.fp8)
     print(f"{options.out}: {total / 1e6:,.1f} MB")
 
 

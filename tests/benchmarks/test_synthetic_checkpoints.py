@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion.synthetic import narrow_config, write_checkpoint
+from conversion.synthetic import SHAPES, narrow_config, write_checkpoint
 from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
@@ -57,9 +57,10 @@ def test_an_fp8_checkpoint_is_one_of_its_architecture(tmp_path: Path) -> None:
         assert 0.01 < weight.std() < 0.1
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size_bytes", [300_000_000, 1_200_000_000])
-def test_a_config_has_about_the_wanted_size(size_bytes: int) -> None:
-    architecture = read_architecture(narrow_config(size_bytes))
+def test_a_config_has_about_the_wanted_size(shape: str, size_bytes: int) -> None:
+    architecture = read_architecture(SHAPES[shape](size_bytes))
     dtypes = architecture.hf_dtypes(torch.bfloat16)
     stored = [*architecture.hf_shapes, *architecture.hf_copies.values()]
     total = sum(torch.Size(architecture.hf_shapes[name]).numel() * dtypes[name].itemsize for name in stored)
