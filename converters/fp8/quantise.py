@@ -11,7 +11,8 @@ import torch
 from converters.fp8.blocks import BLOCK, CODES, LARGEST_CODE, LARGEST_WEIGHT, Scratch, Tile, scales_shape, tiles
 
 _SMALLEST_MAGNITUDE = 1e-10
-_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+"""By the type of a weight: the one in which its bits without the sign are in the order of its magnitudes, NaN last."""
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,9 +43,9 @@ def quantise_into(
     scratch = scratch or Scratch()
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
+        scale = _scales(source, tile, scratch)
         single = scratch.like(tile, torch.float32)
         single.view(source.shape).copy_(source)
-        scale = _scales(single, tile)
         row, column = tile.rows.start // BLOCK, tile.columns.start // BLOCK
         scales[row : row + tile.blocks, column : column + scale.shape[1]] = scale
         # A quotient is at most 448 * (1 + 2**-22), which rounds to 448: nothing is left to saturate.
@@ -53,7 +54,7 @@ def quantise_into(
 
 
 def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    if weight.dtype not in _INPUTS or codes.dtype is not CODES or scales.dtype is not torch.float32:
+    if weight.dtype not in _INTEGERS or codes.dtype is not CODES or scales.dtype is not torch.float32:
         raise ValueError(f"a weight in {weight.dtype} cannot become {codes.dtype} with scales in {scales.dtype}")
     if weight.dim() != 2 or weight.shape != codes.shape or tuple(scales.shape) != scales_shape(tuple(weight.shape)):
         raise ValueError(
@@ -62,13 +63,15 @@ def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
         )
 
 
-def _scales(single: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _scales(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
     """The scales of the blocks of a tile."""
-    blocks, _, columns = tile.shape
-    magnitudes = torch.zeros(blocks, -(-columns // BLOCK) * BLOCK)
-    torch.maximum(single.amax(1), -single.amin(1), out=magnitudes[:, :columns])
-    largest = magnitudes.view(blocks, -1, BLOCK).amax(2)
-    if not (largest <= LARGEST_WEIGHT).all():
+    integer = _INTEGERS[source.dtype]
+    bits = scratch.like(tile, integer)
+    torch.bitwise_and(source.view(integer), torch.iinfo(integer).max, out=bits.view(source.shape))
+    magnitudes = bits.amax(1).view(source.dtype).to(torch.float32)
+    magnitudes = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % BLOCK))
+    largest = magnitudes.view(tile.blocks, -1, BLOCK).amax(2)
+    if not largest.amax() <= LARGEST_WEIGHT:
         row, column = (~(largest <= LARGEST_WEIGHT)).nonzero()[0].tolist()
         row, column = row + tile.rows.start // BLOCK, column + tile.columns.start // BLOCK
         raise ValueError(f"block {row}, {column} holds a weight that is NaN, infinite or too large for FP8")

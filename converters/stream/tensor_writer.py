@@ -12,12 +12,15 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.torch_dist.framing import frame
 from converters.fp8 import BLOCK, Scratch, quantise_into, scales_shape
+from converters.layout import Shape
 from converters.stream.files import OutputFiles
 from converters.stream.sources import Source
 from converters.stream.targets import Part, Place, Target, Written
 
 # A processor's second-level cache holds it between the checksum and the write.
 _SLICE_BYTES = 2**20
+# What is decoded, converted or quantised at once: enough to keep a thread from asking for Python all the time.
+_GATHERED_BYTES = 2**21
 _SCALE_DTYPE = torch.float32
 
 
@@ -78,23 +81,18 @@ class TensorWriter:
         row = 0
         for part in _in_row_order(target):
             start, stop = part.box.start[0], part.box.stop[0]
-            yield from self._gathered(target, row, start, target.dtype, _SLICE_BYTES)
+            yield from self._gathered(target, row, start, target.dtype)
             view = self._source.view(part.source, part.source_box)
             if view is not None and view.dtype == target.dtype and view.is_contiguous():
                 yield view
             else:
-                yield from self._gathered(target, start, stop, target.dtype, _SLICE_BYTES)
+                yield from self._gathered(target, start, stop, target.dtype)
             row = stop
-        yield from self._gathered(target, row, target.shape[0], target.dtype, _SLICE_BYTES)
+        yield from self._gathered(target, row, target.shape[0], target.dtype)
 
-    def _gathered(
-        self, target: Target, start: int, stop: int, dtype: torch.dtype, slice_bytes: int, multiple: int = 1
-    ) -> Iterator[torch.Tensor]:
-        """Rows `start` to `stop` of a target in `dtype`, in the buffer, a `multiple` at a time, but at the end."""
-        row_elements = target.shape[1] if len(target.shape) > 1 else 1
-        rows = max(multiple, slice_bytes // max(1, row_elements * dtype.itemsize) // multiple * multiple)
-        for first in range(start, stop, rows):
-            last = min(first + rows, stop)
+    def _gathered(self, target: Target, start: int, stop: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Rows `start` to `stop` of a target in `dtype`, in the buffer, a few at a time."""
+        for first, last in _row_ranges(target.shape, start, stop, dtype):
             block = Box((first, *(0 for _ in target.shape[1:])), (last, *target.shape[1:]))
             yield self._gather(target, block, dtype)
 
@@ -114,11 +112,10 @@ class TensorWriter:
 
     def _write_fp8(self, target: Target, place: Place) -> list[Written]:
         scales = torch.empty(scales_shape(target.shape), dtype=_SCALE_DTYPE)
-        dtype = self._source.dtype(target.parts[0].source)
 
         def codes() -> Iterator[torch.Tensor]:
             first = 0
-            for block in self._gathered(target, 0, target.shape[0], dtype, _SLICE_BYTES, BLOCK):
+            for block in self._rows_of_blocks(target):
                 rows = -(-block.shape[0] // BLOCK)
                 if self._codes.numel() < block.numel():
                     self._codes = torch.empty(block.numel(), dtype=torch.uint8)
@@ -132,6 +129,25 @@ class TensorWriter:
 
         written = self._write_slices(target.place, codes())
         return [written, self._write_slices(place, iter([scales]))]
+
+    def _rows_of_blocks(self, target: Target) -> Iterator[torch.Tensor]:
+        """The values of a matrix in the source's type, some rows of FP8 blocks at a time."""
+        part, dtype = target.parts[0], self._source.dtype(target.parts[0].source)
+        view = self._source.view(part.source, part.source_box) if part.box == Box.whole(target.shape) else None
+        if view is None:
+            yield from self._gathered(target, 0, target.shape[0], dtype)
+            return
+        for first, last in _row_ranges(target.shape, 0, target.shape[0], dtype):
+            yield view[first:last]
+
+
+def _row_ranges(shape: Shape, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Rows `start` to `stop`, cut so that a range of a matrix is whole rows of FP8 blocks, but at the end."""
+    multiple = BLOCK if len(shape) == 2 else 1
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    rows = max(multiple, _GATHERED_BYTES // row_bytes // multiple * multiple)
+    for first in range(start, stop, rows):
+        yield first, min(first + rows, stop)
 
 
 def _in_row_order(target: Target) -> list[Part]:
