@@ -58,6 +58,11 @@ class Box:
                     yield Box((*start[:d], a, *start[d + 1 :]), (*stop[:d], b, *stop[d + 1 :]))
             start[d], stop[d] = inner.start[d], inner.stop[d]
 
+    def without(self, other: "Box") -> "list[Box]":
+        """Cut what is left of this box without the elements of `other` into disjoint boxes."""
+        common = self.intersect(other)
+        return [self] if common is None else list(self.subtract(common))
+
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two of `boxes`, all of one tensor, that share an element; None where none do."""

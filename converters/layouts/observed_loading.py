@@ -1,0 +1,209 @@
+"""Following the elements of HuggingFace tensors through code that loads them, without any values.
+
+The code gets tensors on torch's meta device, which have a storage but no memory. A view of one shares its storage, so
+offset and strides are its place in the HuggingFace tensor. A copy of such a view into a parameter is written down and
+not carried out, and neither is anything else that would write into a parameter.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from converters.boxes import Box
+from converters.layouts.strided import Strided
+
+_aten = torch.ops.aten
+_EQUAL = (_aten.clone.default, _aten._to_copy.default)
+"""Give a tensor of its own with the same values."""
+_OTHER_BITS = (_aten.view.dtype, _aten.view_as_real.default, _aten.view_as_complex.default)
+"""Views whose elements are not those of their tensor."""
+_CONSTANTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
+    _aten.fill_.Scalar: lambda arguments: arguments[1],
+    _aten.zero_.default: lambda _: 0.0,
+}
+
+
+class UnrecordableError(Exception):
+    """The loading code does with a HuggingFace tensor what no placement can say; the reason was noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`hf_box` of a HuggingFace tensor went into `box` of a parameter."""
+
+    hf_name: str
+    hf_box: Box
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A meta tensor, kept so that its storage stays its own: the elements of `hf_box`, without some lengths of 1."""
+
+    hf_name: str
+    hf_box: Box
+    tensor: Tensor
+
+    def hf_box_of(self, view: Tensor) -> Box | None:
+        """The box of the HuggingFace tensor that a view of `tensor` is."""
+        inner = Strided.of(self.tensor).box_of(Strided.of(view))
+        if inner is None:
+            return None
+        lengths = list(zip(inner.start, inner.stop, self.tensor.shape, strict=True))
+        intervals = iter((start, stop) for start, stop, length in lengths if length > 1)
+        parts = [next(intervals) if length > 1 else (0, 1) for length in self.hf_box.shape]
+        return Box(tuple(start for start, _ in parts), tuple(stop for _, stop in parts)).shift(self.hf_box.start)
+
+
+class LoadObserver(TorchDispatchMode):
+    """While active, notes what is copied from followed tensors into `parameters`, and keeps all writes from these.
+
+    `withheld` gives a reason for every parameter whose elements may not be recorded.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], withheld: Mapping[str, str]) -> None:
+        super().__init__()
+        self.copies: dict[str, list[Copy]] = defaultdict(list)
+        """Parameter -> what was copied into it."""
+        self.padding: dict[str, list[tuple[Box, float]]] = defaultdict(list)
+        """Parameter -> boxes that are filled with a constant, and the constant."""
+        self.unrecorded: dict[str, str] = {}
+        """HuggingFace name -> why what was noted of it is not all."""
+        self.changed: dict[str, str] = {}
+        """Parameter -> what else writes into it."""
+        self._withheld = withheld
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, parameter in parameters.items():
+            self._parameters[_storage(parameter)].append((name, parameter))
+        self._followed: dict[int, _Followed] = {}
+        self._boxes: dict[Box, Box] = {}
+
+    def follow(self, hf_name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor [*shape] without values that stands for a HuggingFace tensor."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._followed[_storage(tensor)] = _Followed(hf_name, Box.whole(tensor.shape), tensor)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        followed = next((found for tensor in tensors if (found := self._followed.get(_storage(tensor)))), None)
+        if followed is not None:
+            return self._use(followed, func, args, kwargs)
+        if parameters := [each for each in _written(func, args, kwargs) if self._holders(each)]:
+            self._write(func, args, parameters)
+            return parameters[0] if func._schema.returns else None
+        return func(*args, **kwargs)
+
+    def _use(self, followed: _Followed, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _aten.copy_.default and _storage(args[0]) not in self._followed:
+            self._copy(followed, args[0], args[1])
+            return args[0]
+        if func not in _EQUAL:
+            if not _is_view(func):
+                raise self._unrecordable(followed, f"computes with its values ({func})")
+            return func(*args, **kwargs)
+        result = func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
+        self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
+        hf_box = followed.hf_box_of(args[0]) if result.numel() else followed.hf_box
+        if hf_box is None:
+            raise self._unrecordable(followed, "takes a part of it that is not a box")
+        if result.numel() and _long(hf_box.shape) != _long(result.shape):
+            raise self._unrecordable(followed, "copies a part of it into another shape")
+        self._followed[_storage(result)] = _Followed(followed.hf_name, hf_box, result)
+        return result
+
+    def _copy(self, followed: _Followed, destination: Tensor, source: Tensor) -> None:
+        if not destination.numel():
+            return
+        self._check_cast(followed, source.dtype, destination.dtype, widening=False)
+        hf_box = followed.hf_box_of(source)
+        if hf_box is None:
+            raise self._unrecordable(followed, "takes a part of it that is not a box")
+        if not self._holders(destination):
+            raise self._unrecordable(followed, "puts it into memory that is not one of the model's parameters")
+        name, box = self._place(destination)
+        if box is None:
+            raise self._unrecordable(followed, f"scatters it over {name}")
+        if name in self._withheld:
+            raise self._unrecordable(followed, f"puts it into {name}, and {self._withheld[name]}")
+        self._take_padding(name, box)
+        hf_box, box = (self._boxes.setdefault(each, each) for each in (hf_box, box))
+        self.copies[name].append(Copy(followed.hf_name, hf_box, box))
+
+    def _write(self, func: Any, args: Sequence[Any], written: Sequence[Tensor]) -> None:
+        """Note a write without elements of HuggingFace tensors."""
+        for tensor in written:
+            if not tensor.numel():
+                continue
+            name, box = self._place(tensor)
+            if func not in _CONSTANTS or box is None:
+                self.changed[name] = f"changes {name} after it was filled ({func})"
+                continue
+            if any(copy.box.intersect(box) for copy in self.copies[name]):
+                self.changed[name] = f"overwrites {name} with a constant after it was filled"
+            self._take_padding(name, box)
+            self.padding[name].append((box, _CONSTANTS[func](args)))
+
+    def _take_padding(self, name: str, box: Box) -> None:
+        """What was padding in `box` of a parameter is so no longer."""
+        if name in self.padding:
+            self.padding[name] = [
+                (rest, value) for padding, value in self.padding[name] for rest in padding.without(box)
+            ]
+
+    def _holders(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        return self._parameters.get(_storage(tensor), [])
+
+    def _place(self, tensor: Tensor) -> tuple[str, Box | None]:
+        """The parameter in whose memory `tensor` lies, and its box there, if it is one."""
+        view = Strided.of(tensor)
+        holders = self._holders(tensor)
+        boxes = (
+            (name, Strided.of(parameter).box_of(view)) for name, parameter in holders if parameter.dtype == tensor.dtype
+        )
+        return next(((name, box) for name, box in boxes if box), (holders[0][0], None))
+
+    def _check_cast(self, followed: _Followed, source: torch.dtype, target: torch.dtype, *, widening: bool) -> None:
+        """Refuse what is not the rounding of a plain copy, and, in between, what loses digits."""
+        if source == target:
+            return
+        plain = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (source, target))
+        if not plain or (widening and torch.promote_types(source, target) != target):
+            raise self._unrecordable(followed, f"casts it from {source} to {target}")
+
+    def _unrecordable(self, followed: _Followed, action: str) -> UnrecordableError:
+        self.unrecorded.setdefault(followed.hf_name, f"the engine's loader {action}")
+        return UnrecordableError(followed.hf_name)
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    return [length for length in shape if length > 1]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of `func` that it writes to."""
+    arguments = enumerate(func._schema.arguments)
+    values = ((args[i] if i < len(args) else kwargs.get(each.name), each.alias_info) for i, each in arguments)
+    leaves = tree_leaves([value for value, alias in values if alias is not None and alias.is_write])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    if func is _aten._unsafe_view.default:
+        # A view whose schema does not say so.
+        return True
+    if func in _OTHER_BITS:
+        return False
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -1,0 +1,222 @@
+"""The layout of an engine's workers, recorded: where the engine's own loader puts the HuggingFace tensors.
+
+A dry run of the loader takes the place of a formula, as in the sharded weight transfer of vLLM (`sharded_rdt_fake.py`),
+so that new versions, fused parameters and placements of experts need no code here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box, first_overlap
+from converters.errors import UserError
+from converters.layout import Layout, Placement, Shape, Shard
+from converters.layouts.observed_loading import LoadObserver, UnrecordableError
+
+LoadWeights = Callable[[Iterator[tuple[str, Tensor]]], object]
+
+_REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What loaders raise for a tensor that does not fit their parameter."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the loader of one worker does. Small, and travels between processes."""
+
+    shard: Shard
+    """Where HuggingFace tensors lie in the worker's tensors. A parameter that holds whole tensors under an index, such
+    as stacked experts, is cut at that index into several: `name[3]` (`local_tensors`)."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of the tensors of `shard`."""
+    padding_values: Sequence[float]
+    """The constants that the loader puts into the boxes of `shard.padding`."""
+    unrecorded: Mapping[str, str]
+    """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, load by name."""
+
+
+def record(
+    load_weights: LoadWeights,
+    parameters: Mapping[str, Tensor],
+    hf_shapes: Mapping[str, Shape],
+    hf_dtypes: Mapping[str, torch.dtype],
+    *,
+    withheld: Mapping[str, str] | None = None,
+) -> Recording:
+    """Run `load_weights` on (name, tensor) pairs without values and write down where it puts what.
+
+    `parameters` are the tensors it fills, of any device; nothing is written to them. It may be called several times,
+    each time with tensors that were not yet offered, because it ends at a tensor that cannot be recorded. `withheld`
+    names parameters that hold something else than what the loader puts there, with a reason.
+    """
+    withheld = withheld or {}
+    observer = LoadObserver(parameters, withheld)
+    _load(load_weights, observer, hf_shapes, hf_dtypes)
+    unrecorded = dict(observer.unrecorded)
+    for name, reason in observer.changed.items():
+        unrecorded |= {copy.hf_name: f"the engine's loader {reason}" for copy in observer.copies[name]}
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    placements: list[Placement] = []
+    padding: list[tuple[str, Box]] = []
+    values: list[float] = []
+    for name, parameter in parameters.items():
+        copies = observer.copies.get(name, [])
+        # How many leading dimensions the loader has indexed away.
+        indexed = max(0, parameter.dim() - max((len(copy.hf_box.shape) for copy in copies), default=parameter.dim()))
+        for local_name in _indexed_names(name, parameter.shape[:indexed]):
+            shapes[local_name], dtypes[local_name] = tuple(parameter.shape[indexed:]), parameter.dtype
+        for copy in copies:
+            local_name, box = _cut(name, copy.box, indexed)[0]
+            if box.shape == copy.hf_box.shape and all(length == 1 for length in copy.box.shape[:indexed]):
+                placements.append(Placement(copy.hf_name, copy.hf_box, local_name, box))
+            else:
+                unrecorded[copy.hf_name] = f"the engine's loader changes its shape to put it into {name}"
+        for box, value in observer.padding.get(name, ()):
+            cuts = _cut(name, box, indexed)
+            padding.extend(cuts)
+            values.extend([value] * len(cuts))
+    if withheld:
+        name, reason = next(iter(withheld.items()))
+        recorded = {placement.hf_name for placement in placements}
+        missing = hf_shapes.keys() - recorded - unrecorded.keys()
+        unrecorded |= dict.fromkeys(sorted(missing), f"the engine's loader skips it; it may belong in {name}: {reason}")
+    placements = [placement for placement in placements if placement.hf_name not in unrecorded]
+    return Recording(Shard(shapes, placements, padding), dtypes, values, unrecorded)
+
+
+def _load(
+    load_weights: LoadWeights,
+    observer: LoadObserver,
+    hf_shapes: Mapping[str, Shape],
+    hf_dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Offer every tensor to the loader once; after one that it refuses, call it again with those that follow."""
+    names, offered = iter(hf_shapes), [""]
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            offered[0] = name
+            yield name, observer.follow(name, hf_shapes[name], hf_dtypes[name])
+
+    while True:
+        offered[0] = ""
+        try:
+            with torch.no_grad(), observer:
+                load_weights(tensors())
+            return
+        except UnrecordableError:
+            pass
+        except _REFUSALS as error:
+            if not offered[0]:
+                raise
+            reason = " ".join(str(error).split())
+            observer.unrecorded.setdefault(
+                offered[0],
+                f"the engine's loader refuses it: {type(error).__name__}" + (f": {reason}" if reason else ""),
+            )
+
+
+def _indexed_names(name: str, lengths: Sequence[int]) -> Iterator[str]:
+    for index in product(*map(range, lengths)):
+        yield f"{name}[{','.join(map(str, index))}]" if index else name
+
+
+def _cut(name: str, box: Box, indexed: int) -> list[tuple[str, Box]]:
+    """The parts of a parameter's box under each index of its first `indexed` dimensions."""
+    rest = Box(box.start[indexed:], box.stop[indexed:])
+    ranges = map(range, box.start[:indexed], box.stop[:indexed])
+    return [(f"{name}[{','.join(map(str, index))}]" if index else name, rest) for index in product(*ranges)]
+
+
+def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """The tensors of a recorded `shard`: views of the worker's `parameters`.
+
+    Raises ValueError where the parameters are not those that were recorded.
+    """
+    tensors = {}
+    for name, shape in shard.local_shapes.items():
+        tensor = parameters.get(name)
+        if tensor is None:
+            parameter, _, index = name.removesuffix("]").rpartition("[")
+            tensor = parameters[parameter][tuple(map(int, index.split(",")))]
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)} and was recorded with {list(shape)}")
+        tensors[name] = tensor.detach()
+    return tensors
+
+
+def fill_padding(recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+    """Put the constants where the loader puts them. Placements never touch the padding, so once is enough."""
+    tensors = local_tensors(parameters, recording.shard)
+    for (name, box), value in zip(recording.shard.padding, recording.padding_values, strict=True):
+        tensors[name][box.slices()].fill_(value)
+
+
+def unrecorded(recordings: Iterable[Recording]) -> dict[str, str]:
+    """HuggingFace name -> reason, of all that some worker could not record. If not empty, load by name."""
+    return {name: reason for recording in recordings for name, reason in recording.unrecorded.items()}
+
+
+def recorded_layout(shards: Sequence[Shard], hf_shapes: Mapping[str, Shape]) -> Layout:
+    """The layout of the workers of one engine, from the shards of their recordings.
+
+    Raises UserError where an element of a worker's tensor is filled by nothing or twice, and where an element of a
+    HuggingFace tensor is on no worker: then model and engine are not the same, or were not recorded whole.
+    """
+    sound: set[tuple[Shape, tuple[Box, ...]]] = set()
+    for rank, shard in enumerate(shards):
+        _check_filled_once(rank, shard, sound)
+    held: dict[str, set[Box]] = {}
+    for shard in shards:
+        for placement in shard.placements:
+            held.setdefault(placement.hf_name, set()).add(placement.hf_box)
+    whole: dict[tuple[Shape, frozenset[Box]], Box | None] = {}
+    for name, shape in hf_shapes.items():
+        kind = tuple(shape), frozenset(held.get(name, ()))
+        if kind not in whole:
+            whole[kind] = _uncovered(Box.whole(shape), kind[1])
+        if missing := whole[kind]:
+            raise UserError(
+                f"no worker of the engine holds {_describe(missing)} of {name}: the engine's loader skips it; give the"
+                " engine the config.json of the policy"
+            )
+    return Layout(len(shards), hf_shapes, shards.__getitem__)
+
+
+def _check_filled_once(rank: int, shard: Shard, sound: set[tuple[Shape, tuple[Box, ...]]]) -> None:
+    """Check the shard of one rank. Adds to the pairs of a shape and its boxes that are known to be `sound`."""
+    boxes: dict[str, list[Box]] = {name: [] for name in shard.local_shapes}
+    for placement in shard.placements:
+        boxes[placement.local_name].append(placement.local_box)
+    for name, box in shard.padding:
+        boxes[name].append(box)
+    for name, shape in shard.local_shapes.items():
+        kind = tuple(shape), tuple(boxes[name])
+        if kind in sound:
+            continue
+        problem = None
+        if overlap := first_overlap(boxes[name]):
+            problem = f"{_describe(overlap[0].intersect(overlap[1]) or overlap[0])} of {name} is written twice"
+        elif missing := _uncovered(Box.whole(shape), boxes[name]):
+            problem = f"{_describe(missing)} of {name} is written by no tensor of the model"
+        if problem:
+            raise UserError(
+                f"worker {rank} of the engine cannot take weights: {problem}; give the engine the config.json of the"
+                " policy"
+            )
+        sound.add(kind)
+
+
+def _uncovered(box: Box, boxes: Iterable[Box]) -> Box | None:
+    """A part of `box` that lies in none of `boxes`; None where there is none."""
+    left = [box] if box.size else []
+    for other in boxes:
+        left = [rest for part in left for rest in part.without(other)]
+    return left[0] if left else None
+
+
+def _describe(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"

@@ -1,0 +1,60 @@
+"""Views of a tensor, by their place in its memory: which box of the tensor a view is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from converters.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Where a tensor's elements lie in its storage: `offset` and `strides` in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Strided":
+        """The place of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def box_of(self, view: "Strided") -> Box | None:
+        """The box of this tensor that `view`, which is not empty, holds in the same order of elements.
+
+        None where it is no box, has another order (a transposed view), or leads out of this tensor.
+        """
+        first = view.offset - self.offset
+        last = first + sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
+        start, end = self._index(first), self._index(last)
+        if start is None or end is None:
+            return None
+        box = Box(start, tuple(index + 1 for index in end))
+        if min(box.shape, default=1) < 1 or _runs(box.shape, self.strides) != _runs(view.shape, view.strides):
+            return None
+        return box
+
+    def _index(self, position: int) -> tuple[int, ...] | None:
+        """The index of the element that lies `position` elements after the first; None where there is none."""
+        index = [0] * len(self.shape)
+        for d in sorted(range(len(index)), key=lambda d: -self.strides[d]):
+            if self.shape[d] > 1:
+                index[d], position = divmod(position, self.strides[d])
+                if not 0 <= index[d] < self.shape[d]:
+                    return None
+        return None if position else tuple(index)
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(length, stride) of the fewest dimensions that list the same elements in the same order."""
+    runs: list[tuple[int, int]] = []
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 1:
+            continue
+        if runs and runs[-1][1] == length * stride:
+            runs[-1] = (runs[-1][0] * length, stride)
+        else:
+            runs.append((length, stride))
+    return runs
