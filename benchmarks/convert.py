@@ -48,7 +48,7 @@ def main() -> None:
     dry_runs: list[Observation] = []
     with tempfile.TemporaryDirectory(prefix="megarl-benchmark-", dir=options.folder) as name:
         folder = Path(name)
-        facts = _facts(folder)
+        facts = _facts(folder, options.shape)
         for each in facts.values():
             console.print(each)
         for size in options.sizes_gb if programs else ():
@@ -100,13 +100,14 @@ def _dry_runs(rounds: int, folder: Path) -> list[Observation]:
     return [observe(command, program.environment) for _ in range(rounds)]
 
 
-def _facts(folder: Path) -> dict[str, str]:
+def _facts(folder: Path, shape: str) -> dict[str, str]:
     ours = {name: version for name, version in versions().items() if name in _VERSIONS}
     theirs = {peer.name: peer.version for peer in metadata.distributions(path=[str(PEERS)]) if peer.name in _PEERS}
     return {
         "Date": date.today().isoformat(),
         "Machine": describe(folder),
         "Versions": _joined(ours) + (f"; {_joined(theirs)}" if theirs else "; no peers are installed"),
+        "Checkpoints": shape,
         "Command": f"`python {shlex.join(sys.argv)}`",
     }
 

@@ -28,8 +28,12 @@ _SCALING = (
 _NOTES = """\
 ## What is compared
 
-- The checkpoints are DeepSeek-V3 made narrow: 61 layers and one of multi-token prediction, 8 experts, 2,287 tensors
-  of random values in bf16, or the same in block FP8. Sizes are those of the bf16 form.
+- The checkpoints are DeepSeek-V3 made small, with 8 experts and a layer of multi-token prediction: random values in
+  bf16, or the same in block FP8. Sizes are those of the bf16 form. The shape "shallow" is 1,024 wide with experts of
+  704 and as many layers as the size allows; its tensors have about 2 MB in the mean, where those of Qwen3-30B-A3B have
+  3 and those of DeepSeek-V3 15. "narrow" has all 61 layers at any size, in 2,287 tensors: what a tensor costs whatever
+  its size shows there.
+- An export writes files of an eighth of its source, as many as the source of a conversion has.
 - The programs take turns. Before each run its source is read once, so it is in the page cache; what was written
   before is on the disk, what the run wrote is deleted after it, and the machine idles for 5 seconds: memory that was
   just freed is quicker to get again, which would help a program that writes at once.
