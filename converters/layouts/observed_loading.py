@@ -6,14 +6,13 @@ not carried out, and neither is anything else that would write into a parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from converters.boxes import Box
 from converters.layouts.strided import Strided
@@ -92,7 +91,7 @@ class LoadObserver(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         followed = next((found for tensor in tensors if (found := self._followed.get(_storage(tensor)))), None)
         if followed is not None:
             return self._use(followed, func, args, kwargs)
@@ -191,12 +190,21 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator, also those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among the arguments of `func` that it writes to."""
-    arguments = enumerate(func._schema.arguments)
-    values = ((args[i] if i < len(args) else kwargs.get(each.name), each.alias_info) for i, each in arguments)
-    leaves = tree_leaves([value for value, alias in values if alias is not None and alias.is_write])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if func._schema.is_mutable:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors([args[i] if i < len(args) else kwargs.get(argument.name)])
 
 
 def _is_view(func: Any) -> bool:

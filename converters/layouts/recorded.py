@@ -4,6 +4,8 @@ A dry run of the loader takes the place of a formula, as in the sharded weight t
 so that new versions, fused parameters and placements of experts need no code here.
 """
 
+import pickle
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -35,6 +37,15 @@ class Recording:
     """The constants that the loader puts into the boxes of `shard.padding`."""
     unrecorded: Mapping[str, str]
     """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, load by name."""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Recording"], tuple[bytes]]:
+        # The names of a large model are megabytes, and much alike.
+        fields = (self.shard, self.dtypes, self.padding_values, self.unrecorded)
+        return _unpacked, (zlib.compress(pickle.dumps(fields), level=1),)
+
+
+def _unpacked(fields: bytes) -> Recording:
+    return Recording(*pickle.loads(zlib.decompress(fields)))
 
 
 def record(
