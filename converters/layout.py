@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 
 from converters.boxes import Box, first_overlap
 
@@ -21,7 +22,7 @@ class Placement:
 
     def to_local(self, hf_piece: Box) -> Box:
         """Where a piece of `hf_box` lies in the local tensor."""
-        return hf_piece.relative_to(self.hf_box).shift(self.local_box.start)
+        return hf_piece.shift(tuple(map(sub, self.local_box.start, self.hf_box.start)))
 
 
 @dataclass(frozen=True)
@@ -66,28 +67,31 @@ class Layout:
 
 def check_tiling(shard: Shard) -> None:
     """Raise ValueError unless every element of the shard's tensors is placed, or declared padding, exactly once."""
-    boxes: dict[str, list[Box]] = defaultdict(list)
+    placed: dict[str, list[tuple[Box, Box]]] = defaultdict(list)
     for placement in shard.placements:
-        if placement.hf_box is not placement.local_box and placement.hf_box.shape != placement.local_box.shape:
-            raise ValueError(f"{placement} joins boxes of different shapes")
-        boxes[placement.local_name].append(placement.local_box)
+        placed[placement.local_name].append((placement.hf_box, placement.local_box))
     for name, box in shard.padding:
-        boxes[name].append(box)
-    for name in boxes.keys() - shard.local_shapes.keys():
+        placed[name].append((box, box))
+    for name in placed.keys() - shard.local_shapes.keys():
         raise ValueError(f"there is something placed in {name}, which the rank does not hold")
-    # Most tensors are cut as others are: those of other layers and experts.
-    tiled: set[tuple[Shape, tuple[Box, ...]]] = set()
+    # Most tensors are placed as others are: those of other layers and experts.
+    checked = set()
     for name, shape in shard.local_shapes.items():
-        key = tuple(shape), tuple(boxes[name])
-        if key not in tiled:
-            _check_boxes(name, *key)
-            tiled.add(key)
+        key = tuple(shape), tuple(placed[name])
+        if key not in checked:
+            _check_tensor(name, *key)
+            checked.add(key)
 
 
-def _check_boxes(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    if any(box.intersect(Box.whole(shape)) != box for box in boxes):
-        raise ValueError(f"a box of {name} leads out of its shape {shape}")
+def _check_tensor(name: str, shape: Shape, placed: Sequence[tuple[Box, Box]]) -> None:
+    """`placed` are the boxes of HuggingFace tensors, with the boxes of the local tensor that they lie in."""
+    for hf_box, box in placed:
+        if hf_box.shape != box.shape:
+            raise ValueError(f"{hf_box} is placed in {box} of {name}, which has a different shape")
+        if box.intersect(Box.whole(shape)) != box:
+            raise ValueError(f"a box of {name} leads out of its shape {shape}")
+    boxes = [box for _, box in placed]
     if overlap := first_overlap(boxes):
         raise ValueError(f"the boxes {overlap[0]} and {overlap[1]} of {name} overlap")
-    if (placed := sum(box.size for box in boxes)) != math.prod(shape):
-        raise ValueError(f"only {placed} of the {math.prod(shape)} elements of {name} are placed")
+    if (elements := sum(box.size for box in boxes)) != math.prod(shape):
+        raise ValueError(f"only {elements} of the {math.prod(shape)} elements of {name} are placed")

@@ -45,23 +45,24 @@ class _Patterns:
     """
 
     def __init__(self, layout: Layout, check: Callable[[Shard], object] = bool) -> None:
-        self._numbers: dict[tuple[int, int, Box], int] = {}
-        self.of = dict.fromkeys(layout.hf_shapes, 0)
-        numbers, of = self._numbers, self.of
+        numbers_of_boxes: dict[Box, int] = {}
+        numbers: dict[tuple[int, int, int], int] = {}
+        self.of = of = dict.fromkeys(layout.hf_shapes, 0)
         for rank in range(layout.ranks):
             shard = layout.shard(rank)
             check(shard)
             for placement in shard.placements:
-                key = of[placement.hf_name], rank, placement.hf_box
-                of[placement.hf_name] = numbers.setdefault(key, len(numbers) + 1)
-        self._steps = list(numbers)
+                name = placement.hf_name
+                box = numbers_of_boxes.setdefault(placement.hf_box, len(numbers_of_boxes))
+                of[name] = numbers.setdefault((of[name], rank, box), len(numbers) + 1)
+        self._steps, self._box_of = list(numbers), list(numbers_of_boxes)
 
     def boxes(self, pattern: int) -> Boxes:
         """What the placements of a pattern hold."""
         steps = []
         while pattern:
-            pattern, rank, box = self._steps[pattern - 1]
-            steps.append((rank, box))
+            pattern, rank, number = self._steps[pattern - 1]
+            steps.append((rank, self._box_of[number]))
         boxes: dict[Box, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for rank, box in reversed(steps):
             boxes[box][rank] += 1

@@ -11,10 +11,12 @@ from converters.boxes import Box, first_overlap
 from converters.cost.classes import TensorClass, tensor_classes
 from converters.cost.formats import TensorFormat
 from converters.cost.traffic_matrix import Traffic
+from converters.garbage import no_search_for_garbage
 from converters.plan import Plan
 from converters.plan.atoms import Atom, atoms
 
 
+@no_search_for_garbage()
 def traffic(plan: Plan, formats: Mapping[str, TensorFormat]) -> Traffic:
     """The bytes of all transfers and relays of `plan`, whose HF tensors are in `formats`.
 
@@ -98,7 +100,8 @@ class _Count:
         senders, ranks = self._plan.senders, self._ranks
         # Turns matter only modulo the numbers of ranks that take turns.
         period = lcm(len(group), *(len(senders.nearest(atom.holders, rank)) for rank in group))
-        for turn, tensors in Counter(turn % period for turn in turns).items():
+        repeated = Counter(turn % period for turn in turns) if period > 1 else {0: len(turns)}
+        for turn, tensors in repeated.items():
             for delivery in senders.deliveries(turn, atom, group):
                 size = tensor_format.travelling(delivery.box) * tensors
                 self._direct[delivery.sender * ranks + delivery.receiver] += size

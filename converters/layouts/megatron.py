@@ -1,8 +1,8 @@
 """The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from converters.architectures import Architecture, Parameter, Part
@@ -25,7 +25,8 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
     """
     _check_divisible(architecture, parallel)
-    return Layout(parallel.world_size, architecture.hf_shapes, partial(_shard, architecture, parallel, module_names))
+    cuts = _Cuts(architecture, parallel, module_names)
+    return Layout(parallel.world_size, architecture.hf_shapes, cuts.shard, cuts.only)
 
 
 def _check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None:
@@ -84,10 +85,10 @@ def whole_parameter(architecture: Architecture, parameter: Parameter) -> Paramet
     return parameter_part(architecture, ParallelSizes(), parameter, RankCoordinates(0, 0, 0, 0))
 
 
-def _indices(
+def _layers(
     architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates, chunk: int
-) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Global and local indices of every layer and expert of a model chunk that has `parameter`."""
+) -> Iterator[tuple[int, int]]:
+    """Global and local index of every layer of a model chunk that has `parameter`; one pair for what is in no layer."""
     layers: Iterable[int]
     if parameter.part is Part.LAYERS:
         layers = parallel.layers(architecture.num_layers, at.pipeline, chunk)
@@ -96,16 +97,11 @@ def _indices(
     elif parameter.part is Part.MTP:
         layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_layers)
     else:
-        yield {}, {}
+        yield 0, 0
         return
-    experts = architecture.num_experts // parallel.expert_model_parallel_size if parameter.is_expert else 1
     for local_layer, layer in enumerate(layers):
         if layer in parameter.layers:
-            for expert in range(experts):
-                yield (
-                    {"layer": layer, "expert": at.expert * experts + expert},
-                    {"layer": local_layer, "expert": expert},
-                )
+            yield layer, local_layer
 
 
 def _on_chunk(parallel: ParallelSizes, part: Part, pipeline_rank: int, chunk: int) -> bool:
@@ -114,24 +110,76 @@ def _on_chunk(parallel: ParallelSizes, part: Part, pipeline_rank: int, chunk: in
     return {Part.FIRST: first, Part.LAST: last, Part.MTP: last, Part.COPY_ON_LAST: last and not first}[part]
 
 
-def _shard(architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rank: int) -> Shard:
-    at = parallel.coordinates(rank)
-    shapes: dict[str, Shape] = {}
-    placements: list[Placement] = []
-    padding: list[tuple[str, Box]] = []
-    for parameter in architecture.weight_map:
-        megatron = parameter.megatron
-        if module_names == "te" and parameter.transformer_engine:
-            megatron = parameter.transformer_engine
-        part = parameter_part(architecture, parallel, parameter, at)
-        for chunk in range(parallel.chunks):
-            prefix = f"model{chunk}." if parallel.chunks > 1 else ""
-            for hf_index, local_index in _indices(architecture, parallel, parameter, at, chunk):
-                name = prefix + megatron.format(**local_index)
-                shapes[name] = part.shape
-                for source, hf_box, local_box in part.pieces:
-                    hf_name = parameter.huggingface[source][0].format(**hf_index)
-                    placements.append(Placement(hf_name, hf_box, name, local_box))
-                if part.padding:
-                    padding.append((name, part.padding))
-    return Shard(shapes, placements, padding)
+_Wanted = Mapping[tuple[int, int], Collection[int]]
+"""Number of a parameter in the weight map and layer -> experts. What is in no layer, or no expert, is in number 0."""
+
+
+class _Cuts:
+    """The cuts of a model over Megatron ranks, and the parts that several ranks have alike."""
+
+    def __init__(self, architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames) -> None:
+        self._architecture = architecture
+        self._parallel = parallel
+        self._module_names = module_names
+        self._parts: dict[tuple[int, int, int], ParameterPart] = {}
+
+    def shard(self, rank: int, wanted: _Wanted | None = None) -> Shard:
+        """What `rank` holds, or of that only what is `wanted`."""
+        architecture, parallel = self._architecture, self._parallel
+        at = parallel.coordinates(rank)
+        shapes: dict[str, Shape] = {}
+        placements: list[Placement] = []
+        padding: list[tuple[str, Box]] = []
+        for number, parameter in enumerate(architecture.weight_map):
+            megatron = parameter.megatron
+            if self._module_names == "te" and parameter.transformer_engine:
+                megatron = parameter.transformer_engine
+            part = self._part(number, at)
+            for chunk in range(parallel.chunks):
+                prefix = f"model{chunk}." if parallel.chunks > 1 else ""
+                for layer, local_layer in _layers(architecture, parallel, parameter, at, chunk):
+                    experts = self._experts(parameter, at)
+                    first = experts.start
+                    held = [e for e in experts if wanted is None or e in wanted.get((number, layer), ())]
+                    names = _names(prefix + megatron, local_layer, [expert - first for expert in held])
+                    hf_names = [_names(hf_name, layer, held) for hf_name, _ in parameter.huggingface]
+                    for position, name in enumerate(names):
+                        shapes[name] = part.shape
+                        for source, hf_box, local_box in part.pieces:
+                            placements.append(Placement(hf_names[source][position], hf_box, name, local_box))
+                    if part.padding:
+                        padding.extend((name, part.padding) for name in names)
+        return Shard(shapes, placements, padding)
+
+    def only(self, hf_names: Collection[str]) -> Callable[[int], Sequence[Placement]]:
+        """`Layout.placements_of`, without going through the rest of the model."""
+        wanted: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for number, parameter in enumerate(self._architecture.weight_map):
+            experts = range(self._architecture.num_experts if parameter.is_expert else 1)
+            for layer in parameter.layers or [0]:
+                for hf_name, _ in parameter.huggingface:
+                    for expert, name in zip(experts, _names(hf_name, layer, experts), strict=True):
+                        if name in hf_names:
+                            wanted[number, layer].add(expert)
+        return lambda rank: [each for each in self.shard(rank, wanted).placements if each.hf_name in hf_names]
+
+    def _part(self, number: int, at: RankCoordinates) -> ParameterPart:
+        """The part of a parameter that all ranks of the same tensor coordinates have."""
+        key = number, at.tensor, at.expert_tensor
+        if key not in self._parts:
+            parameter = self._architecture.weight_map[number]
+            self._parts[key] = parameter_part(self._architecture, self._parallel, parameter, at)
+        return self._parts[key]
+
+    def _experts(self, parameter: Parameter, at: RankCoordinates) -> range:
+        if not parameter.is_expert:
+            return range(1)
+        experts = self._architecture.num_experts // self._parallel.expert_model_parallel_size
+        return range(at.expert * experts, (at.expert + 1) * experts)
+
+
+def _names(template: str, layer: int, experts: Iterable[int]) -> list[str]:
+    """The names of a parameter in a layer, one for each of `experts` where every expert has its own."""
+    # Not str.format: a model has hundreds of thousands of names over all its ranks.
+    head, has_experts, tail = template.replace("{layer}", str(layer)).partition("{expert}")
+    return [f"{head}{expert}{tail}" for expert in experts] if has_experts else [head for _ in experts]

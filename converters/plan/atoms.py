@@ -22,16 +22,18 @@ def atoms(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Atom]:
     """
     found = [Atom(wanted, ())] if wanted.size else []
     for box, ranks in held:
-        if box.intersect(wanted) is None:
+        common = box.intersect(wanted)
+        if common is None:
             continue
         split: list[Atom] = []
         for atom in found:
-            piece = atom.box.intersect(box)
+            piece = atom.box.intersect(common)
             if piece is None:
                 split.append(atom)
                 continue
             split.append(Atom(piece, tuple(sorted({*atom.holders, *ranks}))))
-            split.extend(Atom(rest, atom.holders) for rest in atom.box.subtract(piece))
+            if piece != atom.box:
+                split.extend(Atom(rest, atom.holders) for rest in atom.box.subtract(piece))
         found = split
     return found
 

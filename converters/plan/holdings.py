@@ -1,6 +1,5 @@
 """Holdings: the placements of several ranks, by the box of the HF tensor that they hold."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from converters.boxes import Box
@@ -13,11 +12,17 @@ Holdings = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
 
 def holdings(ranks: Iterable[int], placements_of: Callable[[int], Sequence[Placement]]) -> Holdings:
     """The holdings of `ranks`."""
-    found: dict[str, dict[Box, dict[int, list[Placement]]]] = defaultdict(dict)
+    found: dict[str, dict[Box, dict[int, list[Placement]]]] = {}
     for rank in ranks:
         for placement in placements_of(rank):
-            of_box = found[placement.hf_name].setdefault(placement.hf_box, {})
-            of_box.setdefault(rank, []).append(placement)
+            boxes = found.get(placement.hf_name)
+            if boxes is None:
+                boxes = found[placement.hf_name] = {}
+            of_box = boxes.get(placement.hf_box)
+            if of_box is None:
+                boxes[placement.hf_box] = {rank: [placement]}
+            else:
+                of_box.setdefault(rank, []).append(placement)
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from converters.boxes import Box
+from converters.garbage import no_search_for_garbage
 from converters.layout import Layout, Placement, Shape, check_tiling
 from converters.plan.atoms import DEFAULT_CUTTING, Cutting, atoms
 from converters.plan.holdings import Holdings, check_same_model, holdings, numbered
@@ -106,6 +107,7 @@ class Plan:
         """What sources send to destination `rank`, in the order of its placements. Raises as `destination_part`."""
         return self.destination_part(rank).transfers
 
+    @no_search_for_garbage()
     def destination_part(self, rank: int) -> DestinationPart:
         """The part of destination `rank`: each of its elements is in one transfer, or one relay, into it.
 
@@ -129,6 +131,7 @@ class Plan:
                     part.relays_in.append(_relay(delivery, theirs, rank, placement))
         return part
 
+    @no_search_for_garbage()
     def transfers_from(self, rank: int) -> list[Transfer]:
         """What source `rank` sends, by destination rank, and for each in the order of its `transfers_into`.
 

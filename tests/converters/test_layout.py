@@ -26,7 +26,7 @@ def test_a_tensor_covered_once_passes():
         (shard(LEFT, RIGHT, padding=(RIGHT,)), "overlap"),
         (shard(LEFT, Box((0, 3), (4, 7))), "leads out"),
         (Shard({}, shard(LEFT).placements), "does not hold"),
-        (Shard({"local": (4, 3)}, [Placement("hf", Box((0, 0), (3, 4)), "local", LEFT)]), "different shapes"),
+        (Shard({"local": (4, 3)}, [Placement("hf", Box((0, 0), (3, 4)), "local", LEFT)]), "a different shape"),
     ],
 )
 def test_anything_else_is_refused(wrong, message):
