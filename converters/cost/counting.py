@@ -39,7 +39,7 @@ class _Count:
         self._needed = [0] * plan.destination.ranks
         self._unique = [0] * plan.place.nodes
         self._entering = [0] * plan.place.nodes
-        self._leaving = [0] * plan.source.ranks
+        self._leaving: dict[tuple[int, ...], int] = defaultdict(int)
         self._pieces = self._relays = 0
         self._groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
@@ -53,7 +53,7 @@ class _Count:
             needed=np.tile(np.array(self._needed, np.int64), plan.replicas),
             unique_needed=np.array(self._unique, np.int64),
             entering=np.array(self._entering, np.int64),
-            leaving=np.array(self._leaving, np.int64),
+            leaving=dict(self._leaving),
             pieces=self._pieces,
             relays=self._relays,
         )
@@ -116,8 +116,7 @@ class _Count:
             self._unique[node] += size
             if all(self._plan.place.source_node[holder] != node for holder in atom.holders):
                 self._entering[node] += size
-                if len(atom.holders) == 1:
-                    self._leaving[atom.holders[0]] += size
+                self._leaving[atom.holders] += size
 
 
 def _disjoint(boxes: Sequence[Box]) -> Collection[Box]:

@@ -1,5 +1,6 @@
 """Ports: how long traffic keeps every NIC and every GPU's NVLink busy, and how long it must at least."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +87,9 @@ def floor(traffic: Traffic, rates: Rates) -> dict[str, float]:
 
     - `node_in`: what the destinations of a node need, and no source of the node holds, comes in at least once, through
       all the NICs of the GPUs that the destinations run on: max over nodes of entering / (GPUs x NIC).
-    - `source_out`: what only one source holds goes out through its NIC at least once for every other node that needs
-      it: max over GPUs of leaving / NIC.
-    - `sources_out`: all that enters any node goes out of the NICs of all GPUs of the sources: sum of entering /
-      (GPUs x NIC).
+    - `sources_out`: what only some sources hold goes out through their NICs at least once for every node that needs it
+      and has no source that holds it: max over every set of ranks that hold something in common, and over all sources,
+      of what only they hold / (GPUs x NIC).
     - `gpu_in`: what a destination needs comes through the NIC or the NVLink of its GPU:
       max over destinations of needed / (NIC + NVLink). Counted only on GPUs without a source.
 
@@ -100,19 +100,31 @@ def floor(traffic: Traffic, rates: Rates) -> dict[str, float]:
     """
     place = traffic.topology
     nic, nvlink = rates.nic_bytes_per_s_per_gpu, rates.nvlink_bytes_per_s_per_gpu
-    source_gpus, destination_gpus = np.asarray(place.source_gpu), np.asarray(place.destination_gpu)
     gpus_of_node = np.zeros(place.nodes, np.int64)
     for node, _ in set(zip(place.destination_node, place.destination_gpu, strict=True)):
         gpus_of_node[node] += 1
     needed = np.zeros(place.gpus, np.int64)
-    np.maximum.at(needed, destination_gpus, traffic.needed)
-    needed[source_gpus] = 0
+    np.maximum.at(needed, np.asarray(place.destination_gpu), traffic.needed)
+    needed[np.asarray(place.source_gpu)] = 0
     return {
         "node_in": float((traffic.entering / np.maximum(gpus_of_node, 1)).max() / nic),
-        "source_out": float(_per_gpu(place, source_gpus, traffic.leaving).max() / nic),
-        "sources_out": float(traffic.entering.sum() / len(np.unique(source_gpus)) / nic),
+        "sources_out": _most_per_gpu(traffic) / nic,
         "gpu_in": float(needed.max() / (nic + nvlink)),
     }
+
+
+def _most_per_gpu(traffic: Traffic) -> float:
+    """The most bytes per GPU that only the ranks of one set hold, over the sets in `leaving` and that of all ranks."""
+    source_gpu = traffic.topology.source_gpu
+    # Sets as bits of a number, of which thousands can be compared with each other.
+    gpus: dict[int, int] = defaultdict(int)
+    for ranks, size in traffic.leaving.items():
+        gpus[sum(1 << gpu for gpu in {source_gpu[rank] for rank in ranks})] += size
+    everywhere = sum(1 << gpu for gpu in set(source_gpu))
+    return max(
+        sum(size for inner, size in gpus.items() if inner | outer == outer) / outer.bit_count()
+        for outer in {*gpus, everywhere}
+    )
 
 
 def floor_seconds(traffic: Traffic, rates: Rates) -> float:

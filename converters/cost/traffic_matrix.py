@@ -1,5 +1,6 @@
 """Traffic: how many bytes go from every rank to every other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from converters.topology import Topology
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of a plan, all int64. Destination rank = replica x workers + worker.
+    """The bytes of a plan, arrays all int64. Destination rank = replica x workers + worker.
 
     `direct` and `relayed` count what travels, the others what is needed in the destination's type: where source and
     destination cut through an FP8 block, bfloat16 travels and FP8 is needed.
@@ -26,9 +27,9 @@ class Traffic:
     """[nodes]: the union of what the destinations of a node need."""
     entering: np.ndarray
     """[nodes]: of `unique_needed`, what no source of the node holds, which must come in through its NICs."""
-    leaving: np.ndarray
-    """[source ranks]: what no other source holds, once for every other node that needs it and does not hold it: it
-    must go out through this rank's NIC."""
+    leaving: Mapping[tuple[int, ...], int]
+    """Source ranks -> what just these hold, once for every node that needs it and on which no source holds it: one of
+    them must send it out through its NIC."""
     pieces: int
     """Number of transfers from sources to destinations."""
     relays: int

@@ -140,7 +140,9 @@ class _Cuts:
                 for layer, local_layer in _layers(architecture, parallel, parameter, at, chunk):
                     experts = self._experts(parameter, at)
                     first = experts.start
-                    held = [e for e in experts if wanted is None or e in wanted.get((number, layer), ())]
+                    held: Sequence[int] = experts
+                    if wanted is not None:
+                        held = [expert for expert in experts if expert in wanted.get((number, layer), ())]
                     names = _names(prefix + megatron, local_layer, [expert - first for expert in held])
                     hf_names = [_names(hf_name, layer, held) for hf_name, _ in parameter.huggingface]
                     for position, name in enumerate(names):

@@ -10,19 +10,27 @@ Holdings = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
 """HF name -> box of it -> rank -> the rank's placements of just this box, of which it seldom has several."""
 
 
-def holdings(ranks: Iterable[int], placements_of: Callable[[int], Sequence[Placement]]) -> Holdings:
-    """The holdings of `ranks`."""
+def holdings(
+    ranks: Iterable[int],
+    placements_of: Callable[[int], Sequence[Placement]],
+    boxes_of: Sequence[Placement] | None = None,
+) -> Holdings:
+    """The holdings of `ranks`; if given, only of the boxes of the placements `boxes_of`."""
     found: dict[str, dict[Box, dict[int, list[Placement]]]] = {}
+    for placement in boxes_of or ():
+        found.setdefault(placement.hf_name, {})[placement.hf_box] = {}
     for rank in ranks:
         for placement in placements_of(rank):
             boxes = found.get(placement.hf_name)
             if boxes is None:
+                if boxes_of is not None:
+                    continue
                 boxes = found[placement.hf_name] = {}
             of_box = boxes.get(placement.hf_box)
-            if of_box is None:
-                boxes[placement.hf_box] = {rank: [placement]}
-            else:
+            if of_box is not None:
                 of_box.setdefault(rank, []).append(placement)
+            elif boxes_of is None:
+                boxes[placement.hf_box] = {rank: [placement]}
     return found
 
 

@@ -116,7 +116,7 @@ class Plan:
         workers = self.destination.ranks
         shard = self.destination.shard(rank % workers)
         check_tiling(shard)
-        wanted = self._wanted_near(rank)
+        wanted = self._wanted_near(rank, shard.placements)
         part = DestinationPart()
         for placement, number in numbered(shard.placements):
             wanting = wanted.get(placement.hf_name, {}).get(placement.hf_box, {})
@@ -154,12 +154,13 @@ class Plan:
             if delivery.sender == rank and delivery.receiver == destination
         ]
 
-    def _wanted_near(self, rank: int) -> Holdings:
-        """What a destination rank and its neighbours want; nothing where it has none."""
+    def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Holdings:
+        """Who of a destination rank's neighbours wants the boxes of its `placements`; nothing where it has none."""
         neighbours = self.senders.neighbours(rank)
         if len(neighbours) == 1:
             return {}
-        return holdings(sorted({other % self.destination.ranks for other in neighbours}), self.destination.placements)
+        workers = sorted({other % self.destination.ranks for other in neighbours})
+        return holdings(workers, self.destination.placements, boxes_of=placements)
 
     def _deliveries(self, source: Holdings, wanted: Placement, group: tuple[int, ...]) -> Iterator[Delivery]:
         held = source.get(wanted.hf_name, {})

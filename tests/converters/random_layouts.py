@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from converters.boxes import Box
 from converters.layout import Layout, Placement, Shard
+from converters.plan import Cutting, Plan
 from converters.topology import Topology
 
 
@@ -81,6 +82,15 @@ def topologies(draw, source_ranks, destination_ranks):
     source = draw(st.lists(gpu, min_size=source_ranks, max_size=source_ranks))
     destination = draw(st.lists(gpu, min_size=destination_ranks, max_size=destination_ranks))
     return Topology([g // 2 for g in source], source, [g // 2 for g in destination], destination)
+
+
+@st.composite
+def plans(draw):
+    source, destination = draw(pairs())
+    replicas = draw(st.integers(1, 3))
+    topology = draw(st.none() | topologies(source.ranks, replicas * destination.ranks))
+    cutting = Cutting(draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    return Plan(source, destination, replicas, topology, draw(st.booleans()), cutting)
 
 
 def whole_copies(ranks: int, names: int, shape: tuple[int, ...] = (3, 5)) -> Layout:

@@ -298,6 +298,18 @@ def test_names_of_transformer_engine_modules(make_model):
         check_tiling(te.shard(rank))
 
 
+@pytest.mark.parametrize(("name", "case"), [("qwen2", "pp2, vpp2"), ("deepseek_v3", "tp2, pp2, ep2, dp2")])
+@pytest.mark.parametrize("module_names", ["local", "te"])
+def test_a_layout_answers_for_a_few_tensors(make_model, name, case, module_names):
+    architecture = make_model(name).architecture
+    layout = megatron_layout(architecture, sizes_of({**DENSE_CASES, **EXPERT_CASES}[case]), module_names=module_names)
+    for step in (2, 3, 1000):
+        names = list(architecture.hf_shapes)[::step]
+        placements_of = layout.placements_of(names)
+        for rank in range(layout.ranks):
+            assert placements_of(rank) == [each for each in layout.placements(rank) if each.hf_name in names]
+
+
 def test_a_layout_goes_to_other_processes(make_model):
     layout = megatron_layout(make_model("qwen3_moe").architecture, ParallelSizes(), module_names="local")
     assert pickle.loads(pickle.dumps(layout)).placements(0) == layout.placements(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_layouts import coordinates, held, pairs, topologies, whole_copies
+from random_layouts import coordinates, held, pairs, plans, topologies, whole_copies
 
 from converters.boxes import Box
 from converters.convert import copy_transfers
@@ -12,15 +12,6 @@ from converters.errors import UserError
 from converters.layout import Layout, Placement, Shard
 from converters.plan import Cutting, Plan, plan
 from converters.topology import Topology
-
-
-@st.composite
-def plans(draw):
-    source, destination = draw(pairs())
-    replicas = draw(st.integers(1, 3))
-    topology = draw(st.none() | topologies(source.ranks, replicas * destination.ranks))
-    cutting = Cutting(draw(st.integers(1, 3)), draw(st.integers(1, 4)))
-    return Plan(source, destination, replicas, topology, draw(st.booleans()), cutting)
 
 
 @given(pairs())

@@ -22,7 +22,7 @@ def traffic_of(
         needed=needed,
         unique_needed=per_node,
         entering=per_node,
-        leaving=np.zeros(len(sent), np.int64),
+        leaving={},
         pieces=np.count_nonzero(sent),
         relays=np.count_nonzero(passed_on),
     )
