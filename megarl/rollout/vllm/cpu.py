@@ -70,6 +70,13 @@ def keep_expert_weights() -> None:
     CPUUnquantizedExperts.apply = _apply_experts
 
 
+def expert_weights_are_kept() -> bool:
+    """Whether `keep_expert_weights` is in force in this process."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    return CPUUnquantizedExperts.apply is _apply_experts
+
+
 def rotate_split_heads_in_torch() -> None:
     """Apply rotary embeddings to [tokens, heads, head size] in torch.
 

@@ -5,6 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
@@ -77,6 +80,15 @@ class VllmEngine:
         """See `Engine.reset_prefix_cache`."""
         self._call(self._reset_prefix_cache)
 
+    def record_layout(
+        self, hf_shapes: Mapping[str, tuple[int, ...]], hf_dtypes: Mapping[str, torch.dtype]
+    ) -> list[Recording]:
+        """Where each worker keeps the tensors of a HuggingFace checkpoint; see `recording.record_model`.
+
+        Raises UserError for a version of vLLM that is not supported.
+        """
+        return self._call(self._record_layout, hf_shapes, hf_dtypes)
+
     def close(self) -> None:
         """See `Engine.close`."""
         self._owner.submit(self._close).result()
@@ -134,6 +146,13 @@ class VllmEngine:
     def _resume(self) -> None:
         self._paused = False
         self._queue_step()
+
+    def _record_layout(self, *arguments: Any) -> list[Recording]:
+        from megarl.rollout.vllm.recording import check_version
+
+        # Here too: what a worker of another process raises arrives as another exception.
+        check_version()
+        return self._llm_engine.collective_rpc("record_layout", args=arguments)
 
     def _workers(self, method: str, *arguments: Any) -> None:
         self._llm_engine.collective_rpc(method, args=arguments)

@@ -1,0 +1,122 @@
+"""Where a vLLM worker keeps the HuggingFace tensors: its model's own `load_weights`, recorded.
+
+Weights may be written straight into parameters only where vLLM keeps them as they were loaded. Some kernels permute,
+pack or quantise them afterwards, and their loader would not tell; so what may be written is a list, and all else is
+loaded by name, through vLLM's reload, which repeats these steps.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import vllm
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from converters.errors import UserError
+from converters.layout import Shape
+from converters.layouts.recorded import Recording, fill_padding, record
+from megarl.rollout.vllm import cpu
+
+SUPPORTED_VERSIONS = ("0.32",)
+"""Of vLLM: those in which the tables below were compared with the sources."""
+
+
+def _multiplies_raw_weight(module: Any) -> str | None:
+    # Stock vLLM on a CPU multiplies by a copy that it packed.
+    packed = getattr(module, "cpu_linear", F.linear) is not F.linear
+    return "the CPU backend multiplies by a packed copy of it" if packed else None
+
+
+def _keeps_experts(module: Any) -> str | None:
+    backend = module.quant_method.unquantized_backend
+    if module.moe_config.moe_parallel_config.enable_eplb:
+        return "the load balancer of the experts moves them"
+    kept = backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+    if kept or (backend is UnquantizedMoeBackend.CPU and cpu.expert_weights_are_kept()):
+        return None
+    return f"the expert kernel {backend.value} may keep it in an order of its own"
+
+
+_KEPT: Mapping[type, Callable[[Any], str | None]] = {
+    UnquantizedLinearMethod: _multiplies_raw_weight,
+    UnquantizedEmbeddingMethod: _multiplies_raw_weight,
+    UnquantizedFusedMoEMethod: _keeps_experts,
+}
+"""`quant_method` of a module -> why the module's parameters are not what was loaded into them; None if they are."""
+
+_DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
+    # Its own parameters are views of, or for FP8 copies from, the weight of its `kv_b_proj`.
+    MLAAttention: lambda module, config: module.process_weights_after_loading(config.dtype),
+}
+"""Modules whose own parameters nothing loads, and what computes them from the weights of others."""
+
+
+def check_version() -> None:
+    """Raise UserError if this vLLM is not one whose handling of weights is known."""
+    if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED_VERSIONS:
+        raise UserError(
+            f"vLLM {vllm.__version__} is installed, and how it keeps weights is known for"
+            f" {', '.join(SUPPORTED_VERSIONS)} only: install one of these"
+        )
+
+
+def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that `model.load_weights` fills, by name; one that modules share has the first name only."""
+    derived = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, tuple(_DERIVED))
+        for parameter in module.parameters(recurse=False)
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in derived}
+
+
+def record_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> Recording:
+    """Where the tensors of a HuggingFace checkpoint lie in the parameters of this worker's vLLM `model`.
+
+    Writes nothing but the constants that the loader puts into padding, such as rows beyond the vocabulary, and these
+    only if all could be recorded. Raises UserError for a version of vLLM that is not supported.
+    """
+    check_version()
+    parameters = loaded_parameters(model)
+    recording = record(model.load_weights, parameters, hf_shapes, hf_dtypes, withheld=_withheld(model, parameters))
+    if not recording.unrecorded:
+        fill_padding(recording, parameters)
+    return recording
+
+
+def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
+    """Compute anew what vLLM derives from weights, after they were written straight into the parameters."""
+    with torch.no_grad():
+        for module in model.modules():
+            for kind, derive in _DERIVED.items():
+                if isinstance(module, kind):
+                    derive(module, config)
+
+
+def _withheld(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name of a parameter that may not be written straight -> the reason."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    withheld: dict[str, str] = {}
+    for module in model.modules():
+        if reason := _reason(module):
+            own = (names.get(id(parameter)) for parameter in module.parameters(recurse=False))
+            withheld |= {name: reason for name in own if name}
+    return withheld
+
+
+def _reason(module: nn.Module) -> str | None:
+    method = getattr(module, "quant_method", None)
+    if method is None:
+        processed = hasattr(module, "process_weights_after_loading") and not isinstance(module, tuple(_DERIVED))
+        return f"{type(module).__name__} may change it after loading" if processed else None
+    if type(method) not in _KEPT:
+        return f"{type(method).__name__} may keep it in another form than it is loaded in"
+    return _KEPT[type(method)](module)

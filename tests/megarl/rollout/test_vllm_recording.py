@@ -1,0 +1,259 @@
+"""Recorded layouts of vLLM, against real loads by vLLM and against the layout that Megatron would have."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from engine_host import PROMPTS
+from vllm_ranks import random_tensors, running_ranks, write_config
+
+from converters.architectures import read_architecture
+from converters.layout import check_tiling
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.layouts.recorded import local_tensors, recorded_layout, unrecorded
+
+DENSE = ("llama", "qwen2", "qwen3")
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+# Two ranks first: with every change of their number the processes have to join anew.
+CASES = [
+    *((name, 2, True) for name in EXPERTS),
+    *((name, 2, False) for name in DENSE + EXPERTS),
+    *((name, 1, False) for name in DENSE + EXPERTS),
+]
+VOCABULARY = {"llama": 70, "qwen3_moe": 70}
+"""vLLM pads a vocabulary to a multiple of 64."""
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    with running_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory):
+    def make(name: str) -> tuple[Path, dict]:
+        folder = tmp_path_factory.mktemp(name)
+        return folder, write_config(folder, name, vocab_size=VOCABULARY.get(name, 128))
+
+    return make
+
+
+def _record_load_and_write(rank, shapes, dtypes):
+    """The recording, and what went wrong with it: compared with a real load, then in place of one."""
+    from megarl.rollout.vllm.recording import after_direct_write, loaded_parameters, record_model
+
+    problems = []
+    every = dict(rank.model.named_parameters())
+    parameters = loaded_parameters(rank.model)
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    recording = record_model(rank.model, shapes, dtypes)
+    tensors, tensors_before = local_tensors(parameters, recording.shard), local_tensors(before, recording.shard)
+    for (name, box), value in zip(recording.shard.padding, recording.padding_values, strict=True):
+        if not (tensors[name][box.slices()] == value).all():
+            problems.append(f"the padding {box} of {name} is not {value}")
+        tensors_before[name][box.slices()] = value
+    problems += [f"recording wrote {name}" for name in before if not torch.equal(before[name], parameters[name])]
+
+    hf = random_tensors(shapes)
+    with torch.no_grad():
+        rank.model.load_weights(iter(hf.items()))
+    after_direct_write(rank.model, rank.config.model_config)
+    loaded = {name: parameter.clone() for name, parameter in every.items()}
+    for placement in recording.shard.placements:
+        part = tensors[placement.local_name][placement.local_box.slices()]
+        if not torch.equal(part, hf[placement.hf_name][placement.hf_box.slices()]):
+            problems.append(f"not loaded there: {placement}")
+
+    for parameter in parameters.values():
+        parameter.data.fill_(0)
+    for placement in recording.shard.placements:
+        part = hf[placement.hf_name][placement.hf_box.slices()]
+        tensors[placement.local_name][placement.local_box.slices()] = part
+    after_direct_write(rank.model, rank.config.model_config)
+    problems += [f"{name} differs" for name, parameter in every.items() if not torch.equal(parameter, loaded[name])]
+    return recording, problems
+
+
+def held_elements(shard, hf_shapes):
+    """HuggingFace name -> a mask of the elements that the shard holds."""
+    masks = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in hf_shapes.items()}
+    for placement in shard.placements:
+        masks[placement.hf_name][placement.hf_box.slices()] = True
+    return masks
+
+
+def different(architecture, recordings, parallel):
+    """The HuggingFace tensors of which some rank does not hold the same elements as in the Megatron layout."""
+    expected = megatron_layout(architecture, parallel, module_names="te")
+    names = set()
+    for rank, recording in enumerate(recordings):
+        recorded = held_elements(recording.shard, architecture.hf_shapes)
+        formula = held_elements(expected.shard(rank), architecture.hf_shapes)
+        names |= {name for name in recorded if not torch.equal(recorded[name], formula[name])}
+    return names
+
+
+@pytest.mark.parametrize(("name", "tensor_parallel", "expert_parallel"), CASES)
+def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, tensor_parallel, expert_parallel):
+    folder, config = tiny_config(name)
+    architecture = read_architecture(config)
+    shapes, dtypes = architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
+    arguments = {"tensor_parallel_size": tensor_parallel, "enable_expert_parallel": expert_parallel}
+    results = ranks(_record_load_and_write, folder, arguments, shapes, dtypes)
+    assert [problem for _, problems in results for problem in problems] == []
+    recordings = [recording for recording, _ in results]
+    assert unrecorded(recordings) == {}
+    for recording in recordings:
+        check_tiling(recording.shard)
+        assert set(recording.dtypes.values()) == {torch.float32}
+        assert len(pickle.dumps(recording)) < 20_000
+    layout = recorded_layout([recording.shard for recording in recordings], shapes)
+    assert layout.ranks == tensor_parallel
+
+    parallel = ParallelSizes(
+        world_size=tensor_parallel,
+        tensor_model_parallel_size=tensor_parallel,
+        expert_model_parallel_size=tensor_parallel if expert_parallel else 1,
+        expert_tensor_parallel_size=1 if expert_parallel else tensor_parallel,
+    )
+    expected = set()
+    if tensor_parallel > 1 and name in VOCABULARY:
+        expected |= {"model.embed_tokens.weight", "lm_head.weight"}
+    if config["num_key_value_heads"] < tensor_parallel:
+        # Megatron cuts the rows of a group of heads into equal parts; vLLM cuts the query heads and copies the others.
+        expected |= {each for each in shapes if each.rpartition(".")[0][-6:] in ("q_proj", "k_proj", "v_proj")}
+    assert different(architecture, recordings, parallel) == expected
+
+
+def _record_with(rank, shapes, dtypes, prepare):
+    from megarl.rollout.vllm.recording import record_model
+
+    prepare(rank.model)
+    recording = record_model(rank.model, shapes, dtypes)
+    return recording.unrecorded, [placement.hf_name for placement in recording.shard.placements]
+
+
+def _permuted_experts(model):
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    for module in model.modules():
+        if hasattr(module, "unquantized_backend"):
+            module.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+
+
+def _balanced_experts(model):
+    for module in model.modules():
+        if hasattr(module, "w13_weight"):
+            module.moe_config.moe_parallel_config.enable_eplb = True
+
+
+def _stock_experts(model):
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kept = CPUUnquantizedExperts.apply
+    CPUUnquantizedExperts.apply = lambda *_: None
+    load = model.load_weights
+
+    def load_weights(weights):
+        CPUUnquantizedExperts.apply = kept
+        return load(weights)
+
+    model.load_weights = load_weights
+
+
+def _packed_embedding(model):
+    model.model.embed_tokens.cpu_linear = lambda *_: None
+
+
+def _removed_weight(model):
+    """As stock vLLM leaves a linear layer on a CPU."""
+    model.model.layers[1].self_attn.o_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def _processed_norm(model):
+    model.model.norm.process_weights_after_loading = lambda: None
+
+
+def _unknown_method(model):
+    model.lm_head.quant_method = object()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "concerned", "reason"),
+    [
+        (_permuted_experts, ".experts.", "the expert kernel FlashInfer CUTLASS may keep it in an order of its own"),
+        (_balanced_experts, ".experts.", "the load balancer of the experts moves them"),
+        (_stock_experts, ".experts.", "the expert kernel CPU may keep it in an order of its own"),
+        (_packed_embedding, "embed_tokens", "the CPU backend multiplies by a packed copy of it"),
+        (_removed_weight, "layers.1.self_attn.o_proj", "the engine's loader refuses it: AssertionError"),
+        (_processed_norm, "model.norm.", "RMSNorm may change it after loading"),
+        (_unknown_method, "lm_head", "object may keep it in another form than it is loaded in"),
+    ],
+)
+def test_what_vllm_keeps_in_another_form_is_not_recorded(ranks, tiny_config, prepare, concerned, reason):
+    folder, config = tiny_config("qwen3_moe")
+    architecture = read_architecture(config)
+    arguments = architecture.hf_shapes, architecture.hf_dtypes(torch.float32), prepare
+    ((reasons, placed),) = ranks(_record_with, folder, {}, *arguments)
+    assert set(reasons) == {name for name in architecture.hf_shapes if concerned in name}
+    assert all(reason in each for each in reasons.values())
+    assert set(placed) == architecture.hf_shapes.keys() - reasons.keys()
+
+
+def _derive_again(rank):
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    from megarl.rollout.vllm.recording import after_direct_write
+
+    attention = next(module for module in rank.model.modules() if isinstance(module, MLAAttention))
+    for name in ("W_UV", "W_UK_T"):
+        # As for FP8: of memory of their own.
+        setattr(attention, name, torch.nn.Parameter(getattr(attention, name).data.clone(), requires_grad=False))
+    weight = attention.kv_b_proj.weight
+    weight.data.copy_(torch.randn(weight.shape))
+    after_direct_write(rank.model, rank.config.model_config)
+    keys_and_values = torch.cat([attention.W_UK_T.transpose(1, 2), attention.W_UV], dim=2)
+    return torch.equal(keys_and_values.permute(0, 2, 1).flatten(0, 1), weight)
+
+
+def test_what_vllm_derives_from_weights_is_computed_anew(ranks, tiny_config):
+    assert ranks(_derive_again, tiny_config("deepseek_v3")[0], {}) == [True]
+
+
+def _refused_version(rank, version):
+    import vllm
+
+    from converters.errors import UserError
+    from megarl.rollout.vllm.recording import record_model
+
+    installed, vllm.__version__ = vllm.__version__, version
+    try:
+        record_model(rank.model, {}, {})
+    except UserError as error:
+        return str(error)
+    finally:
+        vllm.__version__ = installed
+    return None
+
+
+def test_a_version_that_is_not_known_is_refused(ranks, tiny_config):
+    folder, _ = tiny_config("qwen3")
+    assert ranks(_refused_version, folder, {}, "0.33.1") == [
+        "vLLM 0.33.1 is installed, and how it keeps weights is known for 0.32 only: install one of these"
+    ]
+    assert ranks(_refused_version, folder, {}, "0.32.4+cu130") == [None]
+
+
+def test_a_running_engine_is_recorded_and_goes_on(served, assert_greedy):
+    weights = served.first
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()}
+    (recording,) = served.engine.record_layout(shapes, dtypes)
+    assert recording.unrecorded == {}
+    held = held_elements(recorded_layout([recording.shard], shapes).shard(0), shapes)
+    assert all(mask.all() for mask in held.values())
+    assert_greedy(served.folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    served.update(served.second, served.engine.version() + 1)
+    assert_greedy(served.folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
