@@ -12,6 +12,7 @@ from converters.architectures import read_architecture
 from converters.layout import check_tiling
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.layouts.recorded import local_tensors, recorded_layout, unrecorded
+from converters.plan import plan
 
 DENSE = ("llama", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -111,6 +112,9 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
         assert len(pickle.dumps(recording)) < 20_000
     layout = recorded_layout([recording.shard for recording in recordings], shapes)
     assert layout.ranks == tensor_parallel
+    source = megatron_layout(architecture, ParallelSizes(world_size=2), module_names="te")
+    moved = sum(transfer.destination_box.size for transfer in plan(source, layout))
+    assert moved == sum(placement.local_box.size for each in recordings for placement in each.shard.placements)
 
     parallel = ParallelSizes(
         world_size=tensor_parallel,
