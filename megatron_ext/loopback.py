@@ -20,6 +20,17 @@ def listen_on_loopback() -> None:
     _rendezvous._create_c10d_store = _create_store  # type: ignore[attr-defined]
 
 
+def open_store(host: str, timeout: timedelta) -> TCPStore:
+    """A new store of this process, reachable at its `port` of `host`; on loopback, from this machine alone."""
+    if host not in _LOOPBACK:
+        return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    listener = socket.create_server((host, 0), family=_family(host))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def _create_store(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
 ) -> TCPStore:

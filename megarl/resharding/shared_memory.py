@@ -17,7 +17,7 @@ _FOLDER = Path("/dev/shm")
 
 
 class Segment:
-    """A new segment of `size_bytes` zeros; `handle` is what `map_segment` takes, in any process of this host.
+    """A new segment of zeros: `memory` (uint8 [size_bytes]) in this process, and a handle for others of this host.
 
     The memory is reserved here: without that, writing to a full file system would kill the writer.
     Raises UserError if there is not enough.
@@ -35,7 +35,11 @@ class Segment:
                 f"{_FOLDER} has no room for a segment of {size_bytes} bytes: lower refit.bucket_bytes or enlarge "
                 f"{_FOLDER}"
             ) from error
-        self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.memory = map_segment(self.handle(), size_bytes)
+
+    def handle(self) -> str:
+        """What `map_segment` takes, until `close`."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
         """Let nobody else map the segment. The memory stays until the last mapping is gone."""

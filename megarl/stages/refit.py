@@ -34,7 +34,7 @@ class Refit:
         self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), bucket_bytes, segments=_SEGMENTS)
         segment_bytes = max(bucket.size_bytes for bucket in self._buckets)
         segments = [Segment(segment_bytes) for _ in range(_SEGMENTS)]
-        handles = [segment.handle for segment in segments]
+        handles = [segment.handle() for segment in segments]
         try:
             trainer.connect(handles, segment_bytes)
             engines.connect(handles, segment_bytes)

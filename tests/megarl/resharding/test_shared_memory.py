@@ -20,9 +20,9 @@ def test_processes_share_a_segment_that_is_not_open_any_more():
     context = multiprocessing.get_context("spawn")
     written, end = context.Event(), context.Event()
     segment = Segment(64)
-    memory = map_segment(segment.handle, 64)
+    memory = segment.memory
     assert torch.equal(memory, torch.zeros(64, dtype=torch.uint8))
-    peer = context.Process(target=_write_and_wait, args=(segment.handle, written, end))
+    peer = context.Process(target=_write_and_wait, args=(segment.handle(), written, end))
     peer.start()
     assert written.wait(60)
     segment.close()
@@ -36,7 +36,7 @@ def test_memory_is_reserved_and_never_has_a_name():
     before = set(os.listdir("/dev/shm"))
     segment = Segment(1 << 20)
     try:
-        found = os.stat(segment.handle)
+        found = os.stat(segment.handle())
         assert found.st_blocks * 512 >= 1 << 20
         assert found.st_mode & 0o077 == 0
         assert found.st_nlink == 0
@@ -56,6 +56,6 @@ def test_mapping_more_than_there_is_fails():
     segment = Segment(64)
     try:
         with pytest.raises(ValueError, match="length"):
-            map_segment(segment.handle, 128)
+            map_segment(segment.handle(), 128)
     finally:
         segment.close()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megarl.quickstart.tiny_models import END, make_tokenizer
 from megarl.resharding.buckets import cut_into_buckets, views
-from megarl.resharding.shared_memory import Segment, map_segment
+from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 
@@ -76,8 +76,8 @@ class Served:
         self.folders = folders
         self.first, self.second = map(Weights, folders)
         segments = [Segment(SEGMENT_BYTES) for _ in range(2)]
-        self._memories = [map_segment(segment.handle, SEGMENT_BYTES) for segment in segments]
-        engine.connect([segment.handle for segment in segments], SEGMENT_BYTES)
+        self._memories = [segment.memory for segment in segments]
+        engine.connect([segment.handle() for segment in segments], SEGMENT_BYTES)
         for segment in segments:
             segment.close()
 

@@ -1,0 +1,157 @@
+"""Connections between the ranks of a refit: few small messages about the large ones, and the first news of a death.
+
+They are TCP, on loopback where all ranks are on one machine. Both ends prove that they know the key of the meeting
+before anything of the other is unpickled. No read and no write waits longer than the deadline that was set when the
+connection was made; the end of a peer's process is seen at once.
+"""
+
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any, TypeAlias, TypeVar, cast
+
+Kind = TypeVar("Kind")
+Address: TypeAlias = tuple[str, int]
+"""Host and port."""
+
+
+class TransferError(RuntimeError):
+    """A transfer that cannot come to its end: a peer is gone, silent, failed, or not the one that was expected."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The last message of a rank that failed."""
+
+    reason: str
+
+
+class Link:
+    """A connection to one `peer`, which is how errors call it."""
+
+    def __init__(self, connection: Connection, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self._connection = connection
+        self._timeout_s = timeout_s
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`."""
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send anything that pickles. Raises TransferError if the peer is gone."""
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            # What it said before it went is worth more than that it went.
+            if self._connection.poll():
+                self.receive(Failure)
+            raise TransferError(f"{self.peer} is gone") from error
+
+    def receive(self, kind: type[Kind]) -> Kind:
+        """The next message, of this kind. Raises TransferError if none comes, with the peer's reason if it failed."""
+        try:
+            if not self._connection.poll(self._timeout_s):
+                raise TransferError(f"{self.peer} said nothing for {self._timeout_s:g} s (refit.timeout_s)")
+            message = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise TransferError(f"{self.peer} is gone") from error
+        if isinstance(message, Failure):
+            raise TransferError(f"{self.peer} failed: {message.reason}")
+        if not isinstance(message, kind):
+            raise TransferError(f"{self.peer} said {message} in the place of {kind.__name__}")
+        return message
+
+    def close(self) -> None:
+        """The peer sees it."""
+        self._connection.close()
+
+
+def ready(links: Collection[Link], timeout_s: float) -> list[Link]:
+    """The links that have something to `receive`, at least one. Raises TransferError if none has within the time."""
+    found = _wait(links, timeout_s)
+    if not found:
+        peers = ", ".join(link.peer for link in links)
+        raise TransferError(f"nothing came for {timeout_s:g} s (refit.timeout_s) from {peers}")
+    return found
+
+
+def ready_now(links: Collection[Link]) -> list[Link]:
+    """The links that have something to `receive` already."""
+    return _wait(links, 0)
+
+
+def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
+    return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
+
+
+class Door:
+    """Where peers connect: any free port of `host`."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.create_server((host, 0), backlog=1024)
+        self.address: Address = self._socket.getsockname()[:2]
+
+    def accept(self, key: bytes, timeout_s: float, others: Collection[Link]) -> Link:
+        """The next peer that knows the key; all else is turned away.
+
+        Raises TransferError if none comes in time, or one of the `others`, which have nothing to say yet, is heard of.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            found: list[Any] = wait([self._socket, *cast(list[Connection], list(others))], left)
+            for link in others:
+                if link in found:
+                    link.receive(Failure)
+            if self._socket in found:
+                connection = _connection(self._socket.accept()[0], timeout_s)
+                try:
+                    deliver_challenge(connection, key)
+                    answer_challenge(connection, key)
+                except (AuthenticationError, EOFError, OSError):
+                    connection.close()
+                else:
+                    return Link(connection, "a peer", timeout_s)
+        raise TransferError(f"no peer came to {self.address} within {timeout_s:g} s (refit.timeout_s)")
+
+    def close(self) -> None:
+        """Nobody else can connect."""
+        self._socket.close()
+
+
+def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
+    """Connect to the door of `peer`. Raises TransferError if it does not answer, or with another key."""
+    try:
+        connection = _connection(socket.create_connection(address, timeout_s), timeout_s)
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except (AuthenticationError, EOFError, OSError) as error:
+        raise TransferError(f"{peer} does not answer at {address}: {error or 'it is gone'}") from error
+    return Link(connection, peer, timeout_s)
+
+
+@contextmanager
+def telling(links: Mapping[int, Link]) -> Iterator[None]:
+    """Tell all peers why if what is done inside fails, so that none of them has to wait for its deadline."""
+    try:
+        yield
+    except BaseException as error:
+        for link in links.values():
+            with suppress(TransferError):
+                link.send(Failure(str(error) or type(error).__name__))
+        raise
+
+
+def _connection(connected: socket.socket, timeout_s: float) -> Connection:
+    # The kernel keeps the deadline, also in the middle of a message.
+    interval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
+    connected.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, interval)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(connected.detach())

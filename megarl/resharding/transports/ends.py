@@ -1,0 +1,77 @@
+"""What a transport is: two ends, between which the bytes of a bucket get from a source rank to a destination rank.
+
+What was put where is said over a `Link`; a transport only moves bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from megarl.resharding.connections import Address
+
+BUCKETS = 2
+"""Of each rank: one is filled or emptied while the other one moves."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of a transfer have to know to find each other; the same for all of them.
+
+    `doors` are those of the source ranks; `store` is the address of torch's key-value store, where one is needed.
+    `timeout_s` is how long a rank waits for any sign of another.
+    """
+
+    transport: str
+    key: bytes
+    doors: Sequence[Address]
+    store: Address | None
+    destinations: int
+    timeout_s: float
+
+
+Pull: TypeAlias = Callable[[], Tensor]
+"""Waits for the bytes that are on their way, and gives the bucket that they are in (uint8)."""
+
+
+class SendingEnd(Protocol):
+    """The end of a source rank, which has `BUCKETS` buckets (uint8, one dimension)."""
+
+    buckets: Sequence[Tensor]
+
+    def offer(self) -> Any:
+        """What one receiving end needs to know, of a type that pickles."""
+
+    def push(self, bucket: int, size_bytes: int, destination: int) -> None:
+        """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
+
+    def everyone_joined(self) -> None:
+        """All receivers have taken up the offer."""
+
+    def close(self) -> None:
+        """Free the buckets."""
+
+
+class ReceivingEnd(Protocol):
+    """The end of a destination rank; it has at most `pulls_at_once` pulls in flight and ends them in their order."""
+
+    pulls_at_once: int
+
+    def join(self, source: int, offer: Any) -> None:
+        """Take up the offer of a source."""
+
+    def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:
+        """Begin to fetch what a source has pushed."""
+
+    def close(self) -> None:
+        """Free what belongs to the transfer."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Makers of both ends: (meeting, rank, bytes of a bucket)."""
+
+    sending: Callable[[Meeting, int, int], SendingEnd]
+    receiving: Callable[[Meeting, int, int], ReceivingEnd]
+    needs_store: bool = False

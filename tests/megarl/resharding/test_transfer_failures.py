@@ -1,0 +1,112 @@
+"""A rank that ends, stops, fails or sends something else at any point of a refit: all others hear of it, and soon."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+from small_configs import make_config
+from transfer_ranks import Scene, failures
+
+from converters.layouts.parallel_sizes import ParallelSizes
+
+# Each source has messages for each destination: nobody is done before all are.
+SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
+JOINING = {"sources": "accept", "destinations": "connected"}
+MOVING = {"sources": ("packed", "announced"), "destinations": ("unpacked", "acknowledged")}
+TRANSFER = [(side, point, count) for side, points in MOVING.items() for point in points for count in (1, 3)]
+# Far below the time after which a silent peer is given up.
+SOON_S = 10
+NEWS = (" is gone", "does not answer", "receiving from rank 0 failed")
+
+
+@pytest.mark.parametrize("side", JOINING)
+def test_a_death_while_the_ranks_meet(set_up, side):
+    stage = set_up(SCENE)
+    victim = getattr(stage, side)[1]
+    victim.break_at(JOINING[side], 1, "kill")
+    check_that_all_hear_of_it(stage, stage.begin_join(), victim)
+
+
+@pytest.mark.parametrize(("side", "point", "count"), TRANSFER)
+def test_a_death_while_the_weights_move(set_up, side, point, count):
+    stage = set_up(SCENE)
+    stage.join()
+    stage.refit(1)
+    victim = getattr(stage, side)[0]
+    victim.break_at(point, count, "kill")
+    check_that_all_hear_of_it(stage, stage.begin_refit(2), victim)
+
+
+@pytest.mark.parametrize(("side", "point"), [("sources", "packed"), ("destinations", "unpacked")])
+def test_a_death_while_the_weights_move_over_gloo(set_up, side, point):
+    stage = set_up(replace(SCENE, transport="point_to_point"))
+    stage.join()
+    victim = getattr(stage, side)[0]
+    victim.break_at(point, 3, "kill")
+    check_that_all_hear_of_it(stage, stage.begin_refit(1), victim)
+
+
+def check_that_all_hear_of_it(stage, calls, victim):
+    """All that still need the victim, which are at least those of the other side, say that it is gone."""
+    started = time.monotonic()
+    found = failures(calls)
+    assert time.monotonic() - started < SOON_S
+    ranks = [*stage.sources, *stage.destinations]
+    error_of = dict(zip(ranks, found, strict=True))
+    died = error_of.pop(victim)
+    assert "TransferError" not in died
+    for rank in stage.destinations if victim in stage.sources else stage.sources:
+        assert error_of[rank].startswith("TransferError: ")
+    assert {error.partition(":")[0] for error in error_of.values()} <= {"TransferError", ""}
+    assert any(news in error for error in found for news in NEWS)
+    assert [rank.close() for rank in error_of] == [0] * 3
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("megarl")]
+
+
+@pytest.mark.parametrize(("side", "point"), [("sources", "packed"), ("destinations", "unpacked")])
+@pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
+def test_a_rank_that_stands_still_is_given_up(set_up, transport, side, point):
+    stage = set_up(replace(SCENE, timeout_s=1.5, transport=transport))
+    stage.join()
+    victim = getattr(stage, side)[0]
+    victim.break_at(point, 3, "stop")
+    ranks = [*stage.sources, *stage.destinations]
+    started = time.monotonic()
+    call_of = dict(zip(ranks, stage.begin_refit(1), strict=True))
+    del call_of[victim]
+    found = dict(zip(call_of, failures(call_of.values()), strict=True))
+    assert time.monotonic() - started < SOON_S
+    for rank in stage.destinations if side == "sources" else stage.sources:
+        assert found[rank].startswith("TransferError: ")
+    assert any("refit.timeout_s" in error for error in found.values())
+
+
+@pytest.mark.parametrize(("side", "point", "count"), [("sources", "packed", 2), ("destinations", "unpacked", 2)])
+def test_after_an_error_the_same_ranks_meet_again(set_up, side, point, count):
+    stage = set_up(SCENE)
+    stage.join()
+    getattr(stage, side)[0].break_at(point, count, "fail")
+    found = failures(stage.begin_refit(1))
+    assert sum("RuntimeError: on purpose" in error for error in found) == 1
+    assert sum("failed: on purpose" in error for error in found) >= 1
+    assert all(found)
+    assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 4
+    stage.join()
+    stage.refit(1)
+    assert stage.wrong(0) == [[], []]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
+def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, transport):
+    stage = set_up(replace(SCENE, transport=transport))
+    stage.join()
+    stage.sources[1].break_at("packed", 4, "corrupt")
+    found = failures(stage.begin_refit(1))
+    assert any("of trainer rank 1 came with checksum" in error for error in found[2:])
+    assert any("came with checksum" in error for error in found[:2])
+    stage.call([*stage.sources, *stage.destinations], "close")
+    stage.join()
+    stage.sources[1].break_at("packed", 4, "corrupt")
+    stage.refit(2, with_checksum=False)
+    assert sum(map(len, stage.wrong(0))) == 1

@@ -1,0 +1,114 @@
+"""Senders and receivers in processes of their own: what arrives, and what is said when it cannot."""
+
+import secrets
+from dataclasses import replace
+
+import pytest
+import torch
+from small_configs import make_config
+from transfer_ranks import Scene, failures
+
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.resharding.streams import incoming, outgoing
+
+EVERY_CUT = ParallelSizes(
+    world_size=4,
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+)
+MOE = Scene(make_config("qwen3_moe"), EVERY_CUT)
+SMALL = Scene(make_config("qwen3"), ParallelSizes(world_size=2, tensor_model_parallel_size=2))
+SCENES = {
+    "qwen3_moe": MOE,
+    "over gloo": replace(MOE, transport="point_to_point"),
+    # Each replica of the trainer's weights serves a replica of the engine; nothing is converted.
+    "replicas": replace(
+        SMALL, source=ParallelSizes(world_size=4, tensor_model_parallel_size=2), replicas=2, source_dtype=torch.bfloat16
+    ),
+    # A vocabulary that the engine's workers share out with padding.
+    "deepseek_v3": Scene(
+        make_config("deepseek_v3", num_nextn_predict_layers=0, vocab_size=17),
+        ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+    ),
+    "more senders than receivers": replace(SMALL, source=ParallelSizes(world_size=4), workers=1),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_every_refit_brings_the_weights_of_its_version(set_up, name):
+    scene = SCENES[name]
+    stage = set_up(scene)
+    stage.join()
+    for version in (0, 1, 2):
+        stage.call(stage.sources, "fill", version)
+        stage.refit(version)
+        assert stage.wrong(version) == [[]] * len(stage.destinations)
+        assert any(stage.wrong(version + 1))
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_no_byte_moves_that_is_not_needed(name):
+    scene = SCENES[name]
+    plan, dtypes = scene.plan, [scene.dtypes(worker) for worker in range(scene.workers)]
+    sent = [outgoing(plan, rank, dtypes, scene.bucket_bytes) for rank in range(scene.source.world_size)]
+    got = [
+        incoming(plan, rank, dtypes[rank % scene.workers], scene.bucket_bytes) for rank in range(plan.destination_ranks)
+    ]
+    pairs = {
+        (source, destination): stream for source, streams in enumerate(sent) for destination, stream in streams.items()
+    }
+    assert pairs == {
+        (source, destination): stream for destination, streams in enumerate(got) for source, stream in streams.items()
+    }
+    bytes_sent = sum(piece.size_bytes for stream in pairs.values() for message in stream for piece in message.pieces)
+    shards = [plan.destination.shard(worker) for worker in range(scene.workers)]
+    needed = sum(placement.local_box.size for shard in shards for placement in shard.placements)
+    assert bytes_sent == scene.replicas * needed * scene.dtype.itemsize
+
+
+def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
+    stage = set_up(SMALL)
+    stage.join()
+    stage.refit(0)
+
+    def compare():
+        calls = stage.begin(stage.sources, "send", 1) + stage.begin(stage.destinations, "compare", 1)
+        return [each.result(60) for each in calls][len(stage.sources) :]
+
+    assert compare() == [set(), set()]
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    stage.destinations[1].scramble(name)
+    assert compare() == [set(), {name}]
+    assert stage.wrong(0) == [[], [name]]
+
+
+def test_a_peer_without_the_key_is_turned_away(set_up):
+    scene = replace(SMALL, timeout_s=1.5)
+    stage = set_up(scene)
+    meeting = stage.meeting()
+    wrong = replace(meeting, key=secrets.token_bytes(16))
+    calls = stage.begin(stage.sources, "join", meeting) + stage.begin(stage.destinations, "join", wrong)
+    found = failures(calls)
+    assert all(
+        "TransferError: no peer came to" in error and "within 1.5 s (refit.timeout_s)" in error for error in found[:2]
+    )
+    assert all("does not answer at" in error for error in found[2:])
+
+
+def test_ranks_with_different_plans_do_not_begin(set_up):
+    stage, other = set_up(SMALL), set_up(replace(SMALL, bucket_bytes=500))
+    meeting = stage.meeting()
+    calls = stage.begin(stage.sources, "join", meeting) + stage.begin(other.destinations, "join", meeting)
+    found = failures(calls)
+    assert all("TransferError" in error for error in found)
+    assert any("do not have the same plan" in error for error in found)
+
+
+def test_a_version_that_nobody_asked_for_is_refused(set_up):
+    stage = set_up(SMALL)
+    stage.join()
+    calls = stage.begin(stage.sources, "send", 3) + stage.begin(stage.destinations, "receive", 4)
+    assert any("of version 3, and version 4 lacks its messages [0, 1, 2]" in error for error in failures(calls))
+    assert all("TransferError" in error for error in failures(calls))

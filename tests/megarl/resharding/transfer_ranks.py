@@ -1,0 +1,309 @@
+"""Source and destination ranks of a transfer, each in a process of its own, that fail where they are told to."""
+
+import functools
+import multiprocessing.forkserver
+import os
+import secrets
+import signal
+import sys
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.managers import BaseManager
+
+import torch
+
+from converters.architectures import read_architecture
+from converters.convert import copy_transfers
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import megatron_layout
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.plan import Plan, plan
+from megarl.resharding import receiver as receiving
+from megarl.resharding import sender as sending
+from megarl.resharding.announcements import Acknowledgement, Announcement
+from megarl.resharding.connections import Link, TransferError
+from megarl.resharding.receiver import Receiver
+from megarl.resharding.sender import Sender
+from megarl.resharding.streams import incoming, outgoing
+from megarl.resharding.transports import TRANSPORTS
+from megarl.resharding.transports.ends import Meeting
+from megatron_ext.loopback import open_store
+
+LOOPBACK = "127.0.0.1"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def start_fork_server():
+    """Let all processes be forked from one that has imported this module; its environment is theirs."""
+    multiprocessing.set_forkserver_preload([__name__])
+    before = dict(os.environ)
+    # Python 3.11.7 forgets the path when it preloads.
+    os.environ.update(_ENVIRONMENT)
+    multiprocessing.forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, how the trainer cuts it, how many engine replicas of how many workers, and how they are joined."""
+
+    config: dict
+    source: ParallelSizes
+    workers: int = 2
+    replicas: int = 1
+    bucket_bytes: int = 700
+    transport: str = "shared_memory"
+    source_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.bfloat16
+    timeout_s: float = 20.0
+
+    @property
+    def architecture(self):
+        return read_architecture(self.config)
+
+    @property
+    def plan(self):
+        return Plan(
+            megatron_layout(self.architecture, self.source, module_names="local"),
+            megatron_layout(
+                self.architecture,
+                ParallelSizes(world_size=self.workers, tensor_model_parallel_size=self.workers),
+                module_names="local",
+            ),
+            self.replicas,
+        )
+
+    def dtypes(self, worker):
+        return dict.fromkeys(self.plan.destination.local_shapes(worker), self.dtype)
+
+
+def shard_of(layout, rank, version):
+    """The tensors of a rank of any layout, filled with random values that depend on version and HF name alone."""
+    hf = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + version))
+        for name, shape in layout.hf_shapes.items()
+    }
+    tensors = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
+    for transfer in plan(huggingface_layout(layout.hf_shapes), layout):
+        if transfer.destination_rank == rank:
+            copy_transfers([transfer], hf, tensors)
+    return tensors
+
+
+def without_frames(method):
+    """The frames of an error hold what is to be freed, and a manager holds its last error."""
+
+    @functools.wraps(method)
+    def call(*arguments):
+        try:
+            return method(*arguments)
+        except (TransferError, RuntimeError) as error:
+            kind, message = type(error), str(error)
+        raise kind(message)
+
+    return call
+
+
+class SourceRank:
+    def __init__(self, scene, rank):
+        self._layout, self._rank, dtype = scene.plan.source, rank, scene.source_dtype
+        self._tensors = {name: tensor.to(dtype) for name, tensor in shard_of(self._layout, rank, 0).items()}
+        dtypes = [scene.dtypes(worker) for worker in range(scene.workers)]
+        self._streams = outgoing(scene.plan, rank, dtypes, scene.bucket_bytes)
+
+    def open(self):
+        self._sender = Sender(self._rank, self._streams, self._tensors, LOOPBACK)
+        return self._sender.address
+
+    def store(self, timeout_s):
+        self._store = open_store(LOOPBACK, timedelta(seconds=timeout_s))
+        return LOOPBACK, self._store.port
+
+    def fill(self, version):
+        for name, tensor in shard_of(self._layout, self._rank, version).items():
+            self._tensors[name].copy_(tensor)
+
+    @without_frames
+    def join(self, meeting):
+        self._sender.join(meeting)
+
+    @without_frames
+    def send(self, version, with_checksum=True):
+        self._sender.send(version, with_checksum=with_checksum)
+
+    def close(self):
+        self._sender.close()
+        return mapped_segments()
+
+    def break_at(self, point, count, action):
+        break_at(point, count, action)
+
+
+class DestinationRank:
+    def __init__(self, scene, rank):
+        worker = rank % scene.workers
+        self._layout, self._worker, self._dtype, self._rank = scene.plan.destination, worker, scene.dtype, rank
+        self._tensors = {
+            name: torch.full(shape, torch.nan, dtype=scene.dtype)
+            for name, shape in self._layout.local_shapes(worker).items()
+        }
+        self._streams = incoming(scene.plan, rank, scene.dtypes(worker), scene.bucket_bytes)
+
+    @without_frames
+    def join(self, meeting):
+        self._receiver = Receiver(self._rank, self._streams, self._tensors, meeting)
+        self._receiver.join()
+
+    @without_frames
+    def receive(self, version):
+        self._receiver.receive(version)
+
+    @without_frames
+    def compare(self, version):
+        return self._receiver.compare(version)
+
+    def scramble(self, name):
+        self._tensors[name].neg_()
+
+    def wrong(self, version):
+        """Names of tensors that are not those of `version`, or not yet written; padding aside."""
+        expected = shard_of(self._layout, self._worker, version)
+        padding = {}
+        for name, box in self._layout.shard(self._worker).padding:
+            padding[name] = box.slices()
+        found = []
+        for name, tensor in self._tensors.items():
+            if name in padding:
+                expected[name][padding[name]] = torch.nan
+            if not torch.equal(tensor.nan_to_num(7), expected[name].to(self._dtype).nan_to_num(7)):
+                found.append(name)
+        return found
+
+    def close(self):
+        self._receiver.close()
+        return mapped_segments()
+
+    def break_at(self, point, count, action):
+        break_at(point, count, action)
+
+
+def mapped_segments():
+    """How many shared-memory segments this process has mapped."""
+    return sum("/dev/shm/" in line for line in open("/proc/self/maps"))
+
+
+def _kill(*_, **_options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(*_, **_options):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fail(*_, **_options):
+    raise RuntimeError("on purpose")
+
+
+def _corrupt(blocks, **_):
+    blocks[-1].memory[-1] ^= 1
+
+
+ACTIONS = {"kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt}
+POINTS = {
+    "accept": (sending.Door, "accept", None),
+    "packed": (sending, "pack", None),
+    "announced": (Link, "send", Announcement),
+    "connected": (receiving, "connect", None),
+    "unpacked": (receiving, "unpack", None),
+    "acknowledged": (Link, "send", Acknowledgement),
+}
+
+
+def break_at(point, count, action):
+    """In this process, after the `count`-th time that `point` was passed, from now on: `action`."""
+    owner, name, kind = POINTS[point]
+    original, passed = getattr(owner, name), 0
+
+    def breaking(*arguments, **options):
+        nonlocal passed
+        result = original(*arguments, **options)
+        if kind is None or isinstance(arguments[-1], kind):
+            passed += 1
+            if passed == count:
+                ACTIONS[action](*arguments, **options)
+        return result
+
+    setattr(owner, name, breaking)
+
+
+class _Process(BaseManager):
+    """Serves calls of its rank's proxy in threads of their own."""
+
+
+_Process.register("source", SourceRank)
+_Process.register("destination", DestinationRank)
+
+
+class Stage:
+    """The ranks of a scene, all running; `calls` makes one call of each."""
+
+    def __init__(self, scene, pool):
+        self.scene = scene
+        self._pool = pool
+        self.processes = []
+        made = {
+            kind: [pool.submit(self._start, kind, rank) for rank in range(ranks)]
+            for kind, ranks in (("source", scene.source.world_size), ("destination", scene.plan.destination_ranks))
+        }
+        self.sources, self.destinations = ([each.result(60) for each in ranks] for ranks in made.values())
+
+    def _start(self, kind, rank):
+        process = _Process(ctx=multiprocessing.get_context("forkserver"))
+        process.start()
+        self.processes.append(process)
+        return getattr(process, kind)(self.scene, rank)
+
+    def begin(self, ranks, method, *arguments):
+        return [self._pool.submit(getattr(rank, method), *arguments) for rank in ranks]
+
+    def call(self, ranks, method, *arguments):
+        return [each.result(60) for each in self.begin(ranks, method, *arguments)]
+
+    def meeting(self, key=None):
+        scene = self.scene
+        store = self.sources[0].store(scene.timeout_s) if TRANSPORTS[scene.transport].needs_store else None
+        doors = self.call(self.sources, "open")
+        key = key or secrets.token_bytes(16)
+        return Meeting(scene.transport, key, doors, store, len(self.destinations), scene.timeout_s)
+
+    def begin_join(self, meeting=None):
+        meeting = meeting or self.meeting()
+        return self.begin(self.sources, "join", meeting) + self.begin(self.destinations, "join", meeting)
+
+    def join(self):
+        for each in self.begin_join():
+            each.result(60)
+
+    def begin_refit(self, version, with_checksum=True):
+        sending = self.begin(self.sources, "send", version, with_checksum)
+        return sending + self.begin(self.destinations, "receive", version)
+
+    def refit(self, version, with_checksum=True):
+        for each in self.begin_refit(version, with_checksum):
+            each.result(60)
+
+    def wrong(self, version):
+        return self.call(self.destinations, "wrong", version)
+
+    def end(self):
+        for process in self.processes:
+            process._process.kill()
+            process._process.join()
+
+
+def failures(calls, timeout_s=60):
+    """What each call raised, by type and message; "" where it did not."""
+    errors = [call.exception(timeout_s) for call in calls]
+    return [f"{type(error).__name__}: {error}" if error else "" for error in errors]
