@@ -85,8 +85,26 @@ def topologies(draw, source_ranks, destination_ranks):
 
 
 @st.composite
+def copies(draw):
+    """A source and a destination of the same whole tensors, in some ranks of the destination twice."""
+    names, shape = draw(st.integers(1, 6)), draw(st.sampled_from([(4, 2), (9,), (1, 3)]))
+    destination = whole_copies(draw(st.integers(1, 4)), names, shape)
+    twice = draw(st.sets(st.integers(0, 3)))
+    shards = [destination.shard(rank) for rank in range(destination.ranks)]
+    shards = [_doubled(shard) if rank in twice else shard for rank, shard in enumerate(shards)]
+    source = whole_copies(draw(st.integers(1, 4)), names, shape)
+    return source, Layout(destination.ranks, destination.hf_shapes, shards.__getitem__)
+
+
+def _doubled(shard):
+    copies = [Placement(p.hf_name, p.hf_box, f"{p.local_name}.copy", p.local_box) for p in shard.placements]
+    shapes = dict(shard.local_shapes)
+    return Shard(shapes | {f"{name}.copy": shapes[name] for name in shapes}, [*shard.placements, *copies])
+
+
+@st.composite
 def plans(draw):
-    source, destination = draw(pairs())
+    source, destination = draw(pairs() | copies())
     replicas = draw(st.integers(1, 3))
     topology = draw(st.none() | topologies(source.ranks, replicas * destination.ranks))
     cutting = Cutting(draw(st.integers(1, 3)), draw(st.integers(1, 4)))

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from random_layouts import coordinates, pairs, plans, whole_copies
 from released_configs import RELEASED
 
@@ -35,6 +35,7 @@ def element_formats(plan: Plan) -> dict[str, TensorFormat]:
     return {name: TensorFormat(shape, 2 + number) for number, (name, shape) in enumerate(plan.source.hf_shapes.items())}
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_traffic_is_what_the_transfers_and_relays_carry(plan):
     types = element_formats(plan)
@@ -56,6 +57,7 @@ def test_traffic_is_what_the_transfers_and_relays_carry(plan):
     assert (counted.pieces, counted.relays) == (pieces, relays)
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_bounds_count_every_element_that_a_node_wants_once(plan):
     """Against sets of elements."""
@@ -87,6 +89,7 @@ def test_bounds_count_every_element_that_a_node_wants_once(plan):
     assert counted.leaving == leaving
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_no_plan_is_faster_than_the_floor(plan):
     counted = traffic(plan, element_formats(plan))

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import coordinates, held, pairs, plans, topologies, whole_copies
 
@@ -33,6 +33,7 @@ def test_every_element_of_the_destination_is_written_once_from_the_right_element
             assert torch.equal(times[name], (expected[name] > 0).long())
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_replicas_get_every_element_once_from_a_source_or_a_neighbour(plan):
     values = coordinates(plan.source.hf_shapes)
@@ -56,6 +57,7 @@ def test_replicas_get_every_element_once_from_a_source_or_a_neighbour(plan):
             assert torch.equal(times[rank][name], (expected[name] > 0).long())
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_both_ends_find_the_same_transfers_in_the_same_order(plan):
     ranks, sources = range(plan.destination_ranks), range(plan.source.ranks)
@@ -73,6 +75,7 @@ def test_both_ends_find_the_same_transfers_in_the_same_order(plan):
     assert set(relays_in.values()) <= {1}
 
 
+@settings(max_examples=120)
 @given(plans())
 def test_every_element_comes_from_one_of_its_nearest_holders(plan):
     place = plan.place
@@ -131,6 +134,33 @@ def test_holders_send_at_most_a_part_per_destination_more_than_others_where_piec
     plan = Plan(source, destination, replicas)
     sent = [len(plan.transfers_from(rank)) for rank in range(source_ranks)]
     assert max(sent) <= replicas * workers * names / source_ranks + replicas * workers
+
+
+def test_holders_share_the_sending_to_nodes_without_a_holder():
+    """Source and replica 0 on node 0, replica 1 on node 1."""
+    plan = Plan(
+        whole_copies(4, 1, (256, 1)),
+        whole_copies(1, 1, (256, 1)),
+        replicas=2,
+        topology=Topology([0] * 4, [0, 1, 2, 3], [0, 1], [4, 5]),
+        cutting=Cutting(grain=1, smallest=1),
+    )
+    assert [each.source_box.size for each in plan.transfers_into(1)] == [64] * 4
+    assert {each.source_rank for each in plan.transfers_into(1)} == {0, 1, 2, 3}
+
+
+def test_a_cut_leaves_blocks_whole_and_makes_no_small_parts():
+    cutting = Cutting(grain=128, smallest=1000)
+
+    def rows(start, stop, columns, parts):
+        return [(b.start[0], b.stop[0]) for b in cutting.cut(Box((start, 0), (stop, columns)), parts)]
+
+    assert rows(0, 512, 10, 2) == [(0, 256), (256, 512)]
+    assert rows(100, 600, 10, 2) == [(100, 256), (256, 600)]
+    assert rows(0, 512, 10, 8) == [(0, 128), (128, 256), (256, 384), (384, 512)]
+    assert rows(0, 512, 5, 8) == [(0, 256), (256, 512)]
+    assert rows(10, 70, 1000, 8) == [(10, 70)]
+    assert cutting.cut(Box((), ()), 4) == [Box((), ())]
 
 
 def test_each_replica_asks_a_data_parallel_replica_of_its_own():
