@@ -2,7 +2,10 @@ import ipaddress
 import os
 
 import psutil
+import torch
 from engine_host import PROMPTS, Served
+
+from converters.layouts.recorded import recorded_layout, unrecorded
 
 
 def _segments():
@@ -13,6 +16,13 @@ def test_two_ranks(engines, folders, assert_greedy):
     before = _segments()
     served = Served(engines.start(folders[0], tensor_parallel_size=2, enable_expert_parallel=True), folders)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
+    recordings = served.engine.record_layout(shapes, dict.fromkeys(shapes, torch.float32))
+    layout = recorded_layout([recording.shard for recording in recordings], shapes)
+    assert layout.ranks == 2
+    assert not unrecorded(recordings)
+    # Half of the experts are on the other rank.
+    assert len(layout.placements(0)) == len(layout.placements(1)) < len(shapes)
     served.update(served.second, 1)
     assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
     addresses = [
