@@ -86,7 +86,8 @@ def floor(traffic: Traffic, rates: Rates) -> dict[str, float]:
     """Seconds that no plan can beat, by what forces them:
 
     - `node_in`: what the destinations of a node need, and no source of the node holds, comes in at least once, through
-      all the NICs of the GPUs that the destinations run on: max over nodes of entering / (GPUs x NIC).
+      the NICs of all GPUs that destinations run on, each of which can take any of it: max over nodes of
+      entering / (GPUs x NIC).
     - `sources_out`: what only some sources hold goes out through their NICs at least once for every node that needs it
       and has no source that holds it: max over every set of ranks that hold something in common, and over all sources,
       of what only they hold / (GPUs x NIC).

@@ -56,9 +56,10 @@ def plan(source: Layout, destination: Layout) -> list[Transfer]:
 class Plan:
     """How `source` fills `replicas` copies of `destination`; destination rank = replica x workers + worker.
 
-    A rank finds its own part alone: it depends on nothing but these fields. Without a `topology` every rank counts as
-    on a node of its own. With `node_once` what several ranks of a node want, and no source on it holds, enters the
-    node once: each of them fetches a part and passes it on.
+    A rank finds its own part alone: it depends on nothing but these fields, of which the order of the tensors in the
+    source's `hf_shapes` is one. Without a `topology` every rank counts as on a node of its own. With `node_once` what
+    several ranks of a node want, and no source on it holds, enters the node once: each of them fetches a part and
+    passes it on.
 
     Raises UserError where the layouts are not of the same model, and where the topology is not of these ranks.
     """
@@ -94,7 +95,7 @@ class Plan:
         """HF name -> how many tensors of the same shape come before it."""
         seen: Counter[Shape] = Counter()
         turns = {}
-        for name, shape in self.destination.hf_shapes.items():
+        for name, shape in self.source.hf_shapes.items():
             turns[name] = seen[tuple(shape)]
             seen[tuple(shape)] += 1
         return turns
@@ -104,7 +105,10 @@ class Plan:
         return holdings(range(self.source.ranks), self.source.placements)
 
     def transfers_into(self, rank: int) -> list[Transfer]:
-        """What sources send to destination `rank`, in the order of its placements. Raises as `destination_part`."""
+        """What sources send to destination `rank`, in the order of its placements. Raises as `destination_part`.
+
+        That is all it gets unless the plan is `node_once`.
+        """
         return self.destination_part(rank).transfers
 
     @no_search_for_garbage()
