@@ -34,6 +34,16 @@ def test_anything_else_is_refused(wrong, message):
         check_tiling(wrong)
 
 
+def test_a_tensor_like_another_that_is_placed_otherwise_is_checked_too():
+    good, gap = Placement("hf", LEFT, "a", LEFT), Placement("hf", LEFT, "b", LEFT)
+    shapes = {"a": (4, 6), "b": (4, 6)}
+    padding = [("a", RIGHT)]
+    with pytest.raises(ValueError, match="only 12 of the 24 elements of b"):
+        check_tiling(Shard(shapes, [good, gap], padding))
+    moved = Placement("hf", RIGHT, "b", LEFT)
+    check_tiling(Shard(shapes, [good, moved], [*padding, ("b", RIGHT)]))
+
+
 def test_a_piece_of_a_placement_keeps_its_place():
     placement = Placement("hf", Box((2, 10), (4, 14)), "local", Box((7, 0), (9, 4)))
     assert placement.to_local(Box((3, 11), (4, 12))) == Box((8, 1), (9, 2))
