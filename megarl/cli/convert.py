@@ -6,7 +6,6 @@ conversion that was interrupted goes on when the same command is given again.
 """
 
 import argparse
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cli import outcome
 from megarl.cli.amounts import say_bytes, say_count, say_seconds
+from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
 
 if TYPE_CHECKING:
     from converters.import_huggingface import ConversionPlan
-    from converters.layouts.parallel_sizes import ParallelSizes
 
 EXAMPLES = """examples:
   megarl convert --hf Qwen3-30B-A3B --tp 2 --ep 4 --out megatron/qwen3
@@ -29,15 +28,6 @@ EXAMPLES = """examples:
 """
 TAKES_OVERRIDES = False
 _DTYPES = ("keep", "bf16", "fp32")
-_SIZES = (
-    ("--tp", 1, "tensor-parallel size"),
-    ("--pp", 1, "pipeline-parallel size"),
-    ("--vpp", None, "virtual stages of each pipeline stage"),
-    ("--ep", 1, "expert-parallel size"),
-    ("--etp", None, "tensor-parallel size of the experts (default: --tp)"),
-    ("--decoder-first-pipeline-num-layers", None, "layers of the first pipeline stage, where it has its own number"),
-    ("--decoder-last-pipeline-num-layers", None, "layers of the last pipeline stage, where it has its own number"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(interrupted=outcome.CONTINUES)
     parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="HuggingFace folder")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
-    for name, default, text in _SIZES:
-        parser.add_argument(name, type=int, default=default, metavar="N", help=text)
+    add_parallel_sizes(parser)
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="keep", help="of the weights (default: keep; FP8 becomes bf16 then)"
     )
@@ -76,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             plan = convert_checkpoint(
                 options.hf,
                 options.out,
-                _parallel_sizes(options),
+                parallel_sizes(options),
                 dtype=options.dtype,
                 vocabulary_multiple=options.make_vocab_size_divisible_by,
                 workers=options.workers,
@@ -93,28 +82,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parallel_sizes(options: argparse.Namespace) -> "ParallelSizes":
-    from converters.layouts.parallel_sizes import ParallelSizes
-
-    # A size below 1 is refused by its name, not by what it does to the number of ranks.
-    tp, pp, ep = (max(1, size) for size in (options.tp, options.pp, options.ep))
-    etp = max(1, tp if options.etp is None else options.etp)
-    return ParallelSizes(
-        world_size=pp * math.lcm(tp, ep * etp),
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        virtual_pipeline_model_parallel_size=options.vpp,
-        expert_model_parallel_size=options.ep,
-        expert_tensor_parallel_size=options.etp,
-        num_layers_in_first_pipeline_stage=options.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=options.decoder_last_pipeline_num_layers,
-    )
-
-
 def _dry_run(options: argparse.Namespace, start: float) -> int:
     from converters.dry_run import plan_from_config
 
-    parallel = _parallel_sizes(options)
+    parallel = parallel_sizes(options)
     plan = plan_from_config(
         options.hf, parallel, dtype=options.dtype, vocabulary_multiple=options.make_vocab_size_divisible_by
     )

@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "what a checkpoint is, and whether it is complete",
     "diff": "whether two checkpoints are the same model",
     "verify": "the checksums of a checkpoint",
+    "plan": "what a refit moves and how long it takes, from sizes alone",
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }

@@ -1,7 +1,11 @@
 """In which order a source rank sends: a rule that each rank follows alone, and that keeps every port busy."""
 
+from math import gcd
+
 import numpy as np
 from numpy.typing import NDArray
+
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 def sending_order(
@@ -25,5 +29,17 @@ def sending_order(
     largest = np.zeros(destinations, np.int64)
     np.maximum.at(largest, to, nbytes)
     power = np.frexp(largest[to].astype(np.float64))[1]
-    distance = ((to + 0.5) / destinations - (source + 0.5) / sources) % 1.0
+    distance = (_place(to, destinations) - _place(np.array([source]), sources)) % 1.0
     return np.lexsort((to, distance, part, -power))
+
+
+def _place(rank: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
+    """Where on a ring of length 1 each `rank` of `ranks`, which share it evenly, is.
+
+    Ranks that follow each other are far apart: they are often of one pipeline stage and have as little, or as much, to
+    send as each other, and some part of the ring would be done before the others.
+    """
+    stride = max(1, round(ranks * _GOLDEN))
+    while gcd(stride, ranks) > 1:
+        stride += 1
+    return (rank * stride % ranks + 0.5) / ranks

@@ -1,6 +1,7 @@
 """The order in which a source sends."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,22 +14,30 @@ def order_of(source: int, sources: int, destinations: int, messages) -> list[tup
     return [messages[i] for i in sending_order(source, sources, destinations, *columns)]
 
 
-def test_each_source_begins_at_its_own_place_on_the_ring() -> None:
-    messages = [(to, 0, 100) for to in range(4)]
-    assert [order_of(source, 4, 4, messages)[0][0] for source in range(4)] == [0, 1, 2, 3]
-    assert [to for to, *_ in order_of(2, 4, 4, messages)] == [2, 3, 0, 1]
-    # With twice as many sources two share a place, with half as many each second place is free.
-    assert [order_of(source, 8, 4, messages)[0][0] for source in (0, 2, 4, 6)] == [0, 1, 2, 3]
-    assert [order_of(source, 2, 4, messages)[0][0] for source in range(2)] == [1, 3]
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 12, 31, 64])
+def test_sources_at_the_same_pace_are_never_at_the_same_destination(ranks: int) -> None:
+    messages = [(to, 0, 100) for to in range(ranks)]
+    orders = np.array([[to for to, *_ in order_of(source, ranks, ranks, messages)] for source in range(ranks)])
+    for at_once in orders.T:
+        assert sorted(at_once) == list(range(ranks))
+
+
+def test_sources_that_follow_each_other_begin_far_apart() -> None:
+    messages = [(to, 0, 100) for to in range(64)]
+    first = [order_of(source, 256, 64, messages)[0][0] for source in range(256)]
+    # A quarter of the ranks, one pipeline stage, begins at places all over the ring.
+    for stage in range(0, 256, 64):
+        assert len(set(first[stage : stage + 64])) > 50
 
 
 def test_large_messages_come_first_and_destinations_take_turns() -> None:
     messages = [(0, 0, 10), (1, 0, 100), (1, 1, 100), (2, 0, 10), (3, 0, 120), (3, 1, 120), (3, 2, 3)]
+    # The ring is 0, 3, 2, 1, and source 0 is at the place of 0.
     assert order_of(0, 4, 4, messages) == [
-        (1, 0, 100),
         (3, 0, 120),
-        (1, 1, 100),
+        (1, 0, 100),
         (3, 1, 120),
+        (1, 1, 100),
         (3, 2, 3),
         (0, 0, 10),
         (2, 0, 10),

@@ -1,0 +1,45 @@
+"""The options that say how Megatron cuts a model, of every command that takes them."""
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from converters.layouts.parallel_sizes import ParallelSizes
+
+_SIZES = (
+    ("--tp", 1, "tensor-parallel size"),
+    ("--pp", 1, "pipeline-parallel size"),
+    ("--vpp", None, "virtual stages of each pipeline stage"),
+    ("--ep", 1, "expert-parallel size"),
+    ("--etp", None, "tensor-parallel size of the experts (default: --tp)"),
+    ("--decoder-first-pipeline-num-layers", None, "layers of the first pipeline stage, where it has its own number"),
+    ("--decoder-last-pipeline-num-layers", None, "layers of the last pipeline stage, where it has its own number"),
+)
+
+
+def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Declare the options."""
+    for name, default, text in _SIZES:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=text)
+
+
+def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "ParallelSizes":
+    """The sizes on `ranks` ranks; without them on as few as they allow. Raises UserError for sizes that cannot be."""
+    from converters.layouts.parallel_sizes import ParallelSizes
+
+    if ranks is None:
+        # A size below 1 is refused by its name, not by what it does to the number of ranks.
+        tp, pp, ep = (max(1, size) for size in (options.tp, options.pp, options.ep))
+        etp = max(1, tp if options.etp is None else options.etp)
+        ranks = pp * math.lcm(tp, ep * etp)
+    return ParallelSizes(
+        world_size=ranks,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp,
+        expert_model_parallel_size=options.ep,
+        expert_tensor_parallel_size=options.etp,
+        num_layers_in_first_pipeline_stage=options.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=options.decoder_last_pipeline_num_layers,
+    )

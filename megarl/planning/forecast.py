@@ -1,0 +1,132 @@
+"""How long a refit will take: each stage by its busiest rank or port, the floor, and the replay."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from converters.cost import Port, Ports, Traffic, busiest_port, floor
+from megarl.planning.messages import Integers
+from megarl.planning.refit import EngineDType, PlannedRefit
+from megarl.planning.replay import BUCKETS, MemoryRates, Replay, replay
+
+# How often a message's bytes pass through a GPU's memory. Packing reads the weights, twice as many bytes where it
+# quantises them, and writes the message; unpacking reads it and writes the parameters; each reads for a checksum, too.
+_PACK_PASSES: Mapping[EngineDType, int] = {"bf16": 3, "fp8": 4}
+_UNPACK_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes through ports of one kind, int64 [ports], and what one of these ports is called."""
+
+    name: str
+    place: str
+    nbytes: Integers
+
+    @property
+    def busiest(self) -> int:
+        """Index of the port with the most bytes."""
+        return int(self.nbytes.argmax())
+
+    @property
+    def most(self) -> int:
+        """Bytes of the busiest port."""
+        return int(self.nbytes[self.busiest])
+
+    @property
+    def mean(self) -> float:
+        """Bytes of a port that has any."""
+        return float(self.nbytes.sum() / max(1, np.count_nonzero(self.nbytes)))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a refit costs. Seconds of a stage are those of its busiest rank or port, as if nothing held that up."""
+
+    refit: PlannedRefit
+    traffic: Traffic
+    ports: Ports
+    replay: Replay
+    memory: MemoryRates
+
+    @classmethod
+    def of(cls, refit: PlannedRefit, traffic: Traffic) -> "Forecast":
+        """Predict and replay `traffic`."""
+        rate = refit.cluster.memory_bytes_per_s
+        memory = MemoryRates(rate / _PACK_PASSES[refit.engine_dtype], rate / _UNPACK_PASSES)
+        played = replay(traffic, refit.cluster.rates, memory, bucket_bytes=refit.bucket_bytes)
+        return cls(refit, traffic, Ports.of(traffic), played, memory)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Bytes of every kind of port: GPUs and nodes as a whole, NICs, NVLink."""
+        ports, gpus = self.ports, np.arange(self.traffic.topology.gpus)
+        node_of = np.zeros(len(gpus), np.int64)
+        place = self.traffic.topology
+        node_of[list(place.source_gpu)] = place.source_node
+        node_of[list(place.destination_gpu)] = place.destination_node
+        nodes = np.zeros((2, place.nodes), np.int64)
+        np.add.at(nodes[0], node_of, ports.nic_out)
+        np.add.at(nodes[1], node_of, ports.nic_in)
+        return (
+            Load("out of a GPU", "GPU", ports.nic_out + ports.nvlink_out),
+            Load("into a GPU", "GPU", ports.nic_in + ports.nvlink_in),
+            Load("NIC out", "GPU", ports.nic_out),
+            Load("NIC in", "GPU", ports.nic_in),
+            Load("NVLink out", "GPU", ports.nvlink_out),
+            Load("NVLink in", "GPU", ports.nvlink_in),
+            Load("NICs of a node out", "node", nodes[0]),
+            Load("NICs of a node in", "node", nodes[1]),
+        )
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Name of a stage -> its seconds."""
+        busy = self.ports.seconds(self.refit.cluster.rates)
+        direct, relayed = self.traffic.direct, self.traffic.relayed
+        unpacked = direct.sum(axis=0) + relayed.sum(axis=0)
+        return {
+            "pack": float(direct.sum(axis=1).max() / self.memory.pack_bytes_per_s),
+            "network": float(max(busy["nic_out"].max(), busy["nic_in"].max())),
+            "nvlink": float(max(busy["nvlink_out"].max(), busy["nvlink_in"].max())),
+            "unpack": float(unpacked.max() / self.memory.unpack_bytes_per_s),
+        }
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Predicted for moving the bytes: network and NVLink at the same time."""
+        return self.binding_port.seconds
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Predicted for everything: the slowest stage, since they overlap, and one message before and after it."""
+        largest = float(self.replay.messages.nbytes.max(initial=0))
+        ends = largest / self.memory.pack_bytes_per_s + largest / self.memory.unpack_bytes_per_s
+        return max(self.stages.values()) + ends
+
+    @cached_property
+    def floor(self) -> dict[str, float]:
+        """Seconds that no plan can beat, by what forces them."""
+        return floor(self.traffic, self.refit.cluster.rates)
+
+    @property
+    def floor_seconds(self) -> float:
+        """The largest of `floor`."""
+        return max(self.floor.values())
+
+    @property
+    def binding_port(self) -> Port:
+        """The port that is busy for longest."""
+        return busiest_port(self.traffic, self.refit.cluster.rates)
+
+    def over_floor(self, seconds: float) -> float:
+        """`seconds` in units of the floor; 1 where both are nothing."""
+        floor_seconds = self.floor_seconds
+        return seconds / floor_seconds if floor_seconds else 1.0 if not seconds else float("inf")
+
+    @property
+    def extra_bytes_per_gpu(self) -> int:
+        """Memory of the buckets on a GPU, at its peak: that of each rank on it."""
+        return (2 if self.refit.colocated else 1) * BUCKETS * self.refit.bucket_bytes

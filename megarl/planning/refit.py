@@ -1,0 +1,110 @@
+"""What is planned: a model on a trainer's ranks, and the engines that it goes to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from converters.architectures import Architecture, read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from converters.layout import Layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from megarl.config.folder import recipes_folder
+from megarl.planning.cluster import Cluster
+
+EngineDType = Literal["bf16", "fp8"]
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True)
+class PlannedRefit:
+    """A refit of `replicas` equal engines, of which each rank has the part that `engine` says.
+
+    An engine's layout is that of Megatron without pipeline at the same sizes: its tensors are cut in the same places,
+    however it names and stacks them.
+    """
+
+    architecture: Architecture
+    engine_architecture: Architecture
+    trainer: ParallelSizes
+    engine: ParallelSizes
+    replicas: int
+    engine_dtype: EngineDType
+    cluster: Cluster
+    colocated: bool = False
+    bucket_bytes: int = 512 * 10**6
+    node_once: bool = True
+    """What several ranks of a node need enters it once and goes round over NVLink."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def destinations(self) -> int:
+        """Ranks of all engines together."""
+        return self.replicas * self.engine.world_size
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
+        return (
+            _layout("trainer", self.architecture, self.trainer),
+            _layout("engines", self.engine_architecture, self.engine),
+        )
+
+
+def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes) -> Layout:
+    try:
+        return megatron_layout(architecture, parallel, module_names="local")
+    except UserError as error:
+        raise UserError(f"for the {whose}, {error}") from error
+
+
+def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
+    """The ranks of one engine: attention cut over `tensor` ranks, whole experts shared out to `expert` ranks.
+
+    Without `expert` the experts are cut over the `tensor` ranks, too. Where there are more `expert` than `tensor` ranks
+    attention is data-parallel: each group of `tensor` ranks has all of it. Raises UserError where the ranks of experts
+    are not such groups.
+    """
+    if tensor < 1 or (expert is not None and expert < 1):
+        raise UserError(f"an engine of --engine-tp {tensor} --engine-ep {expert} has no ranks; give at least 1")
+    if expert is None:
+        return ParallelSizes(world_size=tensor, tensor_model_parallel_size=tensor)
+    if expert % tensor:
+        raise UserError(
+            f"--engine-ep {expert} is no multiple of --engine-tp {tensor}; experts are shared out to all ranks of an"
+            " engine, which are groups of --engine-tp"
+        )
+    return ParallelSizes(
+        world_size=expert,
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def read_model(place: str) -> Architecture:
+    """The model of a config.json, of a folder with one, or of a name in configs/models, as far as a refit moves it.
+
+    Layers of multi-token prediction stay in the trainer. Raises UserError where there is no such model and for a
+    config.json that means no known one.
+    """
+    config = read_json(_config_file(place))
+    prediction: Mapping[str, Any] = {_PREDICTION_LAYERS: 0} if _PREDICTION_LAYERS in config else {}
+    return read_architecture({**config, **prediction})
+
+
+def _config_file(place: str) -> Path:
+    path = Path(place)
+    if path.is_dir():
+        return path / CONFIG
+    if path.is_file():
+        return path
+    shipped = recipes_folder() / "models"
+    if (named := shipped / f"{place}.json").is_file():
+        return named
+    names = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+    raise UserError(f"--model {place} is no config.json, no folder with one and none of {names}")

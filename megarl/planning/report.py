@@ -1,0 +1,156 @@
+"""A forecast as tables for people and as facts for programs."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from rich.table import Table
+
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.cli.amounts import say_bytes, say_count
+from megarl.planning.forecast import Forecast
+
+_PORTS = {"nic_out": "NIC out of", "nic_in": "NIC into", "nvlink_out": "NVLink out of", "nvlink_in": "NVLink into"}
+FLOORS = {
+    "node_in": "what a node needs comes in once, through all its NICs",
+    "sources_out": "what only some GPUs of the trainer have goes out of their NICs once for each node",
+    "gpu_in": "what a GPU needs comes through its NIC and its NVLink",
+}
+"""Each bound of `converters.cost.floor` in words."""
+
+
+def facts(forecast: Forecast) -> dict[str, Any]:
+    """All of the forecast; sizes in bytes, times in seconds."""
+    refit, traffic = forecast.refit, forecast.traffic
+    port = forecast.binding_port
+    return {
+        "model_type": refit.architecture.model_type,
+        "parameters": _parameters(forecast),
+        "trainer_gpus": refit.trainer.world_size,
+        "trainer": _sizes(refit.trainer),
+        "engine_gpus": refit.engine.world_size,
+        "engine": _sizes(refit.engine),
+        "engine_dtype": refit.engine_dtype,
+        "replicas": refit.replicas,
+        "colocated": refit.colocated,
+        "node_once": refit.node_once,
+        "cluster": {**vars(refit.cluster), "nodes": traffic.topology.nodes},
+        "bytes_needed": int(traffic.needed.sum()),
+        "bytes_sent": int(traffic.direct.sum()),
+        "bytes_relayed": int(traffic.relayed.sum()),
+        "pieces": traffic.pieces,
+        "relays": traffic.relays,
+        "messages": len(forecast.replay.messages.nbytes),
+        "loads": {
+            load.name: {"most": load.most, load.place: load.busiest, "mean": round(load.mean)}
+            for load in forecast.loads
+        },
+        "floor_seconds": forecast.floor_seconds,
+        "floor": forecast.floor,
+        "stage_seconds": forecast.stages,
+        "transfer_seconds": forecast.transfer_seconds,
+        "predicted_seconds": forecast.predicted_seconds,
+        "simulated_seconds": forecast.replay.seconds,
+        "transfer_over_floor": forecast.over_floor(forecast.transfer_seconds),
+        "simulated_over_floor": forecast.over_floor(forecast.replay.seconds),
+        "binding_port": {"kind": port.kind, "gpu": port.gpu, "seconds": port.seconds},
+        "bucket_bytes": refit.bucket_bytes,
+        "extra_bytes_per_gpu": forecast.extra_bytes_per_gpu,
+    }
+
+
+def tables(forecast: Forecast) -> Iterator[Table]:
+    """What is moved, the load of the ports, and the times."""
+    yield _summary(forecast)
+    yield _loads(forecast)
+    yield _times(forecast)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if 0 < number < len(columns) - 1 else "left", overflow="fold")
+    return table
+
+
+def _summary(forecast: Forecast) -> Table:
+    refit, traffic, cluster = forecast.refit, forecast.traffic, forecast.refit.cluster
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{refit.architecture.model_type}, {_parameters(forecast):,} parameters")
+    table.add_row("trainer", f"{say_count(refit.trainer.world_size, 'GPU')}: {_say_sizes(refit.trainer)}")
+    each = f"{say_count(refit.engine.world_size, 'GPU')}: {_say_sizes(refit.engine)}, {refit.engine_dtype}"
+    where = "on the trainer's GPUs" if refit.colocated else "on GPUs of their own"
+    table.add_row("engines", f"{refit.replicas} of {each}, {where}")
+    table.add_row(
+        "cluster",
+        f"{say_count(traffic.topology.nodes, 'node')} of {say_count(cluster.gpus_per_node, 'GPU')}; a GPU has"
+        f" {cluster.nic_gbit_per_s:g} Gbit/s of network, {cluster.nvlink_gbyte_per_s:g} GB/s of NVLink,"
+        f" {cluster.memory_gbyte_per_s:g} GB/s of memory",
+    )
+    sent, relayed = traffic.direct.sum(), traffic.relayed.sum()
+    table.add_row(
+        "moves",
+        f"{say_bytes(sent)} from trainer to engines in {say_count(traffic.pieces, 'piece')}, {say_bytes(relayed)} from"
+        f" engine to engine inside nodes; {say_bytes(int(traffic.needed.sum()))} are needed",
+    )
+    table.add_row(
+        "extra memory",
+        f"{say_bytes(forecast.extra_bytes_per_gpu)} a GPU: two buckets of {say_bytes(refit.bucket_bytes)} for each"
+        " rank on it",
+    )
+    return table
+
+
+def _loads(forecast: Forecast) -> Table:
+    table = _table("Bytes through ports", "", "busiest", "mean", "which")
+    for load in forecast.loads:
+        which = f"{load.place} {load.busiest}" if load.most else ""
+        table.add_row(load.name, say_bytes(load.most), say_bytes(load.mean), which)
+    return table
+
+
+def _times(forecast: Forecast) -> Table:
+    table = _table("Seconds", "", "s", "x floor", "of what")
+    bound, floor_seconds = max(forecast.floor.items(), key=lambda item: item[1])
+    port, stages = forecast.binding_port, forecast.stages
+    rows = (
+        ("floor", floor_seconds, FLOORS[bound]),
+        ("transfer, predicted", forecast.transfer_seconds, f"the busiest port: {_PORTS[port.kind]} GPU {port.gpu}"),
+        ("  pack", stages["pack"], "the source that sends most, by its memory"),
+        ("  network", stages["network"], "the busiest NIC"),
+        ("  NVLink", stages["nvlink"], "the busiest, relays inside nodes included"),
+        ("  unpack", stages["unpack"], "the destination that receives most, by its memory"),
+        (
+            "all, predicted",
+            forecast.predicted_seconds,
+            "stages overlap: the slowest, and a message before and after it",
+        ),
+        ("all, simulated", forecast.replay.seconds, f"{len(forecast.replay.packed):,} messages replayed"),
+    )
+    for name, seconds, what in rows:
+        table.add_row(name, f"{seconds:.3f}", f"{forecast.over_floor(seconds):.2f}", what)
+    return table
+
+
+def _parameters(forecast: Forecast) -> int:
+    return sum(map(prod, forecast.refit.architecture.hf_shapes.values()))
+
+
+def _sizes(parallel: ParallelSizes) -> dict[str, int]:
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "vpp": parallel.chunks,
+        "ep": parallel.expert_model_parallel_size,
+        "etp": parallel.expert_tensor_size,
+        "dp": parallel.data_parallel_size,
+    }
+
+
+def _say_sizes(parallel: ParallelSizes) -> str:
+    """The sizes that are not 1, as Megatron's users abbreviate them."""
+    said = [f"{name.upper()} {size}" for name, size in _sizes(parallel).items() if size > 1 and name != "dp"]
+    copies = parallel.data_parallel_size
+    return ", ".join([*said, *([f"attention {copies} times"] if copies > 1 else [])]) or "not cut"

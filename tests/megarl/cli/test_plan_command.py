@@ -1,0 +1,129 @@
+"""`megarl plan`: what it prints, draws and refuses."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.architectures import read_architecture
+from megarl.cli.main import main
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+TRAINER = ["--gpus", "16", "--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"]
+BYTES = 2 * sum(map(prod, read_architecture(CONFIG).hf_shapes.values()))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "model.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "vocab_size": 1024}))
+    monkeypatch.chdir(tmp_path)
+    return "model.json"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--model", "model.json", *TRAINER, *words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.count("\n") == 1
+    return json.loads(said.out)
+
+
+def test_an_engine_on_one_gpu_gets_every_byte_of_the_model_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = planned(capsys, "--replicas", "3", "--gpus-per-node", "1")
+    assert (facts["command"], facts["engine_gpus"], facts["cluster"]["nodes"]) == ("plan", 1, 16 + 3)
+    assert facts["bytes_needed"] == facts["bytes_sent"] == 3 * BYTES
+    assert facts["bytes_relayed"] == 0
+    assert facts["loads"]["NIC in"]["most"] == BYTES
+    assert facts["floor_seconds"] == pytest.approx(BYTES / 50e9)
+    assert facts["transfer_over_floor"] == pytest.approx(1.0)
+    assert facts["floor_seconds"] <= facts["transfer_seconds"] <= facts["simulated_seconds"]
+    assert facts["extra_bytes_per_gpu"] == 2 * 512 * 10**6
+
+
+def test_rates_set_the_times(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fast = planned(capsys, "--engine-tp", "4")
+    slow = planned(capsys, "--engine-tp", "4", "--nic-gbit", "100", "--memory-gbyte", "335")
+    assert slow["stage_seconds"]["network"] == pytest.approx(4 * fast["stage_seconds"]["network"])
+    assert slow["stage_seconds"]["pack"] == pytest.approx(10 * fast["stage_seconds"]["pack"])
+    assert slow["stage_seconds"]["nvlink"] == fast["stage_seconds"]["nvlink"]
+
+
+def test_what_a_node_needs_often_enters_it_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    once = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8")
+    often = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8", "--no-node-once")
+    assert (often["bytes_relayed"], once["bytes_needed"]) == (0, often["bytes_needed"])
+    assert once["bytes_relayed"] > 0
+    assert once["bytes_sent"] + once["bytes_relayed"] == often["bytes_sent"] == often["bytes_needed"]
+    assert BYTES / 2 < once["loads"]["NICs of a node in"]["most"] < BYTES
+
+
+def test_colocated_engines_use_the_network_less(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = planned(capsys, "--engine-tp", "2", "--replicas", "8")
+    together = planned(capsys, "--engine-tp", "2", "--replicas", "8", "--colocated")
+    assert together["cluster"]["nodes"] == 2 < apart["cluster"]["nodes"] == 4
+    assert together["loads"]["NICs of a node in"]["most"] < apart["loads"]["NICs of a node in"]["most"]
+    assert together["extra_bytes_per_gpu"] == 2 * apart["extra_bytes_per_gpu"]
+
+
+def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine-tp", "4", "--replicas", "2", "--plot", "flow.png", "--bucket-bytes", "1MB"]
+    assert main(["plan", "--model", model, *TRAINER, *words]) == 0
+    said = capsys.readouterr().out
+    for part in ("16 GPUs: TP 2, PP 2, EP 4", "2 of 4 GPUs: TP 4", "NICs of a node in", "floor", "all, simulated"):
+        assert part in said
+    assert "2.00 MB a GPU: two buckets of 1.00 MB" in said
+    assert "drawn in flow.png" in said
+    assert max(map(len, said.splitlines())) <= 120
+    assert Path("flow.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "gpt5"], "--model gpt5 is no config.json, no folder with one and none of deepseek_v3"),
+        (["--tp", "3"], "16 ranks cannot be divided by tensor_model_parallel_size"),
+        (["--gpus", "0"], "world_size is 0; it must be at least 1"),
+        (["--ep", "16", "--pp", "1"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
+        (["--engine-tp", "3"], "for the engines, the model's num_attention_heads = 4 cannot be divided by"),
+        (["--engine-tp", "2", "--engine-ep", "3"], "--engine-ep 3 is no multiple of --engine-tp 2"),
+        (["--engine-ep", "16"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
+        (["--engine-model", "other.json"], "has shape"),
+        (["--replicas", "0"], "replicas is 0; it must be at least 1"),
+        (["--replicas", "9", "--nodes", "3"], "take 4 nodes of 8 GPUs, and the cluster has 3"),
+        (["--replicas", "17", "--colocated"], "the engines' 17 ranks do not fit on the trainer's 16 GPUs"),
+        (["--nic-gbit", "0"], "the cluster's nic_gbit_per_s is 0.0; it must be more than 0"),
+        (["--bucket-bytes", "lots"], "--bucket-bytes lots is no size"),
+        (["--plot", "flow.txt"], "--plot flow.txt is no picture that can be drawn"),
+        (["--plot", "nowhere/flow.png"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], says: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, *TRAINER, *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("megarl: ")
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert {path.name for path in Path().iterdir()} == {"model.json", "other.json"}

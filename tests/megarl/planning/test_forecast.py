@@ -1,0 +1,105 @@
+"""Forecasts: each number of a small refit computed by hand, and the words for all bounds."""
+
+import numpy as np
+import pytest
+from small_traffic import traffic_of
+
+from converters.architectures import read_architecture
+from converters.cost import floor
+from converters.layouts.megatron import ParallelSizes
+from converters.topology import Topology
+from megarl.planning.cluster import Cluster
+from megarl.planning.forecast import Forecast
+from megarl.planning.picture import draw_forecast
+from megarl.planning.refit import PlannedRefit
+from megarl.planning.report import FLOORS, facts
+
+GB = 10**9
+CLUSTER = Cluster(gpus_per_node=2, nic_gbit_per_s=8, nvlink_gbyte_per_s=10, memory_gbyte_per_s=60)
+"""A NIC moves 1 GB/s, NVLink 10 GB/s; a rank packs and unpacks 20 GB/s of bf16."""
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "head_dim": 4,
+}
+
+
+def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", replicas=1) -> Forecast:
+    architecture = read_architecture(QWEN)
+    workers = len(topology.destination_gpu) // replicas
+    refit = PlannedRefit(
+        architecture=architecture,
+        engine_architecture=architecture,
+        trainer=ParallelSizes(world_size=len(topology.source_gpu)),
+        engine=ParallelSizes(world_size=workers),
+        replicas=replicas,
+        engine_dtype=dtype,
+        cluster=CLUSTER,
+        bucket_bytes=GB,
+    )
+    return Forecast.of(refit, traffic_of(topology, direct, relayed))
+
+
+def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
+    # Source 0 sends 4 and 2 GB to the two GPUs of node 1, source 1 sends 3 GB; 1 GB goes on from one to the other.
+    topology = Topology([0, 0], [0, 1], [1, 1], [2, 3])
+    forecast = forecast_of(topology, [[4 * GB, 2 * GB], [0, 3 * GB]], [[0, GB], [0, 0]])
+    assert forecast.stages == pytest.approx({"pack": 6 / 20, "network": 6.0, "nvlink": 0.1, "unpack": 6 / 20})
+    assert forecast.transfer_seconds == 6.0
+    assert (forecast.binding_port.kind, forecast.binding_port.gpu) == ("nic_out", 0)
+    # Messages of a bucket, 1 GB: one is packed before and one unpacked after it all.
+    assert forecast.predicted_seconds == pytest.approx(6 + 2 / 20)
+    loads = {load.name: (load.most, load.busiest, load.mean) for load in forecast.loads}
+    assert loads == {
+        "out of a GPU": (6 * GB, 0, pytest.approx(10 * GB / 3)),
+        "into a GPU": (6 * GB, 3, 5 * GB),
+        "NIC out": (6 * GB, 0, 4.5 * GB),
+        "NIC in": (5 * GB, 3, 4.5 * GB),
+        "NVLink out": (GB, 2, GB),
+        "NVLink in": (GB, 3, GB),
+        "NICs of a node out": (9 * GB, 0, 9 * GB),
+        "NICs of a node in": (9 * GB, 1, 9 * GB),
+    }
+    assert forecast.replay.seconds >= 6.0
+
+
+def test_quantising_reads_twice_the_bytes() -> None:
+    for dtype, passes in (("bf16", 3), ("fp8", 4)):
+        forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], dtype=dtype)
+        assert forecast.stages["pack"] == pytest.approx(6 * passes / 60)
+        assert forecast.stages["unpack"] == pytest.approx(6 * 3 / 60)
+
+
+def test_ranks_of_one_gpu_move_nothing_through_ports() -> None:
+    forecast = forecast_of(Topology.colocated(2, 2, gpus_per_node=2), [[GB, 0], [0, GB]])
+    assert forecast.transfer_seconds == 0.0
+    assert forecast.over_floor(0.0) == 1.0
+    assert forecast.over_floor(1.0) == float("inf")
+    assert forecast.replay.seconds == pytest.approx(0.1)
+
+
+def test_every_bound_of_the_floor_has_its_words() -> None:
+    forecast = forecast_of(Topology.apart(1, 1), [[GB]])
+    assert forecast.floor == floor(forecast.traffic, CLUSTER.rates)
+    assert forecast.floor.keys() == FLOORS.keys()
+    assert facts(forecast)["floor_seconds"] == max(forecast.floor.values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_picture_shows_all_bytes_and_ports(replicas: int) -> None:
+    direct = np.arange(12).reshape(3, 4) * GB
+    forecast = forecast_of(Topology.separate(3, 4, gpus_per_node=2), direct, replicas=replicas)
+    flow, ports, *_ = draw_forecast(forecast).axes
+    assert np.array_equal(flow.images[0].get_array(), direct / 1e6)
+    # The trainer's third GPU is alone on its node, so the engines begin on GPU 4.
+    drawn = {patch.get_label(): patch.get_data().values for patch in ports.patches}
+    assert np.array_equal(drawn["NIC out"], [6.0, 22.0, 38.0, 0, 0, 0, 0, 0])
+    assert np.array_equal(drawn["NIC in"], [0, 0, 0, 0, 12.0, 15.0, 18.0, 21.0])

@@ -1,0 +1,74 @@
+"""What is planned: models by name, and how an engine is cut."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.config.folder import recipes_folder
+from megarl.planning.refit import engine_sizes, read_model
+
+PUBLISHED = {
+    # Of the models' cards; DeepSeek-V3 without the layer of multi-token prediction.
+    "deepseek_v3": 671.03e9,
+    "kimi_k2": 1026.41e9,
+    "qwen3_235b": 235.09e9,
+}
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (recipes_folder() / "models").glob("*.json")))
+def test_a_shipped_model_has_as_many_parameters_as_was_published(name: str) -> None:
+    parameters = sum(map(prod, read_model(name).hf_shapes.values()))
+    assert parameters == pytest.approx(PUBLISHED[name], rel=2e-5)
+
+
+def test_a_model_is_a_name_a_file_or_a_folder_and_leaves_prediction_layers_at_home(tmp_path: Path) -> None:
+    config = json.loads((recipes_folder() / "models" / "deepseek_v3.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    models = [read_model(place) for place in ("deepseek_v3", str(tmp_path), str(tmp_path / "config.json"))]
+    assert models[0].hf_shapes == models[1].hf_shapes == models[2].hf_shapes
+    assert not any(name.startswith("model.layers.61.") for name in models[0].hf_shapes)
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--model gpt is no config.json, .* none of deepseek_v3, kimi_k2, qwen3_235b"):
+        read_model("gpt")
+    with pytest.raises(UserError, match=r"config.json is missing"):
+        read_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match=r"model_type 'gpt2', which is not supported"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expected"),
+    [
+        # ranks, TP, EP, ETP, copies of attention
+        (1, None, (1, 1, 1, 1, 1)),
+        (8, None, (8, 8, 1, 8, 1)),
+        (1, 32, (32, 1, 32, 1, 32)),
+        (8, 32, (32, 8, 32, 1, 4)),
+        (8, 8, (8, 8, 8, 1, 1)),
+    ],
+)
+def test_an_engine_is_cut_like_vllm_cuts_it(tensor: int, expert: int | None, expected: tuple[int, ...]) -> None:
+    sizes = engine_sizes(tensor, expert)
+    assert expected == (
+        sizes.world_size,
+        sizes.tensor_model_parallel_size,
+        sizes.expert_model_parallel_size,
+        sizes.expert_tensor_size,
+        sizes.data_parallel_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "says"),
+    [(0, None, "has no ranks"), (1, 0, "has no ranks"), (8, 12, "--engine-ep 12 is no multiple of --engine-tp 8")],
+)
+def test_an_engine_that_cannot_be_is_refused(tensor: int, expert: int | None, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        engine_sizes(tensor, expert)
