@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     cluster.add_argument("--colocated", action="store_true", help="engines are on the GPUs of the trainer")
     moving = parser.add_argument_group("moving")
-    moving.add_argument("--bucket-bytes", default="512MB", metavar="SIZE", help="of each of two per rank (%(default)s)")
+    moving.add_argument("--bucket-bytes", default="512MB", metavar="SIZE", help="size of a bucket (%(default)s)")
+    moving.add_argument("--buckets", type=int, default=2, metavar="N", help="buckets of each rank (%(default)s)")
     moving.add_argument(
         "--node-once",
         action=argparse.BooleanOptionalAction,
@@ -123,6 +124,7 @@ def _planned(options: argparse.Namespace) -> "PlannedRefit":
         cluster=Cluster(**{field: getattr(options, field) for _, field, *_ in _CLUSTER}),
         colocated=options.colocated,
         bucket_bytes=read_bytes(options.bucket_bytes, "--bucket-bytes"),
+        buckets=options.buckets,
         node_once=options.node_once,
     )
 

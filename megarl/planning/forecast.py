@@ -9,7 +9,7 @@ import numpy as np
 from converters.cost import Port, Ports, Traffic, busiest_port, floor
 from megarl.planning.messages import Integers
 from megarl.planning.refit import EngineDType, PlannedRefit
-from megarl.planning.replay import BUCKETS, MemoryRates, Replay, replay
+from megarl.planning.replay import MemoryRates, Replay, replay
 
 # How often a message's bytes pass through a GPU's memory. Packing reads the weights, twice as many bytes where it
 # quantises them, and writes the message; unpacking reads it and writes the parameters; each reads for a checksum, too.
@@ -56,7 +56,7 @@ class Forecast:
         """Predict and replay `traffic`."""
         rate = refit.cluster.memory_bytes_per_s
         memory = MemoryRates(rate / _PACK_PASSES[refit.engine_dtype], rate / _UNPACK_PASSES)
-        played = replay(traffic, refit.cluster.rates, memory, bucket_bytes=refit.bucket_bytes)
+        played = replay(traffic, refit.cluster.rates, memory, bucket_bytes=refit.bucket_bytes, buckets=refit.buckets)
         return cls(refit, traffic, Ports.of(traffic), played, memory)
 
     @property
@@ -129,4 +129,4 @@ class Forecast:
     @property
     def extra_bytes_per_gpu(self) -> int:
         """Memory of the buckets on a GPU, at its peak: that of each rank on it."""
-        return (2 if self.refit.colocated else 1) * BUCKETS * self.refit.bucket_bytes
+        return (2 if self.refit.colocated else 1) * self.refit.buckets * self.refit.bucket_bytes

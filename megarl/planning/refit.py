@@ -34,11 +34,13 @@ class PlannedRefit:
     cluster: Cluster
     colocated: bool = False
     bucket_bytes: int = 512 * 10**6
+    buckets: int = 2
+    """Of each rank."""
     node_once: bool = True
     """What several ranks of a node need enters it once and goes round over NVLink."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "bucket_bytes"):
+        for name in ("replicas", "bucket_bytes", "buckets"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
 

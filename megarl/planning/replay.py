@@ -10,7 +10,6 @@ import numpy as np
 from converters.cost import Rates, Traffic
 from megarl.planning.messages import Integers, Messages, Path, Routes, nanoseconds, traffic_messages
 
-BUCKETS = 2
 _PACKED, _ARRIVED, _UNPACKED, _DEPARTED = range(4)
 _NEVER = -1
 
@@ -44,7 +43,7 @@ class Replay:
         return float(self.unpacked.max(initial=0)) / 1e9
 
 
-def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes: int, buckets: int = BUCKETS) -> Replay:
+def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes: int, buckets: int) -> Replay:
     """Replay `traffic` with messages of at most `bucket_bytes`.
 
     Each port serves one message at a time at its full rate, and a message takes the port out of its sender's GPU and

@@ -55,6 +55,7 @@ def facts(forecast: Forecast) -> dict[str, Any]:
         "simulated_over_floor": forecast.over_floor(forecast.replay.seconds),
         "binding_port": {"kind": port.kind, "gpu": port.gpu, "seconds": port.seconds},
         "bucket_bytes": refit.bucket_bytes,
+        "buckets": refit.buckets,
         "extra_bytes_per_gpu": forecast.extra_bytes_per_gpu,
     }
 
@@ -97,8 +98,8 @@ def _summary(forecast: Forecast) -> Table:
     )
     table.add_row(
         "extra memory",
-        f"{say_bytes(forecast.extra_bytes_per_gpu)} a GPU: two buckets of {say_bytes(refit.bucket_bytes)} for each"
-        " rank on it",
+        f"{say_bytes(forecast.extra_bytes_per_gpu)} a GPU: {refit.buckets} buckets of {say_bytes(refit.bucket_bytes)}"
+        " for each rank on it",
     )
     return table
 

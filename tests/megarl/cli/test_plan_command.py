@@ -79,6 +79,14 @@ def test_what_a_node_needs_often_enters_it_once(model: str, capsys: pytest.Captu
     assert BYTES / 2 < once["loads"]["NICs of a node in"]["most"] < BYTES
 
 
+def test_more_buckets_of_the_same_memory_keep_ports_busier(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine-tp", "2", "--replicas", "8", "--colocated", "--bucket-bytes"]
+    few, many = planned(capsys, *words, "400kB"), planned(capsys, *words, "100kB", "--buckets", "8")
+    assert few["extra_bytes_per_gpu"] == many["extra_bytes_per_gpu"] == 2 * 800_000
+    assert many["messages"] > few["messages"]
+    assert many["simulated_seconds"] < few["simulated_seconds"]
+
+
 def test_colocated_engines_use_the_network_less(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     apart = planned(capsys, "--engine-tp", "2", "--replicas", "8")
     together = planned(capsys, "--engine-tp", "2", "--replicas", "8", "--colocated")
@@ -93,7 +101,7 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     for part in ("16 GPUs: TP 2, PP 2, EP 4", "2 of 4 GPUs: TP 4", "NICs of a node in", "floor", "all, simulated"):
         assert part in said
-    assert "2.00 MB a GPU: two buckets of 1.00 MB" in said
+    assert "2.00 MB a GPU: 2 buckets of 1.00 MB" in said
     assert "drawn in flow.png" in said
     assert max(map(len, said.splitlines())) <= 120
     assert Path("flow.png").read_bytes().startswith(b"\x89PNG")
@@ -114,6 +122,7 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
         (["--replicas", "9", "--nodes", "3"], "take 4 nodes of 8 GPUs, and the cluster has 3"),
         (["--replicas", "17", "--colocated"], "the engines' 17 ranks do not fit on the trainer's 16 GPUs"),
         (["--nic-gbit", "0"], "the cluster's nic_gbit_per_s is 0.0; it must be more than 0"),
+        (["--buckets", "0"], "buckets is 0; it must be at least 1"),
         (["--bucket-bytes", "lots"], "--bucket-bytes lots is no size"),
         (["--plot", "flow.txt"], "--plot flow.txt is no picture that can be drawn"),
         (["--plot", "nowhere/flow.png"], "there is no folder nowhere"),
