@@ -5,7 +5,7 @@ STEPS  ?=
 OUTPUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert clean
+.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -15,6 +15,7 @@ help:
 	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
+	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -53,6 +54,9 @@ benchmark: benchmark-setup
 
 benchmark-convert: setup .venv-peers
 	$(PYTHON) benchmarks/convert.py $(ARGS)
+
+benchmark-refit: setup
+	$(PYTHON) benchmarks/refit.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

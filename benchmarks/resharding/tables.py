@@ -1,0 +1,120 @@
+"""The table of `refit.py`: medians over the rounds, and ratios to others in the same round."""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from resharding.contenders.table import (
+    GATHERED_BROADCAST,
+    GATHERED_SHARED,
+    MEGATRON_CORE,
+    MEMCPY,
+    PLANNED,
+    PLANNED_TO_MEGATRON,
+    PLANNED_WITHOUT_CHECKSUMS,
+)
+from resharding.rounds import Facts, Run
+
+_MB = 1e6
+_COLUMNS = (
+    "median over rounds",
+    "seconds",
+    "least to most",
+    "GB/s",
+    f"/ {MEMCPY}",
+    "CPU s",
+    "bytes moved / needed",
+    "extra MB of a trainer rank",
+    "of a worker",
+)
+_COMPARED = (
+    (PLANNED, MEMCPY, "at most 1.5"),
+    (PLANNED_WITHOUT_CHECKSUMS, MEMCPY, None),
+    (GATHERED_BROADCAST, PLANNED, "at least 3"),
+    (GATHERED_SHARED, PLANNED, "at least 3"),
+    (MEGATRON_CORE, PLANNED_TO_MEGATRON, None),
+)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Seconds of one contender divided by those of another, round by round."""
+
+    of_rounds: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        """Over the rounds."""
+        return median(self.of_rounds)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({min(self.of_rounds):.2f} to {max(self.of_rounds):.2f})"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of one model."""
+
+    model_bytes: int
+    needed_bytes: int
+    facts: Mapping[str, Facts]
+    runs: Sequence[Run]
+
+    def seconds(self, contender: str) -> dict[int, float]:
+        """Round -> seconds."""
+        return {run.round: run.timed.seconds for run in self.runs if run.contender == contender}
+
+    def cpu_seconds(self, contender: str) -> float:
+        """Median over the rounds, of all ranks together."""
+        return median(run.timed.cpu_seconds for run in self.runs if run.contender == contender)
+
+    def ratio(self, slow: str, fast: str) -> Ratio | None:
+        """None where one of them did not run."""
+        one, other = self.seconds(slow), self.seconds(fast)
+        return Ratio([one[number] / other[number] for number in one]) if one and other else None
+
+
+def sentences(results: Results) -> Iterator[str]:
+    """The ratios that matter, each with its aim."""
+    for slow, fast, aim in _COMPARED:
+        if ratio := results.ratio(slow, fast):
+            yield f"{slow}: {ratio} x the seconds of {fast}" + (f"; the aim is {aim}." if aim else ".")
+
+
+def table(results: Results) -> Table:
+    """A row for each contender, in Markdown."""
+    made = Table(*_COLUMNS, box=box.MARKDOWN)
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for name, facts in results.facts.items():
+        seconds = list(results.seconds(name).values())
+        ratio = results.ratio(name, MEMCPY)
+        made.add_row(
+            name,
+            f"{median(seconds):.3f}",
+            f"{min(seconds):.3f} to {max(seconds):.3f}",
+            f"{results.needed_bytes / 1e9 / median(seconds):.2f}",
+            f"{ratio.median:.2f}" if ratio else "-",
+            f"{results.cpu_seconds(name):.3f}",
+            f"{facts.moved_bytes / results.needed_bytes:.2f}",
+            # What this one copies lies in memory that only it has.
+            *(["-"] * 2 if name == MEMCPY else _megabytes(facts.trainer_extra_bytes, facts.worker_extra_bytes)),
+        )
+    return made
+
+
+def markdown(results: Results) -> str:
+    """The table as wide as it is, numbers to the right."""
+    text = io.StringIO()
+    Console(file=text, width=400).print(table(results))
+    header, rule, *rows = (line for line in text.getvalue().splitlines() if line.strip())
+    return "\n".join([header, rule.replace("-|", ":|").replace(":|", "-|", 1), *rows]) + "\n"
+
+
+def _megabytes(*sizes: int) -> list[str]:
+    return [f"{size / _MB:,.0f}" for size in sizes]

@@ -1,0 +1,64 @@
+"""Values by which an element that came to the wrong place is found: they follow from HF name and position alone."""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from converters.layout import Layout, Placement, Shape
+
+# No power of two and odd, so that a shift by a width of the model is no shift by a whole period.
+_PERIOD = 2**22 - 3
+_SIGN_AND_FRACTION = -0x4001  # without the highest bit of the exponent there is no NaN and no infinity
+
+
+@cache
+def _two_periods() -> Tensor:
+    random = torch.empty(_PERIOD, dtype=torch.int16).random_(generator=torch.Generator().manual_seed(1))
+    random = torch.where(torch.arange(_PERIOD) % 2 == 0, random, -random)  # random_ gives positive numbers only
+    return (random & _SIGN_AND_FRACTION).view(torch.bfloat16).repeat(2)
+
+
+def hf_values(name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """The values of a HuggingFace tensor."""
+    size = torch.Size(shape).numel()
+    start = zlib.crc32(name.encode()) % _PERIOD
+    period = _two_periods()[start : start + min(size, _PERIOD)]
+    return period.repeat(-(-size // _PERIOD))[:size].view(shape).to(dtype)
+
+
+def fill(layout: Layout, rank: int, tensors: Mapping[str, Tensor], hf_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give the `tensors` of a rank their values."""
+    for placement, values in _values(layout, rank, hf_dtypes):
+        tensors[placement.local_name][placement.local_box.slices()] = values
+
+
+def wrong(layout: Layout, rank: int, tensors: Mapping[str, Tensor], hf_dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """The names of those `tensors` of a rank that hold another bit than they should; padding is not looked at."""
+    found = []
+    for placement, values in _values(layout, rank, hf_dtypes):
+        held = tensors[placement.local_name][placement.local_box.slices()]
+        if held.dtype != values.dtype or not torch.equal(_bytes(held), _bytes(values)):
+            found.append(placement.local_name)
+    return sorted(set(found))
+
+
+def wipe(tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite all with NaN, which is none of the values and equal to nothing."""
+    for tensor in tensors.values():
+        tensor.fill_(torch.nan)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _values(layout: Layout, rank: int, hf_dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[Placement, Tensor]]:
+    placements: Sequence[Placement] = sorted(layout.placements(rank), key=lambda placement: placement.hf_name)
+    for name, of_tensor in groupby(placements, key=lambda placement: placement.hf_name):
+        whole = hf_values(name, layout.hf_shapes[name], hf_dtypes[name])
+        for placement in of_tensor:
+            yield placement, whole[placement.hf_box.slices()]

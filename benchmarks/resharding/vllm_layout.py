@@ -1,0 +1,78 @@
+"""Where vLLM's own model keeps the weights, recorded in processes that build it without an engine around it."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architectures import read_architecture
+from converters.layouts.recorded import Recording, unrecorded
+from resharding.scenario import DTYPE
+
+_DEADLINE_S = 180.0
+
+
+class NotRecordable(RuntimeError):  # noqa: N818 - says what happened
+    """vLLM keeps a weight in another form than it is loaded in."""
+
+
+def record(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[Recording]]:
+    """Of each model the recordings of its tensor-parallel workers.
+
+    Raises NotRecordable where direct writes are not possible.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=context) as pool:
+        folders = [Path(name) / str(number) for number in range(len(configs))]
+        for folder, config in zip(folders, configs, strict=True):
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config))
+        calls = [pool.submit(_record, rank, workers, folders) for rank in range(workers)]
+        of_models = [list(of_model) for of_model in zip(*(call.result(_DEADLINE_S) for call in calls), strict=True)]
+    for recordings in of_models:
+        for tensor, reason in unrecorded(recordings).items():
+            raise NotRecordable(f"{tensor}: {reason}")
+    return of_models
+
+
+def _record(rank: int, workers: int, folders: Sequence[Path]) -> list[Recording]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    # With a name of its own for each, workers do not make the shared memory in which they would add up activations.
+    os.environ["VLLM_DIST_IDENT"] = f"worker_{rank}"
+    from megarl.rollout.vllm.arguments import prepare_environment
+
+    prepare_environment()
+    # Only the worker makes what belongs to a GPU harmless on a CPU.
+    torch.accelerator.empty_cache = lambda *_: None
+    import megarl.rollout.vllm.worker  # noqa: F401
+
+    return [_record_model(rank, workers, folder) for folder in folders]
+
+
+def _record_model(rank: int, workers: int, folder: Path) -> Recording:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader import get_model
+
+    from megarl.rollout.vllm.arguments import make_engine_config
+    from megarl.rollout.vllm.recording import record_model
+
+    given = {"load_format": "dummy", "max_model_len": 128, "tensor_parallel_size": workers}
+    engine_config = make_engine_config(folder, given)
+    architecture = read_architecture(json.loads((folder / "config.json").read_text()))
+    with set_current_vllm_config(engine_config):
+        parallel_state.init_distributed_environment(workers, rank, f"file://{folder}/store", rank, backend="gloo")
+        parallel_state.initialize_model_parallel(workers)
+        try:
+            model = get_model(vllm_config=engine_config)
+            return record_model(model, architecture.hf_shapes, architecture.hf_dtypes(DTYPE))
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

@@ -1,0 +1,153 @@
+"""The parts of `benchmarks/refit.py` that its own comparison of values does not cover."""
+
+import os
+import time
+
+import pytest
+import torch
+from resharding import values
+from resharding.contenders.table import MEMCPY, PLANNED
+from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_bytes
+from resharding.memory import Growth, held_by
+from resharding.models import MODELS, TRAINER
+from resharding.party import Party
+from resharding.processes import Place, RankFailed, Timed, hear, running, say
+from resharding.rounds import Facts, Run
+from resharding.scenario import DTYPE, Scenario
+from resharding.tables import Results, markdown, sentences
+from small_configs import make_config
+
+from converters.convert import copy_transfers
+from converters.plan import Plan
+
+SMALL = Scenario(make_config("qwen3_moe"), None, 700)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_about_400_mb_and_no_byte_moves_that_is_not_needed(name):
+    scenario = Scenario(MODELS[name], None, 16_000_000)
+    assert 380e6 < scenario.model_bytes() < 420e6
+    destination = scenario.engine
+    sent = [scenario.outgoing(destination, rank) for rank in range(TRAINER.world_size)]
+    sizes = [message.size_bytes for streams in sent for stream in streams.values() for message in stream]
+    assert max(sizes) <= 16_000_000
+    assert scenario.needed_bytes(destination) <= sum(sizes) < 1.0001 * scenario.needed_bytes(destination)
+
+
+def small_party(rank):
+    return Party(Place(rank, SMALL.ranks, {}), SMALL)
+
+
+def test_every_element_in_a_wrong_place_is_found():
+    sources = [small_party(rank) for rank in range(SMALL.trainer.ranks)]
+    worker = small_party(SMALL.trainer.ranks + 1)
+    written = worker.written["engine"]
+    assert worker.number == 1
+    assert set(worker.wrong("engine")) == set(written)
+    for transfer in Plan(SMALL.trainer, SMALL.engine).transfers_into(1):
+        copy_transfers([transfer], sources[transfer.source_rank].tensors, written)
+    assert worker.wrong("engine") == []
+    # The norms' values are not all the same, nor are neighbours.
+    for name, tensor in written.items():
+        before = tensor.clone()
+        tensor.copy_(before.flatten().roll(1).view(tensor.shape))
+        assert worker.wrong("engine") == [name]
+        tensor.copy_(before)
+    worker.wipe("engine")
+    assert set(worker.wrong("engine")) == set(written)
+
+
+def test_values_are_finite_and_differ_between_tensors():
+    one, other = (values.hf_values(name, (300, 200), DTYPE) for name in ("one", "other"))
+    assert one.isfinite().all()
+    assert (one != other).float().mean() > 0.9
+    assert torch.equal(one, values.hf_values("one", (300, 200), torch.float32).to(DTYPE))
+
+
+def test_whole_tensors_fill_buckets_and_only_a_large_one_has_more_than_the_limit():
+    shapes = {"a": (10,), "b": (3, 5), "large": (500,), "c": (16,), "d": (16,), "e": (16,)}
+    dtypes = dict.fromkeys(shapes, torch.float32) | {"a": torch.bfloat16}
+    found = buckets(shapes, shapes, dtypes, 128)
+    assert [list(bucket.offsets) for bucket in found] == [["a", "b"], ["large"], ["c", "d"], ["e"]]
+    assert [bucket.size_bytes for bucket in found] == [128, 2048, 128, 64]
+    memory = torch.zeros(128, dtype=torch.uint8)
+    tensors = found[0].tensors(memory, shapes, dtypes)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"a": (10,), "b": (3, 5)}
+    tensors["b"].fill_(1)
+    assert not tensors["a"].any()
+
+
+def test_what_is_packed_and_put_together_is_the_whole_model():
+    parties = [small_party(rank) for rank in range(SMALL.trainer.ranks)]
+    plan = Plan(SMALL.trainer, SMALL.huggingface)
+    dtypes = parties[0].hf_dtypes
+    whole = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in SMALL.huggingface.hf_shapes.items()}
+    for party in parties:
+        transfers = plan.transfers_from(party.number)
+        memory = torch.zeros(packed_bytes(transfers, dtypes), dtype=torch.uint8)
+        views = packed(transfers, memory, dtypes)
+        Copies(views, [party.tensors[each.source_name][each.source_box.slices()] for each in transfers]).run()
+        into = [whole[each.hf_name][each.destination_box.slices()] for each in transfers]
+        Copies(into, views).run()
+    assert values.wrong(SMALL.huggingface, 0, whole, dtypes) == []
+
+
+class Pair:
+    """Two ranks that talk, and fail."""
+
+    def __init__(self, place, greeting):
+        self.place = place
+        self.greeting = greeting
+
+    def talk(self):
+        if self.place.rank == 0:
+            say(self.place.pipes[1], 7)
+            return self.greeting
+        return hear(self.place.pipes[0])
+
+    def idle(self):
+        time.sleep(0.1 * self.place.rank)
+
+    def fail(self):
+        if self.place.rank == 1:
+            raise ValueError("on purpose")
+
+    def end(self):
+        os._exit(3)
+
+
+def test_ranks_answer_are_timed_and_their_failures_are_told():
+    with running(2, Pair, "hello") as ranks:
+        assert ranks.call("talk") == ["hello", 7]
+        timed = ranks.time("idle")
+        assert timed.seconds == pytest.approx(0.1, abs=0.09)
+        assert timed.cpu_seconds < 0.05
+        with pytest.raises(RankFailed, match=r"(?s)rank 1 failed:.*on purpose"):
+            ranks.call("fail")
+        with pytest.raises(RankFailed, match="has ended"):
+            ranks.call("end")
+
+
+def test_growth_is_the_most_that_was_held_in_between():
+    with Growth(lambda: [held_by(os.getpid())]) as growth:
+        held = torch.ones(50_000_000, dtype=torch.uint8)
+        time.sleep(0.1)
+        del held
+    assert growth.of_ranks[0].anonymous == pytest.approx(50e6, rel=0.1)
+
+
+def test_ratios_are_those_within_a_round():
+    # The machine becomes slower and slower; the ratio stays.
+    runs = [
+        Run(name, number, Timed(seconds * 2**number, 0.5))
+        for number in range(3)
+        for name, seconds in ((MEMCPY, 0.1), (PLANNED, 0.13))
+    ]
+    facts = {name: Facts(200_000_000, 32_000_000, 0) for name in (MEMCPY, PLANNED)}
+    results = Results(180_000_000, 200_000_000, facts, runs)
+    assert results.ratio(PLANNED, MEMCPY).of_rounds == pytest.approx([1.3, 1.3, 1.3])
+    assert list(sentences(results)) == [
+        "planned, checksums: 1.30 (1.30 to 1.30) x the seconds of memcpy; the aim is at most 1.5."
+    ]
+    cells = [cell.strip() for cell in markdown(results).splitlines()[3].split("|")[1:-1]]
+    assert cells == [PLANNED, "0.260", "0.130 to 0.520", "0.77", "1.30", "0.500", "1.00", "32", "0"]
