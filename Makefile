@@ -5,7 +5,7 @@ STEPS  ?=
 OUTPUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit clean
+.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -16,6 +16,7 @@ help:
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
+	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -57,6 +58,9 @@ benchmark-convert: setup .venv-peers
 
 benchmark-refit: setup
 	$(PYTHON) benchmarks/refit.py $(ARGS)
+
+benchmark-plan: setup
+	$(PYTHON) benchmarks/plan.py
 
 clean:
 	rm -rf .venv .venv-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

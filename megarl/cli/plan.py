@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     _check_picture(options.plot)
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
-        refit = _planned(options)
+        refit = planned_refit(options)
         source, destination = refit.layouts()
         topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
         plan = Plan(source, destination, refit.replicas, topology, node_once=refit.node_once)
@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(options: argparse.Namespace) -> "PlannedRefit":
+def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
+    """What the options say. Raises UserError for what cannot be."""
     from megarl.planning.cluster import Cluster
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
 
