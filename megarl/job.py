@@ -22,6 +22,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig, ModelConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.rewards import RewardFunction, load_reward
+from megarl.stages.probe import Probe
 from megarl.stages.refit import Refit
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext import checkpoint_folder
@@ -30,6 +31,9 @@ from megatron_ext.options import MegatronOptions
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
 LOGS = "logs"
+
+_PROBED_PROMPTS = 16
+_PROBED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,17 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             objective=PolicyObjective.from_config(config.algorithm),
             trainer=trainer,
             engines=engines,
-            refit=Refit(trainer, engines, model.architecture.hf_shapes, config.refit.bucket_bytes),
+            refit=Refit(trainer, engines, model.architecture, config.refit, _probe(config, task)),
             tracker=tracker,
             state=state,
         )
+
+
+def _probe(config: MegarlConfig, task: Task) -> Probe | None:
+    if config.refit.verify != "logprobs":
+        return None
+    prompts = [prompt.token_ids for prompt in task.prompts[:_PROBED_PROMPTS]]
+    return Probe(prompts, min(_PROBED_TOKENS, config.rollout.max_response_tokens), config.refit.log_prob_tolerance)
 
 
 def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:

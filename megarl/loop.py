@@ -17,6 +17,7 @@ def train(config: MegarlConfig) -> None:
     """
     with open_job(config) as job:
         job.refit(job.state.step)
+        print(f"refit: {job.refit.description}", flush=True)
         if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
             job.log(_evaluate(job))
         clock = Clock()
@@ -46,7 +47,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, float]:
         metrics = update(job.trainer, batches, job.objective, temperature=temperature)
     with clock.stage("refit"):
         state.step = version + 1
-        job.refit(state.step)
+        metrics |= job.refit(state.step)
 
     metrics |= response_metrics(trajectories, version)
     metrics |= reward_metrics(scored, dropped=len(trajectories) - len(scored))

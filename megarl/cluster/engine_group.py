@@ -1,15 +1,22 @@
 """The engines as one object: requests are cut over them, everything else goes to all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
+import ray
+import torch
+
 from converters.errors import UserError
+from converters.layout import Shape
+from converters.layouts.recorded import Recording
 from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
 from megarl.config.schema import ClusterConfig, RolloutConfig
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.route import Route
+from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import Generation, Request
 
 # Enough for a generation, an update and a question about health at the same time.
@@ -58,17 +65,31 @@ class EngineGroup(WorkerGroup):
         """Let every engine map the shared-memory segments of a refit."""
         self.call("connect", list(segments), segment_bytes)
 
-    def begin_update(self, version: int, names: Sequence[str]) -> None:
+    def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
-        self.call("begin_update", version, list(names))
+        self.wait(self.begin("begin_update", version, list(names)), timeout_s)
 
     def begin_write(self, bucket: Bucket) -> list[Call]:
         """Begin to load a bucket in all engines; its segment is free again when `wait` returns."""
         return self.begin("write", bucket)
 
-    def commit_update(self, version: int) -> None:
+    def record_layouts(
+        self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+    ) -> list[list[Recording]]:
+        """Of each engine, where its workers keep the tensors of a HuggingFace checkpoint.
+
+        Raises UserError for engines of which this is not known.
+        """
+        return self.call("record_layout", dict(hf_shapes), dict(hf_dtypes))
+
+    def begin_join(self, route: Route, meeting: Meeting) -> list[Call]:
+        """Begin to meet the trainer's ranks."""
+        stored = ray.put(route)
+        return self.begin_each("join_transfer", [(stored, replica, meeting) for replica in range(len(self))])
+
+    def commit_update(self, version: int, timeout_s: float) -> None:
         """Lift the fence: from here on all engines serve `version`."""
-        self.call("commit_update", version)
+        self.wait(self.begin("commit_update", version), timeout_s)
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed for earlier prompts."""

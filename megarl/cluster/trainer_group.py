@@ -1,5 +1,6 @@
 """The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,11 +11,14 @@ import ray
 import torch
 from torch import Tensor
 
-from converters.layouts.megatron import ParallelSizes
+from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.schema import ClusterConfig
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.route import Route
+from megarl.resharding.transports import TRANSPORTS
+from megarl.resharding.transports.ends import Meeting
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions
@@ -74,6 +78,21 @@ class TrainerGroup(WorkerGroup):
     def write(self, bucket: Bucket) -> None:
         """Let every rank write its part of a bucket."""
         self.call("write", bucket)
+
+    @property
+    def parallel(self) -> ParallelSizes:
+        """How the model is cut over the ranks."""
+        return self._parallel
+
+    def model_form(self) -> tuple[ModuleNames, str]:
+        """By which names the tensors of the model are known, and the collective backend of the device they are on."""
+        return self.call("model_form")[0]
+
+    def open_transfer(self, route: Route, transport: str, engine_workers: int, timeout_s: float) -> Meeting:
+        """Prepare all ranks to send their parts of `route`; where their receivers meet them."""
+        doors = self.call("open_transfer", ray.put(route))
+        store = self.wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
+        return Meeting(transport, secrets.token_bytes(32), doors, store, engine_workers, timeout_s)
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write the model as a HuggingFace checkpoint."""

@@ -1,5 +1,6 @@
 """The program of one Megatron rank."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import ray
@@ -11,12 +12,18 @@ device.install()  # before anything of Megatron is imported
 
 from converters.architectures import read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
+from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.resharding.buckets import Bucket  # noqa: E402
+from megarl.resharding.connections import Address  # noqa: E402
+from megarl.resharding.route import Route  # noqa: E402
+from megarl.resharding.sender import Sender  # noqa: E402
 from megarl.resharding.source import WeightSource  # noqa: E402
+from megarl.resharding.transports.ends import Meeting  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
 from megatron_ext.engine import MegatronEngine  # noqa: E402
 from megatron_ext.log_probs import LogProbs  # noqa: E402
+from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.objective import Objective  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.packing import RaggedBatch  # noqa: E402
@@ -29,6 +36,7 @@ class TrainerWorker:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.sender: Sender | None = None
 
     def rendezvous(self, port: int) -> str:
         """An address of this rank's machine at which the ranks can meet; `port` 0 is any."""
@@ -76,6 +84,10 @@ class TrainerWorker:
         """See `MegatronEngine.train_step`."""
         return self.engine.train_step(batch, micro_batches, objective, temperature=temperature)
 
+    def model_form(self) -> tuple[ModuleNames, str]:
+        """By which names the tensors of this model are known, and the collective backend of the device they are on."""
+        return module_names(), device.backend()
+
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of which this rank sends a part."""
         return self.weights.dtypes()
@@ -87,6 +99,35 @@ class TrainerWorker:
     def write(self, bucket: Bucket) -> None:
         """Write this rank's boxes of a bucket into its segment."""
         self.weights.write(bucket)
+
+    def open_transfer(self, route: Route) -> Address:
+        """Prepare to send this rank's part of the route; where receivers find it."""
+        self.close_transfer()
+        host = ray.util.get_node_ip_address()
+        self.sender = Sender(self.rank, route.outgoing(self.rank), self.engine.local_tensors(), host)
+        return self.sender.address
+
+    def open_store(self, timeout_s: float) -> Address:
+        """A new store at which process groups can be made; it lasts until the next one."""
+        host = ray.util.get_node_ip_address()
+        self.store = open_store(host, timedelta(seconds=timeout_s))
+        return host, self.store.port
+
+    def join_transfer(self, meeting: Meeting) -> None:
+        """Wait for the receivers. See `Sender.join`."""
+        assert self.sender is not None
+        self.sender.join(meeting)
+
+    def send(self, version: int, with_checksum: bool) -> int:
+        """Send the present weights as `version`; the number of bytes. See `Sender.send`."""
+        assert self.sender is not None
+        return self.sender.send(version, with_checksum=with_checksum)
+
+    def close_transfer(self) -> None:
+        """Free what a transfer holds."""
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write a HuggingFace checkpoint."""

@@ -1,5 +1,6 @@
 """A group of worker processes: one call in, all results out, the first failure at once."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,19 @@ Call: TypeAlias = ray.ObjectRef
 """A call that was begun; `WorkerGroup.wait` gives its result."""
 
 
-class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A call failed in a worker, or its process is gone; the message ends with the end of its `log`."""
+# How long the others are given to say that they failed, too.
+_CONSEQUENCES_S = 5.0
 
-    def __init__(self, reason: str, log: Path) -> None:
+
+class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
+    """A call failed in a worker, or its process is gone; the message ends with the end of its `log`.
+
+    `error` is what was raised in the worker; None if its process died, or did not answer.
+    """
+
+    def __init__(self, reason: str, log: Path, error: BaseException | None = None) -> None:
         super().__init__(f"{reason}\nThe end of {log}:\n{last_lines(log)}")
+        self.error = error
 
 
 class WorkerGroup:
@@ -66,9 +75,9 @@ class WorkerGroup:
             )
         self.wait([host.make.remote(module, name, *own) for host, own in zip(self._hosts, arguments, strict=True)])
 
-    def nodes(self) -> set[str]:
-        """The machines that the workers run on, as Ray names them."""
-        return set(self.wait([host.node.remote() for host in self._hosts]))
+    def nodes(self) -> list[str]:
+        """The machine that each worker runs on, as Ray names it."""
+        return self.wait([host.node.remote() for host in self._hosts])
 
     def begin(self, method: str, *arguments: Any) -> list[Call]:
         """Begin a call of every worker."""
@@ -82,25 +91,63 @@ class WorkerGroup:
         """Call every worker and wait; results in the order of the workers."""
         return self.wait(self.begin(method, *arguments))
 
-    def wait(self, calls: Sequence[Call]) -> list[Any]:
+    def wait(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
         """Results of all `calls`, one for each worker in order (or none); raises as soon as one of them fails.
 
         The others may wait for the failed one in a collective, so waiting for them first would never end.
-        Raises UserError if that was raised in the worker, else WorkerFailed with the reason and the end of its log.
+        Raises UserError if that was raised in the worker, else WorkerFailed with the reason and the end of its log;
+        also if a call has not ended after `timeout_s`.
         """
-        log_of = dict(zip(calls, self._logs, strict=False))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        log_of = self.log_of(calls)
         pending = list(calls)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                if isinstance(error.cause, UserError):
-                    raise error.cause from None
-                raise WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log_of[done[0]]) from error
-            except RayActorError as error:
-                raise WorkerFailed("the process died", log_of[done[0]]) from error
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=left)
+            if not done:
+                raise WorkerFailed(f"no answer for {timeout_s:g} s", log_of[pending[0]])
+            if failure := _failure(done[0], log_of[done[0]]):
+                raise failure
         return ray.get(list(calls))
+
+    def log_of(self, calls: Sequence[Call]) -> dict[Call, Path]:
+        """Each call, one for each worker, with the worker's log."""
+        return dict(zip(calls, self._logs, strict=False))
+
+
+def wait_together(log_of: Mapping[Call, Path], consequence: type[Exception]) -> None:
+    """Wait for calls of workers, of any groups, that need each other; `log_of` is from `WorkerGroup.log_of`.
+
+    Where one fails, the others soon fail for that reason, with a `consequence`. Raises, as `WorkerGroup.wait` does, the
+    failure that says most: the end of a process, then any error but a consequence.
+    """
+    pending = list(log_of)
+    failures: list[Exception] = []
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=_CONSEQUENCES_S if failures else None)
+        if not done:
+            break
+        if failure := _failure(done[0], log_of[done[0]]):
+            failures.append(failure)
+    if failures:
+        raise min(failures, key=lambda failure: _depth(failure, consequence))
+
+
+def _depth(failure: Exception, consequence: type[Exception]) -> int:
+    error = failure.error if isinstance(failure, WorkerFailed) else failure
+    return 0 if error is None else 2 if isinstance(error, consequence) else 1
+
+
+def _failure(done: Call, log: Path) -> Exception | None:
+    """Why a call that has ended failed; None if it did not."""
+    try:
+        ray.get(done)
+    except RayTaskError as error:
+        cause = error.cause
+        return cause if isinstance(cause, UserError) else WorkerFailed(f"{type(cause).__name__}: {cause}", log, cause)
+    except RayActorError:
+        return WorkerFailed("the process died", log)
+    return None
 
 
 def _free(resources: Mapping[str, float]) -> str:

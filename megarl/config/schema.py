@@ -45,8 +45,22 @@ class RolloutConfig:
 class RefitConfig:
     """Moving new weights into the engines."""
 
+    path: str = "auto"
+    """How weights get into an engine: planned sends each shard straight to where the engine keeps it, named gives
+    whole tensors to the engine's own loader. auto is planned where the engine can say where it keeps every tensor,
+    else named. The first refit of an engine always goes by name."""
+    transport: str = "auto"
+    """What planned refits go through: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
+    that both sides have mapped."""
     bucket_bytes: int = 512 * 1024**2
-    """Size of one shared-memory bucket; two exist per host."""
+    """Size of a bucket; each rank has two at most, and none larger than what it sends at once."""
+    verify: str = "checksum"
+    """How planned refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
+    the trainer score a few greedy tokens of the engines after every refit, off does neither."""
+    log_prob_tolerance: float = 0.05
+    """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
+    timeout_s: float = 600.0
+    """How long the ranks of a refit wait for any sign of each other."""
 
 
 @dataclass

@@ -9,6 +9,8 @@ from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.config.megatron import parallel_sizes
 from megarl.config.schema import MegarlConfig
+from megarl.resharding.messages import ALIGNMENT_BYTES
+from megarl.resharding.transports import TRANSPORTS
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 from megatron_ext.arguments import nearest_name
@@ -16,6 +18,9 @@ from megatron_ext.arguments import nearest_name
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
     "rollout.engine": ENGINES,
+    "refit.path": ("auto", "planned", "named"),
+    "refit.transport": ("auto", *TRANSPORTS),
+    "refit.verify": ("checksum", "logprobs", "off"),
     "reward.on_error": ("stop", "drop"),
     "algorithm.advantage": ADVANTAGES,
     "algorithm.policy_loss": POLICY_LOSSES,
@@ -27,7 +32,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
 _AT_LEAST: Mapping[str, int] = {
     "rollout.replicas": 1,
     "rollout.max_response_tokens": 1,
-    "refit.bucket_bytes": 1,
+    "refit.bucket_bytes": ALIGNMENT_BYTES,
     "reward.workers": 1,
     "algorithm.kl_coefficient": 0,
     "algorithm.entropy_coefficient": 0,
@@ -53,6 +58,8 @@ _ABOVE_ZERO = (
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
     "cluster.start_timeout_s",
+    "refit.timeout_s",
+    "refit.log_prob_tolerance",
 )
 _AT_MOST_ONE = ("rollout.top_p", "algorithm.clip_low")
 _AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")

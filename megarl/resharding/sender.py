@@ -70,8 +70,8 @@ class Sender:
             self._end.everyone_joined()
         self._outgoing = self._in_order(len(meeting.doors), meeting.destinations)
 
-    def send(self, version: int, *, with_checksum: bool) -> None:
-        """Send everything, as it is now, as `version`; returns when all receivers have it.
+    def send(self, version: int, *, with_checksum: bool) -> int:
+        """Send everything, as it is now, as `version`; returns when all receivers have it. The number of bytes sent.
 
         Raises TransferError if one of them is gone, silent or failed.
         """
@@ -82,6 +82,7 @@ class Sender:
                 self._send(outgoing, version, bucket, with_checksum)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
+        return sum(outgoing.message.size_bytes for outgoing in self._outgoing)
 
     def close(self) -> None:
         """End the links and free the buckets."""

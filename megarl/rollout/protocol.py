@@ -1,10 +1,16 @@
 """What the training loop asks of an inference engine: token ids in, token ids out, and new weights in between."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
+from converters.layout import Shape
+from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.route import Route
+from megarl.resharding.transports.ends import Meeting
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort"]
@@ -63,8 +69,10 @@ class Generation:
 class Engine(Protocol):
     """An inference engine in this process. Every method may be called from any thread.
 
-    A weight update is a transaction: `begin_update`, `write` of every bucket, `commit_update`. From its begin to its
-    commit the engine serves nothing; requests wait. If an update fails it stays so, until another one is committed.
+    A weight update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the
+    engine serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights
+    come either by name, with `write` of every bucket, or by `receive` straight into the parameters, for which the
+    engine has to say where it keeps them (`record_layout`) and to meet the trainer's ranks (`join_transfer`).
     Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
@@ -97,6 +105,31 @@ class Engine(Protocol):
 
         Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
         """
+
+    def record_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[Recording]:
+        """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
+
+        Raises UserError for a version of the engine of which this is not known.
+        """
+
+    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> None:
+        """Meet the trainer's ranks as engine number `replica`; an earlier meeting is left.
+
+        Raises TransferError if one of them does not come.
+        """
+
+    def receive(self, version: int) -> None:
+        """Let all weights of the update be written by the trainer's ranks.
+
+        Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
+        the transfer is to be joined anew.
+        """
+
+    def compare(self, version: int) -> set[str]:
+        """The parameters that `receive` would change; nothing is written. Raises TransferError as `receive`."""
+
+    def leave_transfer(self) -> None:
+        """Free what belongs to the transfer that was joined, if any."""
 
     def commit_update(self, version: int) -> None:
         """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.

@@ -11,6 +11,8 @@ class WeightUpdate:
     def __init__(self, version: int, names: Sequence[str]) -> None:
         self.version = version
         self.failed = False
+        self.loads_by_name = False
+        """Whether the engine's own loader has begun to take part."""
         self._missing = set(names)
         self._names = frozenset(names)
 
@@ -22,6 +24,15 @@ class WeightUpdate:
             if name not in self._missing:
                 raise UpdateError(f"update {self.version}: {name} was already written")
             self._missing.remove(name)
+
+    def accept_all(self) -> None:
+        """Note that all tensors are about to be written. Raises UpdateError as `accept`."""
+        self.accept(self._names)
+
+    def check_version(self, version: int) -> None:
+        """Raises UpdateError if this is an update to another version."""
+        if version != self.version:
+            raise UpdateError(f"version {version} cannot be written or committed: update {self.version} is under way")
 
     def check_complete(self) -> None:
         """Raises UpdateError naming what is missing."""

@@ -1,56 +1,105 @@
 """A refit: the trained weights of all ranks into all engines, as one new version or not at all."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
+from converters.architectures import Architecture
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Call
-from megarl.resharding.buckets import cut_into_buckets
-from megarl.resharding.shared_memory import Segment
-
-# While the engines load one bucket, the ranks write the next into the other segment.
-_SEGMENTS = 2
+from megarl.cluster.worker_group import WorkerFailed
+from megarl.config.schema import RefitConfig
+from megarl.resharding.connections import TransferError
+from megarl.stages.named_path import NamedPath
+from megarl.stages.planned_path import NotPlannableError, PlannedPath
+from megarl.stages.probe import Probe
 
 
 class Refit:
-    """Moves weights through two shared-memory segments that trainer and engines of one host have mapped."""
+    """Chooses the path of the weights and makes every refit a transaction.
+
+    The first one goes by name, through the engine's own loader. Then the engines' parameters are compared with what
+    the plan would have written: engines that keep one of them in another form go on by name. A `probe` follows every
+    refit.
+
+    Raises UserError where engine and policy are not the same model, before any weights move.
+    """
 
     def __init__(
         self,
         trainer: TrainerGroup,
         engines: EngineGroup,
-        hf_shapes: Mapping[str, tuple[int, ...]],
-        bucket_bytes: int,
+        architecture: Architecture,
+        config: RefitConfig,
+        probe: Probe | None = None,
     ) -> None:
-        if len(nodes := trainer.nodes() | engines.nodes()) > 1:
+        if len(nodes := {*trainer.nodes(), *engines.nodes()}) > 1:
             raise UserError(
                 f"the trainer and the engines run on {len(nodes)} machines, but a refit goes through the shared memory "
                 "of one: give them fewer ranks or replicas, or a machine with more cores"
             )
         self._trainer = trainer
         self._engines = engines
-        self._names = list(hf_shapes)
-        self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), bucket_bytes, segments=_SEGMENTS)
-        segment_bytes = max(bucket.size_bytes for bucket in self._buckets)
-        segments = [Segment(segment_bytes) for _ in range(_SEGMENTS)]
-        handles = [segment.handle() for segment in segments]
-        try:
-            trainer.connect(handles, segment_bytes)
-            engines.connect(handles, segment_bytes)
-        finally:
-            # Mapped memory lives on, and ends with the last process that mapped it.
-            for segment in segments:
-                segment.close()
+        self._config = config
+        self._probe = probe
+        self._names = list(architecture.hf_shapes)
+        self._named = NamedPath(trainer, engines, architecture.hf_shapes, config.bucket_bytes)
+        self._planned: PlannedPath | None = None
+        self._is_confirmed = False
+        self.reason = "refit.path=named"
+        """Why weights go by name; empty if they do not."""
+        if config.path != "named":
+            self.reason = "this is the first refit"
+            try:
+                self._planned = PlannedPath(trainer, engines, architecture, config)
+            except NotPlannableError as error:
+                self._stay_named(str(error))
 
-    def __call__(self, version: int) -> None:
-        """Give the engines the trainer's present weights as `version`; they serve nothing in between."""
-        self._engines.begin_update(version, self._names)
-        loading: dict[int, list[Call]] = {}
-        for bucket in self._buckets:
-            self._engines.wait(loading.pop(bucket.segment, []))
-            self._trainer.write(bucket)
-            loading[bucket.segment] = self._engines.begin_write(bucket)
-        for references in loading.values():
-            self._engines.wait(references)
-        self._engines.commit_update(version)
+    @property
+    def description(self) -> str:
+        """How the next weights will go."""
+        if self._is_confirmed and self._planned is not None:
+            return f"planned, through {self._planned.transport}"
+        return f"named ({self.reason})"
+
+    def __call__(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
+        metrics = self._update(version)
+        if self._probe is not None:
+            metrics |= self._probe(self._trainer, self._engines)
+        if self._planned is not None and not self._is_confirmed:
+            self._confirm(self._planned, version)
+        return metrics
+
+    def _update(self, version: int) -> dict[str, float]:
+        planned = self._planned if self._is_confirmed else None
+        repeated = False
+        try:
+            size = self._transaction(version, self._named.send if planned is None else lambda: planned.send(version))
+        except WorkerFailed as failure:
+            # All processes are there, and what a failed update has written is no harm: it is written again.
+            if planned is None or not isinstance(failure.error, TransferError):
+                raise
+            repeated = True
+            planned.join()
+            size = self._transaction(version, lambda: planned.send(version))
+        return {"refit/planned": float(planned is not None), "refit/repeated": float(repeated), "refit/bytes": size}
+
+    def _transaction(self, version: int, send: Callable[[], int]) -> int:
+        self._engines.begin_update(version, self._names, self._config.timeout_s)
+        size = send()
+        self._engines.commit_update(version, self._config.timeout_s)
+        return size
+
+    def _confirm(self, planned: PlannedPath, version: int) -> None:
+        planned.join()
+        if differing := planned.differing(version):
+            planned.close()
+            self._stay_named(f"the engine does not keep {differing[0]} as it was loaded")
+            return
+        self._named.close()
+        self._is_confirmed, self.reason = True, ""
+
+    def _stay_named(self, reason: str) -> None:
+        self._planned, self.reason = None, reason
+        if self._config.path == "planned":
+            raise UserError(f"refit.path=planned is not possible: {reason}; set refit.path to auto or named")

@@ -4,7 +4,7 @@ What was put where is said over a `Link`; a transport only moves bytes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -24,7 +24,7 @@ class Meeting:
     """
 
     transport: str
-    key: bytes
+    key: bytes = field(repr=False)
     doors: Sequence[Address]
     store: Address | None
     destinations: int

@@ -9,6 +9,9 @@ import torch
 
 from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.connections import TransferError
+from megarl.resharding.route import Route
+from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
@@ -63,6 +66,22 @@ class VllmEngine:
     def begin_update(self, version: int, names: Sequence[str]) -> None:
         """See `Engine.begin_update`."""
         self._call(self._begin_update, version, names)
+
+    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> None:
+        """See `Engine.join_transfer`."""
+        self._call(self._transfer, "join_transfer", route, replica, meeting)
+
+    def receive(self, version: int) -> None:
+        """See `Engine.receive`."""
+        self._call(self._receive, version)
+
+    def compare(self, version: int) -> set[str]:
+        """See `Engine.compare`."""
+        return set().union(*self._call(self._transfer, "compare_transfer", version))
+
+    def leave_transfer(self) -> None:
+        """See `Engine.leave_transfer`."""
+        self._call(self._workers, "leave_transfer")
 
     def write(self, bucket: Bucket) -> None:
         """See `Engine.write`."""
@@ -152,10 +171,25 @@ class VllmEngine:
 
         # Here too: what a worker of another process raises arrives as another exception.
         check_version()
-        return self._llm_engine.collective_rpc("record_layout", args=arguments)
+        return self._workers("record_layout", *arguments)
 
-    def _workers(self, method: str, *arguments: Any) -> None:
-        self._llm_engine.collective_rpc(method, args=arguments)
+    def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        return self._llm_engine.collective_rpc(method, args=arguments)
+
+    def _transfer(self, method: str, *arguments: Any) -> list[Any]:
+        results = self._workers(method, *arguments)
+        for result in results:
+            if isinstance(result, str):
+                raise TransferError(result)
+        return results
+
+    def _receive(self, version: int) -> None:
+        update = self._update_under_way("receive")
+        update.check_version(version)
+        update.failed = True
+        update.accept_all()
+        self._transfer("receive_transfer", version)
+        update.failed = False
 
     def _begin_update(self, version: int, names: Sequence[str]) -> None:
         if self._update is not None and not self._update.failed:
@@ -165,25 +199,24 @@ class VllmEngine:
         if self._update is not None:
             self._workers("abandon_weight_update")
         self._update = WeightUpdate(version, names)
-        # Until the workers have begun: whatever is raised below leaves the update failed, also in the other methods.
-        self._update.failed = True
-        self._workers("start_weight_update")
-        self._update.failed = False
 
     def _write(self, bucket: Bucket) -> None:
         update = self._update_under_way("write")
         update.failed = True
+        if not update.loads_by_name:
+            self._workers("start_weight_update")
+            update.loads_by_name = True
         update.accept(entry.name for entry in bucket.entries)
         self._workers("update_weights", {"bucket": bucket})
         update.failed = False
 
     def _commit_update(self, version: int) -> None:
         update = self._update_under_way("commit")
-        if version != update.version:
-            raise UpdateError(f"version {version} cannot be committed: the update under way is {update.version}")
+        update.check_version(version)
         update.failed = True
         update.check_complete()
-        self._workers("finish_weight_update")
+        if update.loads_by_name:
+            self._workers("finish_weight_update")
         self._reset_prefix_cache()
         self._version = version
         self._update = None

@@ -11,7 +11,11 @@ from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
+from megarl.resharding.connections import TransferError
+from megarl.resharding.route import Route
+from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.vllm import cpu, recording, weight_transfer
+from megarl.rollout.vllm.direct_writing import DirectWriter
 
 weight_transfer.register()
 if current_platform.is_cpu():
@@ -19,7 +23,12 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class."""
+    """Methods that vLLM adds to its worker class.
+
+    Those of a transfer return the reason if it fails: what is raised in a process of vLLM's arrives as something else.
+    """
+
+    _direct_writer: DirectWriter | None = None
 
     def abandon_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
@@ -29,3 +38,39 @@ class WorkerExtension:
     def record_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> Recording:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`recording.record_model`)."""
         return recording.record_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
+
+    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> str | None:
+        """Meet the trainer's ranks, to get weights from them straight into the parameters."""
+        self.leave_transfer()
+        model, config, worker = self.get_model(), self.model_config, self.rank  # type: ignore[attr-defined]
+        try:
+            self._direct_writer = DirectWriter(model, config, route, replica, worker, meeting)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def receive_transfer(self, version: int) -> str | None:
+        """See `DirectWriter.receive`."""
+        try:
+            self._writer().receive(version)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def compare_transfer(self, version: int) -> set[str] | str:
+        """See `DirectWriter.compare`."""
+        try:
+            return self._writer().compare(version)
+        except TransferError as error:
+            return str(error)
+
+    def leave_transfer(self) -> None:
+        """Free what a transfer holds."""
+        if self._direct_writer is not None:
+            self._direct_writer.close()
+            self._direct_writer = None
+
+    def _writer(self) -> DirectWriter:
+        if self._direct_writer is None:
+            raise TransferError("the engine has not joined a transfer")
+        return self._direct_writer

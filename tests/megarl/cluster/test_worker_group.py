@@ -8,9 +8,10 @@ import pytest
 import ray
 
 from converters.errors import UserError
+from megarl.cluster import worker_group
 from megarl.cluster.placement import Place
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.worker_group import WorkerFailed, WorkerGroup
+from megarl.cluster.worker_group import WorkerFailed, WorkerGroup, wait_together
 from megarl.config.schema import ClusterConfig
 
 PROGRAM = """
@@ -45,6 +46,23 @@ class Program:
             os._exit(7)
         time.sleep(600)
 
+    def sleep(self):
+        time.sleep(600)
+
+    def play(self, part):
+        return getattr(self, part)()
+
+    def lose_a_peer(self):
+        raise ConnectionError("a peer is gone")
+
+    def die_later(self):
+        time.sleep(self.rank)
+        os._exit(7)
+
+    def fail_later(self):
+        time.sleep(self.rank)
+        self.fail()
+
     def close(self):
         print("closed in order", flush=True)
 """
@@ -76,7 +94,8 @@ def test_results_come_in_the_order_of_the_workers(make_group, tmp_path):
         assert group.call("rank_plus", 10) == [10, 11]
         assert group.wait(group.begin_each("rank_plus", [(1,), (2,)])) == [1, 3]
         assert group.call("environment", "MEGARL_TEST") == ["seen", "seen"]
-        assert len(group.nodes()) == 1
+        first, second = group.nodes()
+        assert first == second
     assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
 
 
@@ -93,6 +112,34 @@ def test_fault_of_the_program_keeps_its_traceback(make_group):
 def test_dead_worker_is_reported_with_its_last_lines(make_group):
     with pytest.raises(WorkerFailed, match="the last words of rank 1"), make_group() as group:
         group.call("die")
+
+
+def test_a_call_that_takes_too_long_is_given_up(make_group):
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"no answer for 0\.5 s"), make_group() as group:
+        group.wait(group.begin("sleep"), timeout_s=0.5)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        # The consequence comes first, and is not what is told.
+        (("lose_a_peer", "die_later"), "the process died"),
+        (("lose_a_peer", "fail_later"), "ZeroDivisionError: a fault of the program"),
+        (("lose_a_peer", "pid"), "ConnectionError: a peer is gone"),
+        # The other one stands still.
+        (("sleep", "fail"), "ZeroDivisionError: a fault of the program"),
+    ],
+)
+def test_of_workers_that_need_each_other_the_first_cause_is_told(make_group, monkeypatch, parts, message):
+    monkeypatch.setattr(worker_group, "_CONSEQUENCES_S", 3.0)
+
+    def play(group):
+        wait_together(group.log_of(group.begin_each("play", [(part,) for part in parts])), consequence=ConnectionError)
+
+    with pytest.raises(WorkerFailed, match=message), make_group() as group:
+        play(group)
 
 
 def test_cluster_without_room_is_a_user_error(make_group):

@@ -1,0 +1,78 @@
+"""A route: all that a rank has to know to find its own part of every refit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
+from converters.layouts.recorded import Recording, recorded_layout
+from converters.plan import Plan
+from converters.topology import Topology
+from megarl.resharding.messages import Message
+from megarl.resharding.streams import incoming, outgoing
+
+
+@dataclass(frozen=True)
+class Route:
+    """From a Megatron job to equal engines. Small, and travels between processes.
+
+    `recordings` are those of the workers of one engine.
+    """
+
+    architecture: Architecture
+    parallel: ParallelSizes
+    module_names: ModuleNames
+    recordings: Sequence[Recording]
+    replicas: int
+    topology: Topology
+    bucket_bytes: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each rank makes the plan itself, in less time than it takes to send it.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan. Raises UserError where engine and policy are not the same model."""
+        shards = [recording.shard for recording in self.recordings]
+        return Plan(
+            source=megatron_layout(self.architecture, self.parallel, module_names=self.module_names),
+            destination=recorded_layout(shards, self.architecture.hf_shapes),
+            replicas=self.replicas,
+            topology=self.topology,
+        )
+
+    def outgoing(self, source_rank: int) -> dict[int, list[Message]]:
+        """What a source rank sends, by destination rank."""
+        dtypes = [recording.dtypes for recording in self.recordings]
+        return outgoing(self.plan, source_rank, dtypes, self.bucket_bytes)
+
+    def incoming(self, destination_rank: int) -> dict[int, list[Message]]:
+        """What a destination rank gets, by source rank."""
+        dtypes = self.recordings[destination_rank % len(self.recordings)].dtypes
+        return incoming(self.plan, destination_rank, dtypes, self.bucket_bytes)
+
+    def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
+
+        `policy_dtypes` are those of the policy's HuggingFace tensors: an engine may keep them in a type that holds all
+        their values, and in no other.
+        """
+        _ = self.plan
+        for recording in self.recordings:
+            for placement in recording.shard.placements:
+                held, given = recording.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
+                if torch.promote_types(held, given) != held:
+                    raise UserError(
+                        f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
+                        f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
+                    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

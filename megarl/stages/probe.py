@@ -1,0 +1,51 @@
+"""A probe: whether the engines have the trainer's weights, by what they say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+
+import torch
+
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.rollout.protocol import Request, SamplingParameters
+from megatron_ext.packing import RaggedBatch
+
+_PROMPTS_PER_ENGINE = 2
+
+
+class ProbeError(RuntimeError):
+    """The engines do not have the weights of the trainer."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Lets every engine answer some of `prompts`, greedily and in `max_tokens` at most, and the trainer score that."""
+
+    prompts: Sequence[list[int]]
+    max_tokens: int
+    tolerance: float
+
+    def __call__(self, trainer: TrainerGroup, engines: EngineGroup) -> dict[str, float]:
+        """Metrics. Raises ProbeError if log-probabilities of engine and trainer differ, in nats, by more than
+        `tolerance` in the mean of any response.
+        """
+        count = max(_PROMPTS_PER_ENGINE * len(engines), trainer.parallel.data_parallel_size)
+        prompts = list(islice(cycle(self.prompts), count))
+        sampling = SamplingParameters(temperature=0.0, max_tokens=self.max_tokens)
+        generations = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
+        answers = [prompt + generation.token_ids for prompt, generation in zip(prompts, generations, strict=True)]
+        lengths = [len(answer) for answer in answers]
+        batch = RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths))
+        scored = trainer.log_probs(batch, temperature=1.0).log_probs.split(lengths)
+        difference = max(
+            (own[len(prompt) :] - torch.tensor(generation.log_probs)).abs().mean().item()
+            for prompt, own, generation in zip(prompts, scored, generations, strict=True)
+        )
+        if not difference <= self.tolerance:
+            raise ProbeError(
+                f"after a refit the log-probabilities of engine and trainer differ by {difference:.4f} nats in the "
+                f"mean of a response, and refit.log_prob_tolerance is {self.tolerance}: the engine does not have the "
+                "trainer's weights"
+            )
+        return {"refit/log_prob_difference": difference}
