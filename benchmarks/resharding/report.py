@@ -17,17 +17,20 @@ _NOTES = """\
 - Before the rounds everything that a contender wrote is wiped, written again and compared with what it must be, bit
   by bit.
 - **memcpy** is the limit: as many bytes between the same ranks, through the same segments of shared memory and in
-  messages of the same sizes, but contiguous at both ends, and a byte through a pipe says that they are there.
+  messages of the same sizes, but contiguous at both ends, and a byte through a pipe says that they are there. Of six
+  ways to copy, the fastest.
 - **planned** is megarl's refit (`megarl/resharding`): `Sender.send` and `Receiver.receive` from the beginning of a
   version until every message came, was found right by its CRC-32, and was written where it belongs. What an engine does
-  before and after, such as pausing and deriving values anew, is not in it.
+  before and after, such as pausing and deriving values anew, is not in it. Rows with "(gloo)" go through megarl's
+  point-to-point transport, which is for ranks on different machines, the others through shared memory.
 - **all-gather** is what verl and slime do: the ranks of a pipeline stage gather whole HuggingFace tensors over gloo,
   bucket by bucket, and the first of them gives these to every worker, which copies its part; by a broadcast over gloo,
   or in shared memory that the workers map, as where trainer and engine share GPUs. It is kinder than they are: nothing
   is gathered that two ranks hold, only the rank that gives puts the tensors together, views are made once, and the
   stages work side by side. gloo goes through the loopback device, since it has no shared memory.
 - **megatron.core.resharding** is that of the installed megatron-core, through its own gloo service, to two ranks of
-  Megatron at TP2; beside it megarl's refit to the same ranks. It is given modules with Transformer Engine's parameter
+  Megatron at TP2; beside it megarl's refit to the same ranks, through shared memory and through gloo. It has no
+  checksums and takes memory for all that a rank receives. It is given modules with Transformer Engine's parameter
   names, of which it needs names, shapes and marks only. Its plan is made before the rounds.
 - Extra memory is RssAnon and RssShmem at their most, sampled every 3 ms from the opening of a contender to the end of
   its second run, over what the process held before. Shared memory counts for the trainer rank that made it.

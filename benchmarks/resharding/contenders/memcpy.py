@@ -68,7 +68,7 @@ class Memcpy:
             bucket = position % BUCKETS
             if reader := readers[bucket]:
                 hear(reader)
-            self._own[bucket][: cut.stop - cut.start].copy_(self._memory[peer][cut])
+            _copy(self._own[bucket][: cut.stop - cut.start], self._memory[peer][cut])
             readers[bucket] = self._pipes[peer]
             say(self._pipes[peer], bucket)
         for reader in filter(None, readers):
@@ -82,7 +82,7 @@ class Memcpy:
             for pipe in heard_of(list(missing)):
                 bucket = hear(pipe)
                 cut = next(missing[pipe])
-                self._memory[peers[pipe]][cut].copy_(self._buckets[peers[pipe]][bucket][: cut.stop - cut.start])
+                _copy(self._memory[peers[pipe]][cut], self._buckets[peers[pipe]][bucket][: cut.stop - cut.start])
                 say(pipe)
                 left -= 1
 
@@ -101,6 +101,11 @@ def _cuts(sizes: list[int]) -> Iterator[slice]:
     for size in sizes:
         yield slice(start, start + size)
         start += size
+
+
+def _copy(into: Tensor, out_of: Tensor) -> None:
+    # Faster than byte by byte, and than memmove and NumPy.
+    into.view(torch.int64).copy_(out_of.view(torch.int64))
 
 
 def _byte(rank: int) -> int:

@@ -1,12 +1,15 @@
-"""The refit of megarl: each rank's own part of the plan, through two buckets of shared memory per trainer rank."""
+"""The refit of megarl: each rank's own part of the plan, through two buckets of each trainer rank."""
 
 import secrets
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 from megarl.resharding.receiver import Receiver
 from megarl.resharding.sender import Sender
+from megarl.resharding.transports import TRANSPORTS
 from megarl.resharding.transports.ends import Meeting
+from megatron_ext.loopback import open_store
 from resharding.party import Destination, Party
 from resharding.processes import DEADLINE_S
 
@@ -17,7 +20,9 @@ _VERSION = 1
 class Planned:
     """A run goes from the beginning of a refit until all has been received and, with checksums, verified."""
 
-    def __init__(self, party: Party, destination: Destination, *, with_checksum: bool) -> None:
+    def __init__(
+        self, party: Party, destination: Destination, *, with_checksum: bool, transport: str = "shared_memory"
+    ) -> None:
         self._party, self._destination = party, destination
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
@@ -27,10 +32,10 @@ class Planned:
         self._run: Callable[[], object]
         if party.is_source:
             sender = Sender(party.number, streams, party.tensors, _LOOPBACK)
-            sender.join(_meeting(party, sender))
+            sender.join(self._meeting(transport, sender))
             self._run = partial(sender.send, _VERSION, with_checksum=with_checksum)
         else:
-            receiver = Receiver(party.number, streams, party.written[destination], _meeting(party, None))
+            receiver = Receiver(party.number, streams, party.written[destination], self._meeting(transport, None))
             receiver.join()
             self._run = partial(receiver.receive, _VERSION)
 
@@ -46,8 +51,13 @@ class Planned:
         """Names of tensors with a wrong value."""
         return self._party.wrong(self._destination)
 
-
-def _meeting(party: Party, sender: Sender | None) -> Meeting:
-    said = party.exchange((secrets.token_bytes(16), sender and sender.address))
-    doors = [address for _, address in said[: party.sources]]
-    return Meeting("shared_memory", said[0][0], doors, None, len(party.workers), DEADLINE_S)
+    def _meeting(self, transport: str, sender: Sender | None) -> Meeting:
+        party, port = self._party, None
+        if TRANSPORTS[transport].needs_store and party.place.rank == 0:
+            self._store = open_store(_LOOPBACK, timedelta(seconds=DEADLINE_S))
+            port = self._store.port
+        said = party.exchange((secrets.token_bytes(16), port, sender and sender.address))
+        key, port, _ = said[0]
+        doors = [address for *_, address in said[: party.sources]]
+        store = (_LOOPBACK, port) if port else None
+        return Meeting(transport, key, doors, store, len(party.workers), DEADLINE_S)

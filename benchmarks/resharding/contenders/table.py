@@ -31,7 +31,9 @@ class Contender(Protocol):
 MEMCPY = "memcpy"
 PLANNED = "planned, checksums"
 PLANNED_WITHOUT_CHECKSUMS = "planned, no checksums"
+PLANNED_GLOO = "planned, checksums (gloo)"
 PLANNED_TO_MEGATRON = "planned, checksums, to Megatron"
+PLANNED_GLOO_TO_MEGATRON = "planned, checksums (gloo), to Megatron"
 MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
 GATHERED_BROADCAST = "all-gather, broadcast (gloo)"
 GATHERED_SHARED = "all-gather (gloo), shared memory"
@@ -39,8 +41,10 @@ CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
     PLANNED: partial(Planned, destination="engine", with_checksum=True),
     PLANNED_WITHOUT_CHECKSUMS: partial(Planned, destination="engine", with_checksum=False),
+    PLANNED_GLOO: partial(Planned, destination="engine", with_checksum=True, transport="point_to_point"),
     GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
     GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
     PLANNED_TO_MEGATRON: partial(Planned, destination="megatron", with_checksum=True),
+    PLANNED_GLOO_TO_MEGATRON: partial(Planned, destination="megatron", with_checksum=True, transport="point_to_point"),
     MEGATRON_CORE: MegatronCore,
 }
