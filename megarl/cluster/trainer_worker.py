@@ -1,5 +1,7 @@
 """The program of one Megatron rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -116,18 +118,28 @@ class TrainerWorker:
     def join_transfer(self, meeting: Meeting) -> None:
         """Wait for the receivers. See `Sender.join`."""
         assert self.sender is not None
-        self.sender.join(meeting)
+        with self._closing_on_error():
+            self.sender.join(meeting)
 
     def send(self, version: int, with_checksum: bool) -> int:
         """Send the present weights as `version`; the number of bytes. See `Sender.send`."""
         assert self.sender is not None
-        return self.sender.send(version, with_checksum=with_checksum)
+        with self._closing_on_error():
+            return self.sender.send(version, with_checksum=with_checksum)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""
         if self.sender is not None:
             self.sender.close()
             self.sender = None
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close_transfer()
+            raise
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write a HuggingFace checkpoint."""

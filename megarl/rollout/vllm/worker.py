@@ -54,6 +54,7 @@ class WorkerExtension:
         try:
             self._writer().receive(version)
         except TransferError as error:
+            self.leave_transfer()
             return str(error)
         return None
 
@@ -62,6 +63,7 @@ class WorkerExtension:
         try:
             return self._writer().compare(version)
         except TransferError as error:
+            self.leave_transfer()
             return str(error)
 
     def leave_transfer(self) -> None:

@@ -6,6 +6,8 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 from engine_host import END_ID, Served, running_engines
+from trainer_ranks import Trainer
+from transfer_ranks import start_fork_server
 from transformers import AutoModelForCausalLM
 
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -129,3 +131,12 @@ def half_generated(pool, endless_prompt):
         return generating
 
     return generate
+
+
+@pytest.fixture
+def make_trainer(pool):
+    start_fork_server()
+    made = []
+    yield lambda engine, folder: made.append(Trainer(engine, folder, pool)) or made[-1]
+    for trainer in made:
+        trainer.end()

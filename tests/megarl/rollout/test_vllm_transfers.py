@@ -1,0 +1,90 @@
+"""Weights that trainer ranks write straight into vLLM's parameters."""
+
+import time
+
+import pytest
+from engine_host import PROMPTS
+
+from megarl.resharding.connections import TransferError
+from megarl.rollout.protocol import UpdateError
+
+
+def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, make_trainer, assert_greedy):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.join()
+    for folder in (folders[1], folders[0], folders[1]):
+        trainer.load(folder)
+        trainer.update(served.engine.version() + 1)
+        assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
+    # By name again, over what was written, and by plan over that.
+    served.update(served.first, served.engine.version() + 1)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    trainer.update(served.engine.version() + 1)
+    assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_a_comparison_says_whether_a_load_left_what_the_plan_would(served, folders, make_trainer, assert_greedy):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.join()
+    trainer.load(folders[0])
+    assert trainer.compare(7) == set()
+    trainer.load(folders[1])
+    found = trainer.compare(8)
+    assert {"lm_head.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= found
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+@pytest.mark.parametrize(
+    ("point", "count", "action", "message"),
+    [
+        ("packed", 1, "kill", "is gone"),
+        ("announced", 3, "kill", "is gone"),
+        ("packed", 4, "fail", "trainer rank 1 failed: on purpose"),
+        ("packed", 2, "corrupt", "came with checksum"),
+        ("packed", 3, "stop", r"refit\.timeout_s"),
+    ],
+)
+def test_a_transfer_that_fails_leaves_the_engine_fenced(
+    served, folders, pool, make_trainer, assert_greedy, point, count, action, message
+):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.join(timeout_s=1.5)
+    trainer.load(folders[1])
+    trainer.ranks[1].break_at(point, count, action)
+    new = served.engine.version() + 1
+    names = list(trainer.route.architecture.hf_shapes)
+    served.engine.begin_update(new, names)
+    generating = pool.submit(served.greedy, PROMPTS[0])
+    trainer.begin_send(new)
+    with pytest.raises(TransferError, match=message):
+        served.engine.receive(new)
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+        served.engine.commit_update(new)
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+        served.engine.receive(new)
+    time.sleep(0.3)
+    assert not generating.done()
+    if action in ("fail", "corrupt"):
+        # All ranks are there: they meet again.
+        trainer.join()
+        trainer.update(new)
+        weights = folders[1]
+    else:
+        served.update(served.first, new)
+        weights = folders[0]
+    generation = generating.result(60)
+    assert set(generation.versions) == {new}
+    assert_greedy(weights, PROMPTS[0], generation)
+
+
+def test_what_an_engine_was_not_asked_for_it_refuses(served, folders, make_trainer):
+    new = served.engine.version() + 1
+    with pytest.raises(UpdateError, match="receive without begin_update"):
+        served.engine.receive(new)
+    trainer = make_trainer(served.engine, folders[0])
+    served.engine.begin_update(new, list(trainer.route.architecture.hf_shapes))
+    with pytest.raises(UpdateError, match=f"version {new + 1} cannot be written"):
+        served.engine.receive(new + 1)
+    with pytest.raises(TransferError, match="has not joined a transfer"):
+        served.engine.receive(new)
+    served.update(served.first, new)

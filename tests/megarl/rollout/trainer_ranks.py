@@ -1,0 +1,105 @@
+"""Trainer ranks without a trainer: their tensors are those of HuggingFace folders, and an engine gets them by plan."""
+
+import multiprocessing
+import secrets
+from multiprocessing.managers import BaseManager
+
+import torch
+from transfer_ranks import LOOPBACK, break_at
+
+from converters.architectures import read_architecture
+from converters.convert import read_into
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.topology import Topology
+from megarl.resharding.route import Route
+from megarl.resharding.sender import Sender
+from megarl.resharding.transports.ends import Meeting
+
+RANKS = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+
+
+class TrainerRank:
+    def __init__(self, route, rank):
+        self._shard = route.plan.source.shard(rank)
+        self._tensors = {name: torch.zeros(shape) for name, shape in self._shard.local_shapes.items()}
+        self._streams, self._rank = route.outgoing(rank), rank
+
+    def open(self):
+        self._sender = Sender(self._rank, self._streams, self._tensors, LOOPBACK)
+        return self._sender.address
+
+    def load(self, folder):
+        read_into(HuggingFaceCheckpoint(folder), self._shard.placements, self._tensors)
+
+    def join(self, meeting):
+        self._sender.join(meeting)
+
+    def send(self, version):
+        return self._sender.send(version, with_checksum=True)
+
+    def break_at(self, *arguments):
+        break_at(*arguments)
+
+
+class _Process(BaseManager):
+    pass
+
+
+_Process.register("rank", TrainerRank)
+
+
+class Trainer:
+    """The ranks, each in a process, and the route to `engine`, which is of the model in `folder`."""
+
+    def __init__(self, engine, folder, pool):
+        self._engine, self._pool, self._processes = engine, pool, []
+        architecture = read_architecture(read_json(folder / CONFIG))
+        shapes, dtypes = architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
+        recordings = engine.record_layout(shapes, dtypes)
+        topology = Topology.apart(RANKS.world_size, len(recordings))
+        self.route = Route(architecture, RANKS, "local", recordings, 1, topology, bucket_bytes=20_000)
+        self.route.check(dtypes)
+        self.ranks = [self._start(rank) for rank in range(RANKS.world_size)]
+
+    def _start(self, rank):
+        process = _Process(ctx=multiprocessing.get_context("forkserver"))
+        process.start()
+        self._processes.append(process)
+        return process.rank(self.route, rank)
+
+    def join(self, timeout_s=20.0):
+        doors = [rank.open() for rank in self.ranks]
+        workers = len(self.route.recordings)
+        meeting = Meeting("shared_memory", secrets.token_bytes(16), doors, None, workers, timeout_s)
+        joining = [self._pool.submit(rank.join, meeting) for rank in self.ranks]
+        self._engine.join_transfer(self.route, 0, meeting)
+        for each in joining:
+            each.result(60)
+
+    def begin_send(self, version):
+        return [self._pool.submit(rank.send, version) for rank in self.ranks]
+
+    def load(self, folder):
+        for rank in self.ranks:
+            rank.load(folder)
+
+    def update(self, version):
+        self._engine.begin_update(version, list(self.route.architecture.hf_shapes))
+        sending = self.begin_send(version)
+        self._engine.receive(version)
+        for each in sending:
+            each.result(60)
+        self._engine.commit_update(version)
+
+    def compare(self, version):
+        sending = self.begin_send(version)
+        found = self._engine.compare(version)
+        for each in sending:
+            each.result(60)
+        return found
+
+    def end(self):
+        for process in self._processes:
+            process._process.kill()
+            process._process.join()
