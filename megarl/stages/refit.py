@@ -45,6 +45,7 @@ class Refit:
         self._named = NamedPath(trainer, engines, architecture.hf_shapes, config.bucket_bytes)
         self._planned: PlannedPath | None = None
         self._is_confirmed = False
+        self._refusal = ""
         self.reason = "refit.path=named"
         """Why weights go by name; empty if they do not."""
         if config.path != "named":
@@ -52,7 +53,8 @@ class Refit:
             try:
                 self._planned = PlannedPath(trainer, engines, architecture, config)
             except NotPlannableError as error:
-                self._stay_named(str(error))
+                self._refusal = str(error)
+                self._stay_named(self._refusal)
 
     @property
     def description(self) -> str:
@@ -76,6 +78,11 @@ class Refit:
         try:
             size = self._transaction(version, self._named.send if planned is None else lambda: planned.send(version))
         except WorkerFailed as failure:
+            if planned is None and self._refusal and failure.error is not None:
+                raise UserError(
+                    f"the engine does not take the policy's weights, {self._refusal}: give rollout.engine_args nothing "
+                    "that makes it another model than model.path"
+                ) from failure
             # All processes are there, and what a failed update has written is no harm: it is written again.
             if planned is None or not isinstance(failure.error, TransferError):
                 raise

@@ -210,7 +210,12 @@ def _corrupt(blocks, **_):
     blocks[-1].memory[-1] ^= 1
 
 
-ACTIONS = {"kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt}
+def _garble(blocks, **_):
+    for block in blocks:
+        block.memory.fill_(0x3D)
+
+
+ACTIONS = {"kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
 POINTS = {
     "accept": (sending.Door, "accept", None),
     "packed": (sending, "pack", None),
