@@ -148,6 +148,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "largest log-prob difference, engine - trainer": max(
             line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
         ),
+        "path of the weights into the engine": _refit_path(history),
         **{f"seconds: {phase}": value for phase, value in seconds.items()},
     }
     summary = {
@@ -156,6 +157,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "accuracy_export": confirmed,
         "export_confirmed": agrees,
         "steps": job.loop.steps,
+        "refit_path": _refit_path(history),
         "seconds_per_phase": dict(seconds),
         "seconds_per_stage": _stage_seconds(history),
     }
@@ -183,6 +185,12 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "the exported model is not the trained one."
     )
     return 1
+
+
+def _refit_path(history: list[dict[str, Any]]) -> str:
+    paths = [line["refit/planned"] for line in history if "refit/planned" in line]
+    planned = int(sum(paths))
+    return f"planned in {planned} of {len(paths)} refits" if planned else "named"
 
 
 def _stage_seconds(history: list[dict[str, Any]]) -> dict[str, float]:
