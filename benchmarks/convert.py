@@ -1,7 +1,7 @@
 """How fast `megarl convert` and `megarl export` are, beside `cp`, the disk, mbridge and megatron-bridge.
 
 On synthetic checkpoints of several sizes; programs take turns, each from the same state of the disk and the page cache.
-`make benchmark-convert` installs the peers first; without them they are left out.
+`make benchmark-convert` installs the peers first; without them, and but for `--shape narrow`, they are left out.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False)
     programs = [
         program
-        for program in (*disk_programs(options.workers), *our_programs(options.workers), *peer_programs())
+        for program in (*disk_programs(options.workers), *our_programs(options.workers), *peer_programs(options.shape))
         if program.group in options.only
     ]
     runs_of_size: dict[float, list[Run]] = {}

@@ -73,9 +73,12 @@ def our_programs(workers: Sequence[int]) -> Iterator[Program]:
         yield _ours("export", "Megatron", "FP8", number, "--fp8")
 
 
-def peer_programs() -> Iterator[Program]:
-    """mbridge and megatron-bridge, which load into a model in memory and export from it; none if not installed."""
-    if not PEERS.is_dir():
+def peer_programs(shape: str) -> Iterator[Program]:
+    """mbridge and megatron-bridge, which load into a model in memory and export from it; none if not installed.
+
+    Only for the shape "narrow": with multi-token prediction mbridge takes no other number of layers than 61.
+    """
+    if not PEERS.is_dir() or shape != "narrow":
         return
     variables = {"PYTHONPATH": f"{PEERS}:{ROOT / 'benchmarks'}"}
     forms: tuple[tuple[str, Form], ...] = (("mbridge", "bf16"), ("megatron-bridge", "bf16"), ("mbridge", "FP8"))

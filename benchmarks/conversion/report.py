@@ -33,6 +33,7 @@ _NOTES = """\
   704 and as many layers as the size allows; its tensors have about 2 MB in the mean, where those of Qwen3-30B-A3B have
   3 and those of DeepSeek-V3 15. "narrow" has all 61 layers at any size, in 2,287 tensors: what a tensor costs whatever
   its size shows there.
+- The peers are measured on "narrow": with multi-token prediction mbridge takes no other number of layers than 61.
 - An export writes files of an eighth of its source, as many as the source of a conversion has.
 - The programs take turns. Before each run its source is read once, so it is in the page cache; what was written
   before is on the disk, what the run wrote is deleted after it, and the machine idles for 5 seconds: memory that was
