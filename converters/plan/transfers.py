@@ -146,16 +146,26 @@ class Plan:
         workers = range(self.destination.ranks)
         placements = list(map(self.destination.placements_of(names), workers))
         wanted = holdings(workers, placements.__getitem__)
+        # The ranks of a group ask the same of the sources, so it is found once for all of them.
+        of_groups: dict[tuple[str, Box, tuple[int, ...]], list[Delivery]] = {}
+
+        def sent(placement: Placement, group: tuple[int, ...]) -> list[Delivery]:
+            key = placement.hf_name, placement.hf_box, group
+            if (found := of_groups.get(key)) is None:
+                found = [each for each in self._deliveries(source, placement, group) if each.sender == rank]
+                if len(group) > 1:
+                    of_groups[key] = found
+            return found
+
         return [
             _transfer(source, delivery, placement)
             for destination in range(self.destination_ranks)
             for placement, number in numbered(placements[destination % len(workers)])
-            for delivery in self._deliveries(
-                source,
+            for delivery in sent(
                 placement,
                 self.senders.group(destination, _with_more(wanted[placement.hf_name][placement.hf_box], number)),
             )
-            if delivery.sender == rank and delivery.receiver == destination
+            if delivery.receiver == destination
         ]
 
     def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Holdings:
