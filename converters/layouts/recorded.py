@@ -7,7 +7,7 @@ so that new versions, fused parameters and placements of experts need no code he
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import product
 
 import torch
@@ -37,15 +37,17 @@ class Recording:
     """The constants that the loader puts into the boxes of `shard.padding`."""
     unrecorded: Mapping[str, str]
     """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, load by name."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Those of `unrecorded` that cannot be loaded by name either: the engine is of another model."""
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Recording"], tuple[bytes]]:
         # The names of a large model are megabytes, and much alike.
-        fields = (self.shard, self.dtypes, self.padding_values, self.unrecorded)
-        return _unpacked, (zlib.compress(pickle.dumps(fields), level=1),)
+        values = tuple(getattr(self, each.name) for each in fields(self))
+        return _unpacked, (zlib.compress(pickle.dumps(values), level=1),)
 
 
-def _unpacked(fields: bytes) -> Recording:
-    return Recording(*pickle.loads(zlib.decompress(fields)))
+def _unpacked(values: bytes) -> Recording:
+    return Recording(*pickle.loads(zlib.decompress(values)))
 
 
 def record(
@@ -64,7 +66,11 @@ def record(
     """
     withheld = withheld or {}
     observer = LoadObserver(parameters, withheld)
-    _load(load_weights, observer, hf_shapes, hf_dtypes)
+    refused = {
+        name: reason
+        for name, reason in _load(load_weights, observer, hf_shapes, hf_dtypes).items()
+        if _refuses_values(load_weights, parameters, name, hf_shapes[name], hf_dtypes[name])
+    }
     unrecorded = dict(observer.unrecorded)
     for name, reason in observer.changed.items():
         unrecorded |= {copy.hf_name: f"the engine's loader {reason}" for copy in observer.copies[name]}
@@ -95,7 +101,7 @@ def record(
         missing = hf_shapes.keys() - recorded - unrecorded.keys()
         unrecorded |= dict.fromkeys(sorted(missing), f"the engine's loader skips it; it may belong in {name}: {reason}")
     placements = [placement for placement in placements if placement.hf_name not in unrecorded]
-    return Recording(Shard(shapes, placements, padding), dtypes, values, unrecorded)
+    return Recording(Shard(shapes, placements, padding), dtypes, values, unrecorded, refused)
 
 
 def _load(
@@ -103,9 +109,13 @@ def _load(
     observer: LoadObserver,
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Offer every tensor to the loader once; after one that it refuses, call it again with those that follow."""
+) -> dict[str, str]:
+    """Offer every tensor to the loader once; after one that it refuses, call it again with those that follow.
+
+    HuggingFace name -> reason, of those that it refused.
+    """
     names, offered = iter(hf_shapes), [""]
+    refused: dict[str, str] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
@@ -117,17 +127,31 @@ def _load(
         try:
             with torch.no_grad(), observer:
                 load_weights(tensors())
-            return
+            return refused
         except UnrecordableError:
             pass
         except _REFUSALS as error:
             if not offered[0]:
                 raise
-            reason = " ".join(str(error).split())
-            observer.unrecorded.setdefault(
-                offered[0],
-                f"the engine's loader refuses it: {type(error).__name__}" + (f": {reason}" if reason else ""),
-            )
+            said = " ".join(str(error).split())
+            reason = f"the engine's loader refuses it: {type(error).__name__}" + (f": {said}" if said else "")
+            refused[offered[0]] = observer.unrecorded.setdefault(offered[0], reason)
+
+
+def _refuses_values(
+    load_weights: LoadWeights, parameters: Mapping[str, Tensor], name: str, shape: Shape, dtype: torch.dtype
+) -> bool:
+    """Whether the loader refuses a tensor also if it has values, so not because it computes with them.
+
+    Nothing is written into `parameters`.
+    """
+    tensor = torch.zeros((), dtype=dtype).expand(tuple(shape))
+    try:
+        with torch.no_grad(), LoadObserver(parameters, {}):
+            load_weights(iter([(name, tensor)]))
+    except _REFUSALS:
+        return True
+    return False
 
 
 def _indexed_names(name: str, lengths: Sequence[int]) -> Iterator[str]:

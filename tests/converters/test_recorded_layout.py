@@ -170,6 +170,11 @@ def refuse(parameters, tensor):
     assert parameters["w"].shape == tensor.shape[:1], "no such shape"
 
 
+def needs_values(tensor):
+    if tensor.is_meta:
+        raise ValueError("no values")
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
@@ -200,6 +205,7 @@ def refuse(parameters, tensor):
         (lambda p, t: p["int"].copy_(t), "casts it from torch.float32 to torch.int32"),
         (refuse, "refuses it: AssertionError: no such shape"),
         (lambda p, t: p["w"].narrow(0, 3, 4).copy_(t), "refuses it: RuntimeError"),
+        (lambda p, t: needs_values(t), "refuses it: ValueError: no values"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_named_and_the_rest_goes_on(way, reason):
@@ -209,6 +215,9 @@ def test_what_cannot_be_recorded_is_named_and_the_rest_goes_on(way, reason):
     assert set(recording.unrecorded) == ({"w"} if reason else set())
     if reason:
         assert recording.unrecorded["w"].startswith(f"the engine's loader {reason}")
+        # By name it might be loaded, unless the loader refuses it with values, too.
+        is_refused = reason.startswith("refuses") and "no values" not in reason
+        assert recording.refused == (recording.unrecorded if is_refused else {})
         assert unrecorded([recording, recording]) == recording.unrecorded
     names = [placement.hf_name for placement in recording.shard.placements]
     assert names == (["a", "z"] if reason else ["a", "w", "z"])
