@@ -4,6 +4,7 @@ Source and destination ranks meet in a process group of their own, made from a s
 trainer and of the engine know nothing of it. Destination i has rank sources + i in it.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -96,13 +97,30 @@ def _join(meeting: Meeting, rank: int) -> Any:
         return _GROUPS[device.backend()](store, rank, size, timeout)
 
 
+def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
+    options._timeout = timeout
+    # Neither what this machine's name resolves to nor GLOO_SOCKET_IFNAME, which engines have at loopback.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(store.host, store.port))]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address in the eyes of the one with the store: loopback if that is where the store is."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Of a datagram socket this sends nothing.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def _nccl(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-_GROUPS: Mapping[str, Callable[..., Any]] = {"gloo": dist.ProcessGroupGloo, "nccl": _nccl}
+_GROUPS: Mapping[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 @contextmanager
