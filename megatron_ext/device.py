@@ -54,6 +54,20 @@ def bind(rank: int) -> None:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
+def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called in another thread: CUDA's current device is a thread's own, and at first GPU 0."""
+    if not torch.cuda.is_available():
+        return function
+    current = torch.cuda.current_device()
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.set_device(current)
+        return function(*arguments, **options)
+
+    return call
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine's modules can be used."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

@@ -13,8 +13,7 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.recorded import Recording, recorded_layout
 from converters.plan import Plan
-from megarl.resharding.messages import Message
-from megarl.resharding.streams import DTypes, incoming, outgoing
+from megarl.resharding.streams import DTypes, Streams, incoming, outgoing
 from resharding.models import ENGINE, TRAINER
 
 DTYPE = torch.bfloat16
@@ -67,14 +66,16 @@ class Scenario:
         hf = self.architecture.hf_dtypes(DTYPE)
         return {placement.local_name: hf[placement.hf_name] for placement in layout.placements(rank)}
 
-    def outgoing(self, destination: Layout, rank: int) -> dict[int, list[Message]]:
+    def outgoing(self, destination: Layout, rank: int) -> Streams:
         """What a source rank sends so that `destination` is filled, by destination rank."""
-        dtypes: Sequence[DTypes] = [self.dtypes(destination, worker) for worker in range(destination.ranks)]
-        return outgoing(Plan(self.trainer, destination), rank, dtypes, self.bucket_bytes)
+        return outgoing(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes)
 
-    def incoming(self, destination: Layout, rank: int) -> dict[int, list[Message]]:
+    def incoming(self, destination: Layout, rank: int) -> Streams:
         """What a rank of `destination` gets, by source rank."""
-        return incoming(Plan(self.trainer, destination), rank, self.dtypes(destination, rank), self.bucket_bytes)
+        return incoming(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes).direct
+
+    def _dtypes(self, destination: Layout) -> list[DTypes]:
+        return [self.dtypes(destination, worker) for worker in range(destination.ranks)]
 
     def needed_bytes(self, destination: Layout) -> int:
         """Bytes of all elements that the ranks of `destination` hold."""

@@ -15,8 +15,8 @@ from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
 from megarl.config.schema import ClusterConfig, RolloutConfig
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.connections import Address
 from megarl.resharding.route import Route
-from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import Generation, Request
 
 # Enough for a generation, an update and a question about health at the same time.
@@ -82,10 +82,11 @@ class EngineGroup(WorkerGroup):
         """
         return self.call("record_layout", dict(hf_shapes), dict(hf_dtypes))
 
-    def begin_join(self, route: Route, meeting: Meeting) -> list[Call]:
-        """Begin to meet the trainer's ranks."""
+    def open_transfer(self, route: Route) -> list[Address]:
+        """Prepare all workers of all engines to be written along `route`; see `Engine.open_transfer`."""
         stored = ray.put(route)
-        return self.begin_each("join_transfer", [(stored, replica, meeting) for replica in range(len(self))])
+        opening = self.begin_each("open_transfer", [(stored, replica) for replica in range(len(self))])
+        return list(chain.from_iterable(self.wait(opening)))
 
     def commit_update(self, version: int, timeout_s: float) -> None:
         """Lift the fence: from here on all engines serve `version`."""

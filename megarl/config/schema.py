@@ -53,7 +53,8 @@ class RefitConfig:
     """What planned refits go through: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
     that both sides have mapped."""
     bucket_bytes: int = 512 * 1024**2
-    """Size of a bucket; each rank has two at most, and none larger than what it sends at once."""
+    """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
+    other what they all need. None is larger than what a rank sends at once."""
     verify: str = "checksum"
     """How planned refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
     the trainer score a few greedy tokens of the engines after every refit, off does neither."""

@@ -26,7 +26,7 @@ class MemoryRates:
 class Replay:
     """When everything happened, in nanoseconds from the beginning: int64 [messages], relayed ones last.
 
-    What is relayed has no bucket and is not packed: the GPUs of a node read it where it arrived.
+    Packing and buckets of what is relayed are left out, as if the GPUs of a node read it where it arrived.
     """
 
     messages: Messages

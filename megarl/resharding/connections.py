@@ -141,10 +141,20 @@ def telling(links: Mapping[int, Link]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for link in links.values():
-            with suppress(TransferError):
-                link.send(Failure(str(error) or type(error).__name__))
+        tell(links, reason_of(error))
         raise
+
+
+def tell(links: Mapping[int, Link], reason: str) -> None:
+    """Tell all peers that are still there that this rank has failed."""
+    for link in list(links.values()):
+        with suppress(TransferError):
+            link.send(Failure(reason))
+
+
+def reason_of(error: BaseException) -> str:
+    """What is said of an error to those who have not had it themselves."""
+    return str(error) or type(error).__name__
 
 
 def _connection(connected: socket.socket, timeout_s: float) -> Connection:

@@ -1,18 +1,23 @@
-"""A destination rank: takes its messages from all sources as they come, straight into its tensors."""
+"""A rank that receives: takes its messages from all sources as they come, straight into its tensors."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from megarl.resharding.announcements import Acknowledgement, Announcement, Hello, Joined
-from megarl.resharding.connections import Link, TransferError, connect, ready, ready_now, telling
-from megarl.resharding.messages import Message, digest
+from megarl.resharding.connections import Link, TransferError, connect, ready, ready_now, tell, telling
+from megarl.resharding.messages import digest
 from megarl.resharding.packing import Block, blocks, differing, unpack
+from megarl.resharding.streams import Streams
 from megarl.resharding.transports import TRANSPORTS
 from megarl.resharding.transports.ends import Meeting, Pull, ReceivingEnd
 from megatron_ext import device
+
+Taken: TypeAlias = Callable[[int, Announcement], None]
+"""Is told of every message that was taken, with its source."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,15 @@ class Receiver:
     """
 
     def __init__(
-        self, rank: int, streams: Mapping[int, Sequence[Message]], tensors: Mapping[str, Tensor], meeting: Meeting
+        self,
+        rank: int,
+        streams: Streams,
+        tensors: Mapping[str, Tensor],
+        meeting: Meeting,
+        taken: Taken = lambda _source, _announcement: None,
     ) -> None:
         self._rank = rank
+        self._taken = taken
         self._streams = streams
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._meeting = meeting
@@ -64,6 +75,10 @@ class Receiver:
         self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming))))
         return names
 
+    def abandon(self, reason: str) -> None:
+        """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
+        tell(self._links, reason)
+
     def close(self) -> None:
         """End the links and let go of all memory."""
         for link in self._links.values():
@@ -77,7 +92,7 @@ class Receiver:
         for source, stream in self._streams.items():
             # Also after an error: those that wait for this rank are to be told.
             try:
-                link = connect(meeting.doors[source], meeting.key, f"trainer rank {source}", meeting.timeout_s)
+                link = connect(meeting.doors[source], meeting.key, f"{meeting.senders} {source}", meeting.timeout_s)
                 self._links[source] = link
                 # At once: sources talk to one rank after the other.
                 link.send(Hello(self._rank, digest(stream)))
@@ -102,6 +117,7 @@ class Receiver:
                 incoming = pulled.popleft()
                 take(incoming)
                 self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
+                self._taken(incoming.source, incoming.announcement)
 
     def _announcements(
         self, missing: Mapping[int, set[int]], version: int, *, wait: bool
@@ -126,8 +142,8 @@ class Receiver:
         found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
         if found != announcement.checksum:
             raise TransferError(
-                f"message {announcement.number} of trainer rank {incoming.source} came with checksum {found} in the "
-                f"place of {announcement.checksum}"
+                f"message {announcement.number} of {self._links[incoming.source].peer} came with checksum {found} in "
+                f"the place of {announcement.checksum}"
             )
         device.synchronize()
 

@@ -1,5 +1,6 @@
 """A route: all that a rank has to know to find its own part of every refit."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,15 +14,15 @@ from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_lay
 from converters.layouts.recorded import Recording, recorded_layout
 from converters.plan import Plan
 from converters.topology import Topology
-from megarl.resharding.messages import Message
-from megarl.resharding.streams import incoming, outgoing
+from megarl.resharding.messages import ALIGNMENT_BYTES
+from megarl.resharding.streams import DestinationStreams, Streams, incoming, outgoing
 
 
 @dataclass(frozen=True)
 class Route:
     """From a Megatron job to equal engines. Small, and travels between processes.
 
-    `recordings` are those of the workers of one engine.
+    `recordings` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
     """
 
     architecture: Architecture
@@ -45,17 +46,26 @@ class Route:
             destination=recorded_layout(shards, self.architecture.hf_shapes),
             replicas=self.replicas,
             topology=self.topology,
+            node_once=self.node_once,
         )
 
-    def outgoing(self, source_rank: int) -> dict[int, list[Message]]:
-        """What a source rank sends, by destination rank."""
-        dtypes = [recording.dtypes for recording in self.recordings]
-        return outgoing(self.plan, source_rank, dtypes, self.bucket_bytes)
+    @property
+    def node_once(self) -> bool:
+        """Whether workers pass on to their neighbours what would enter their node several times.
 
-    def incoming(self, destination_rank: int) -> dict[int, list[Message]]:
-        """What a destination rank gets, by source rank."""
-        dtypes = self.recordings[destination_rank % len(self.recordings)].dtypes
-        return incoming(self.plan, destination_rank, dtypes, self.bucket_bytes)
+        Nothing would where all sources are on it.
+        """
+        source_nodes = set(self.topology.source_node)
+        on_node = Counter(self.topology.destination_node)
+        return any(ranks > 1 and source_nodes != {node} for node, ranks in on_node.items())
+
+    def outgoing(self, source_rank: int) -> Streams:
+        """What a source rank sends, by destination rank."""
+        return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
+
+    def incoming(self, destination_rank: int) -> DestinationStreams:
+        """What a destination rank gets and passes on."""
+        return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
@@ -72,6 +82,16 @@ class Route:
                         f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
                         f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
                     )
+
+    @property
+    def _dtypes(self) -> list[Mapping[str, torch.dtype]]:
+        return [recording.dtypes for recording in self.recordings]
+
+    @property
+    def _message_bytes(self) -> int:
+        # A worker that passes on has two buckets more; all four together take the memory of two.
+        half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
+        return half if self.node_once else self.bucket_bytes
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,48 +1,53 @@
-"""A source rank: packs its messages into two buckets in turn and announces each to its destination."""
+"""A rank that sends: packs its messages into two buckets in turn and announces each to its destination."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from megarl.resharding.announcements import Acknowledgement, Announcement, Hello, Joined
-from megarl.resharding.connections import Address, Door, Link, TransferError, ready, telling
+from megarl.resharding.connections import Address, Door, Failure, Link, TransferError, connect, ready, tell, telling
 from megarl.resharding.messages import Message, digest
 from megarl.resharding.packing import Block, blocks, pack
 from megarl.resharding.schedule import sending_order
+from megarl.resharding.streams import Streams
 from megarl.resharding.transports import TRANSPORTS
 from megarl.resharding.transports.ends import BUCKETS, Meeting, SendingEnd
 from megatron_ext import device
 
+Outgoing: TypeAlias = tuple[int, int]
+"""A message: its destination, and its number among those to it."""
+Choice: TypeAlias = Callable[[Collection[Outgoing]], tuple[Outgoing, bool]]
+"""Which of the messages that are left, in the sender's own order, goes next, and whether with a checksum."""
+
 
 @dataclass
-class _Outgoing:
-    """Message `number` to `destination`; its `packed` views are made when it is first sent."""
+class _Packed:
+    """A message; its views in each bucket are made when they are first needed."""
 
-    destination: int
-    number: int
     message: Message
-    packed: list[Block] = field(default_factory=list)
+    views: dict[int, list[Block]] = field(default_factory=dict)
 
 
 class Sender:
-    """The part of source rank `rank` in every refit: `streams` says what it sends to whom, out of its `tensors`.
+    """The part of sending rank `rank` in every refit: `streams` says what it sends to whom, out of its `tensors`.
 
     It meets its receivers in `join`; after an error of any method only `close` is left.
     """
 
-    def __init__(
-        self, rank: int, streams: Mapping[int, Sequence[Message]], tensors: Mapping[str, Tensor], host: str
-    ) -> None:
+    def __init__(self, rank: int, streams: Streams, tensors: Mapping[str, Tensor], host: str) -> None:
         self._rank = rank
         self._streams = streams
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._door = Door(host)
         self._links: dict[int, Link] = {}
         self._end: SendingEnd | None = None
+        self._name = ""
         self._timeout_s = 0.0
-        self._outgoing: list[_Outgoing] = []
+        self._outgoing: dict[Outgoing, _Packed] = {}
         self._readers: list[Link | None] = [None] * BUCKETS
         """Of each bucket, who has not acknowledged it yet."""
 
@@ -54,6 +59,7 @@ class Sender:
     def join(self, meeting: Meeting) -> None:
         """Wait for all receivers and let them take part. Raises TransferError if one does not come."""
         self._timeout_s = meeting.timeout_s
+        self._name = f"{meeting.senders} {self._rank}"
         with telling(self._links):
             try:
                 for _ in self._streams:
@@ -75,21 +81,35 @@ class Sender:
 
         Raises TransferError if one of them is gone, silent or failed.
         """
+        return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum))
+
+    def send_chosen(self, version: int, choice: Choice) -> int:
+        """`send`, in the order that `choice` makes as it goes along; what it raises, receivers are told."""
+        left = dict(self._outgoing)
         with telling(self._links):
-            for position, outgoing in enumerate(self._outgoing):
+            for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
-                self._send(outgoing, version, bucket, with_checksum)
+                chosen, with_checksum = choice(left)
+                del left[chosen]
+                self._send(chosen, version, bucket, with_checksum)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
-        return sum(outgoing.message.size_bytes for outgoing in self._outgoing)
+        return sum(packed.message.size_bytes for packed in self._outgoing.values())
+
+    def abandon(self, meeting: Meeting, reason: str) -> None:
+        """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
+        tell(self._links, reason)
+        # Those that have not come yet are not to be waited for.
+        with suppress(TransferError):
+            connect(self.address, meeting.key, "itself", meeting.timeout_s).send(Failure(reason))
 
     def close(self) -> None:
         """End the links and free the buckets."""
         self._door.close()
         for link in self._links.values():
             link.close()
-        self._outgoing = []
+        self._outgoing = {}
         if self._end is not None:
             self._end.close()
 
@@ -97,31 +117,35 @@ class Sender:
         hello = link.receive(Hello)
         link.peer = f"engine worker {hello.destination}"
         if hello.destination not in self._streams or hello.destination in self._links:
-            raise TransferError(f"trainer rank {self._rank} has nothing for {link.peer}")
+            raise TransferError(f"{self._name} has nothing for {link.peer}")
         self._links[hello.destination] = link
         if hello.digest != digest(self._streams[hello.destination]):
-            raise TransferError(f"trainer rank {self._rank} and {link.peer} do not have the same plan")
+            raise TransferError(f"{self._name} and {link.peer} do not have the same plan")
 
-    def _in_order(self, sources: int, destinations: int) -> list[_Outgoing]:
-        outgoing = [
-            _Outgoing(destination, number, message)
+    def _in_order(self, sources: int, destinations: int) -> dict[Outgoing, _Packed]:
+        messages = {
+            (destination, number): message
             for destination, stream in self._streams.items()
             for number, message in enumerate(stream)
-        ]
-        table = [(each.destination, each.number, each.message.size_bytes) for each in outgoing]
+        }
+        keys = list(messages)
+        table = [(*key, message.size_bytes) for key, message in messages.items()]
         columns = np.array(table, np.int64).reshape(-1, 3).T
-        return [outgoing[index] for index in sending_order(self._rank, sources, destinations, *columns)]
+        order = sending_order(self._rank, sources, destinations, *columns)
+        return {keys[index]: _Packed(messages[keys[index]]) for index in order}
 
-    def _send(self, outgoing: _Outgoing, version: int, bucket: int, with_checksum: bool) -> None:
+    def _send(self, outgoing: Outgoing, version: int, bucket: int, with_checksum: bool) -> None:
         assert self._end is not None
-        if not outgoing.packed:
-            outgoing.packed = blocks(outgoing.message, self._end.buckets[bucket], self._tensors, "source")
-        checksum = pack(outgoing.packed, with_checksum=with_checksum)
+        destination, number = outgoing
+        packed = self._outgoing[outgoing]
+        if bucket not in packed.views:
+            packed.views[bucket] = blocks(packed.message, self._end.buckets[bucket], self._tensors, "source")
+        checksum = pack(packed.views[bucket], with_checksum=with_checksum)
         device.synchronize()
-        size = outgoing.message.size_bytes
-        self._end.push(bucket, size, outgoing.destination)
-        self._readers[bucket] = link = self._links[outgoing.destination]
-        link.send(Announcement(version, outgoing.number, bucket, size, checksum))
+        size = packed.message.size_bytes
+        self._end.push(bucket, size, destination)
+        self._readers[bucket] = link = self._links[destination]
+        link.send(Announcement(version, number, bucket, size, checksum))
 
     def _wait_for_bucket(self, bucket: int) -> None:
         while self._readers[bucket]:

@@ -9,6 +9,7 @@ import torch
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
+from megarl.resharding.connections import Address
 from megarl.resharding.route import Route
 from megarl.resharding.transports.ends import Meeting
 
@@ -112,8 +113,14 @@ class Engine(Protocol):
         Raises UserError for a version of the engine of which this is not known.
         """
 
-    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> None:
-        """Meet the trainer's ranks as engine number `replica`; an earlier meeting is left.
+    def open_transfer(self, route: Route, replica: int) -> list[Address]:
+        """Prepare to be written along `route` as engine number `replica`; an earlier transfer is left.
+
+        For each worker, where its neighbours find it if it passes something on to them.
+        """
+
+    def join_transfer(self, meeting: Meeting) -> None:
+        """Meet the trainer's ranks, and the workers that pass something on.
 
         Raises TransferError if one of them does not come.
         """

@@ -1,6 +1,7 @@
 """Weights by plan: every shard from a rank that has it straight to where an engine keeps it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -15,9 +16,7 @@ from megarl.cluster.worker_group import Call, wait_together
 from megarl.config.schema import RefitConfig
 from megarl.resharding.connections import TransferError
 from megarl.resharding.route import Route
-
-# Memory that the ranks of one host map, by the collective backend of their device.
-_MAPPED: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
+from megarl.resharding.transports import MAPPED
 
 
 class NotPlannableError(Exception):
@@ -40,7 +39,7 @@ class PlannedPath:
         dtypes = trainer.weight_dtypes()
         recordings = _recordings(engines, architecture, dtypes)
         module_names, backend = trainer.model_form()
-        self.transport = _MAPPED[backend] if config.transport == "auto" else config.transport
+        self.transport = MAPPED[backend] if config.transport == "auto" else config.transport
         self._route = Route(
             architecture,
             trainer.parallel,
@@ -57,7 +56,9 @@ class PlannedPath:
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._route.recordings)
         meeting = self._trainer.open_transfer(self._route, self.transport, workers, timeout_s)
-        self._together(self._trainer.begin("join_transfer", meeting), self._engines.begin_join(self._route, meeting))
+        meeting = replace(meeting, relay_doors=self._engines.open_transfer(self._route))
+        joining = [group.begin("join_transfer", meeting) for group in (self._trainer, self._engines)]
+        self._together(*joining)
 
     def send(self, version: int) -> int:
         """Give all weights to engines that have begun an update. The number of bytes."""

@@ -11,3 +11,6 @@ TRANSPORTS: Mapping[str, Transport] = {
     "cuda_ipc": CUDA_IPC,
     "point_to_point": POINT_TO_POINT,
 }
+
+MAPPED: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
+"""Name of the transport through memory that the ranks of one host map, by the collective backend of their device."""

@@ -19,8 +19,9 @@ BUCKETS = 2
 class Meeting:
     """What the ranks of a transfer have to know to find each other; the same for all of them.
 
-    `doors` are those of the source ranks; `store` is the address of torch's key-value store, where one is needed.
-    `timeout_s` is how long a rank waits for any sign of another.
+    `doors` are those of the ranks that send, and `senders` is how errors call one; `relay_doors` are those of the
+    destination ranks, where they pass something on. `store` is the address of torch's key-value store, where one is
+    needed. `timeout_s` is how long a rank waits for any sign of another.
     """
 
     transport: str
@@ -29,6 +30,8 @@ class Meeting:
     store: Address | None
     destinations: int
     timeout_s: float
+    relay_doors: Sequence[Address] = ()
+    senders: str = "trainer rank"
 
 
 Pull: TypeAlias = Callable[[], Tensor]

@@ -9,7 +9,7 @@ import torch
 
 from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
-from megarl.resharding.connections import TransferError
+from megarl.resharding.connections import Address, TransferError
 from megarl.resharding.route import Route
 from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
@@ -67,9 +67,13 @@ class VllmEngine:
         """See `Engine.begin_update`."""
         self._call(self._begin_update, version, names)
 
-    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> None:
+    def open_transfer(self, route: Route, replica: int) -> list[Address]:
+        """See `Engine.open_transfer`."""
+        return self._call(self._workers, "open_transfer", route, replica)
+
+    def join_transfer(self, meeting: Meeting) -> None:
         """See `Engine.join_transfer`."""
-        self._call(self._transfer, "join_transfer", route, replica, meeting)
+        self._call(self._transfer, "join_transfer", meeting)
 
     def receive(self, version: int) -> None:
         """See `Engine.receive`."""

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
-from megarl.resharding.connections import TransferError
+from megarl.resharding.connections import Address, TransferError
 from megarl.resharding.route import Route
 from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.vllm import cpu, recording, weight_transfer
@@ -39,13 +39,19 @@ class WorkerExtension:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`recording.record_model`)."""
         return recording.record_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
-    def join_transfer(self, route: Route, replica: int, meeting: Meeting) -> str | None:
-        """Meet the trainer's ranks, to get weights from them straight into the parameters."""
+    def open_transfer(self, route: Route, replica: int) -> Address:
+        """Prepare to be written straight into the parameters; where neighbours that pass something on find this one."""
         self.leave_transfer()
         model, config, worker = self.get_model(), self.model_config, self.rank  # type: ignore[attr-defined]
+        self._direct_writer = DirectWriter(model, config, route, replica, worker)
+        return self._direct_writer.address
+
+    def join_transfer(self, meeting: Meeting) -> str | None:
+        """See `DirectWriter.join`."""
         try:
-            self._direct_writer = DirectWriter(model, config, route, replica, worker, meeting)
+            self._writer().join(meeting)
         except TransferError as error:
+            self.leave_transfer()
             return str(error)
         return None
 

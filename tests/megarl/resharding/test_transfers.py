@@ -51,11 +51,9 @@ def test_every_refit_brings_the_weights_of_its_version(set_up, name):
 @pytest.mark.parametrize("name", SCENES)
 def test_no_byte_moves_that_is_not_needed(name):
     scene = SCENES[name]
-    plan, dtypes = scene.plan, [scene.dtypes(worker) for worker in range(scene.workers)]
+    plan, dtypes = scene.plan, scene.dtypes
     sent = [outgoing(plan, rank, dtypes, scene.bucket_bytes) for rank in range(scene.source.world_size)]
-    got = [
-        incoming(plan, rank, dtypes[rank % scene.workers], scene.bucket_bytes) for rank in range(plan.destination_ranks)
-    ]
+    got = [incoming(plan, rank, dtypes, scene.bucket_bytes).direct for rank in range(plan.destination_ranks)]
     pairs = {
         (source, destination): stream for source, streams in enumerate(sent) for destination, stream in streams.items()
     }
@@ -100,6 +98,7 @@ def test_a_peer_without_the_key_is_turned_away(set_up):
 def test_ranks_with_different_plans_do_not_begin(set_up):
     stage, other = set_up(SMALL), set_up(replace(SMALL, bucket_bytes=500))
     meeting = stage.meeting()
+    other.call(other.destinations, "open")
     calls = stage.begin(stage.sources, "join", meeting) + stage.begin(other.destinations, "join", meeting)
     found = failures(calls)
     assert all("TransferError" in error for error in found)

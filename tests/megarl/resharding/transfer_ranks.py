@@ -18,12 +18,13 @@ from converters.convert import copy_transfers
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
-from converters.plan import Plan, plan
+from converters.plan import Cutting, Plan, plan
+from converters.topology import Topology
 from megarl.resharding import receiver as receiving
 from megarl.resharding import sender as sending
 from megarl.resharding.announcements import Acknowledgement, Announcement
 from megarl.resharding.connections import Link, TransferError
-from megarl.resharding.receiver import Receiver
+from megarl.resharding.destination import Destination
 from megarl.resharding.sender import Sender
 from megarl.resharding.streams import incoming, outgoing
 from megarl.resharding.transports import TRANSPORTS
@@ -58,6 +59,8 @@ class Scene:
     source_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
     timeout_s: float = 20.0
+    topology: Topology | None = None
+    """With one, what a node needs enters it once, also if it is small."""
 
     @property
     def architecture(self):
@@ -73,10 +76,15 @@ class Scene:
                 module_names="local",
             ),
             self.replicas,
+            self.topology,
+            node_once=self.topology is not None,
+            cutting=Cutting(grain=2, smallest=8) if self.topology else Cutting(),
         )
 
-    def dtypes(self, worker):
-        return dict.fromkeys(self.plan.destination.local_shapes(worker), self.dtype)
+    @property
+    def dtypes(self):
+        shapes = map(self.plan.destination.local_shapes, range(self.workers))
+        return [dict.fromkeys(each, self.dtype) for each in shapes]
 
 
 def shard_of(layout, rank, version):
@@ -110,8 +118,7 @@ class SourceRank:
     def __init__(self, scene, rank):
         self._layout, self._rank, dtype = scene.plan.source, rank, scene.source_dtype
         self._tensors = {name: tensor.to(dtype) for name, tensor in shard_of(self._layout, rank, 0).items()}
-        dtypes = [scene.dtypes(worker) for worker in range(scene.workers)]
-        self._streams = outgoing(scene.plan, rank, dtypes, scene.bucket_bytes)
+        self._streams = outgoing(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
 
     def open(self):
         self._sender = Sender(self._rank, self._streams, self._tensors, LOOPBACK)
@@ -131,7 +138,7 @@ class SourceRank:
 
     @without_frames
     def send(self, version, with_checksum=True):
-        self._sender.send(version, with_checksum=with_checksum)
+        return self._sender.send(version, with_checksum=with_checksum)
 
     def close(self):
         self._sender.close()
@@ -149,20 +156,23 @@ class DestinationRank:
             name: torch.full(shape, torch.nan, dtype=scene.dtype)
             for name, shape in self._layout.local_shapes(worker).items()
         }
-        self._streams = incoming(scene.plan, rank, scene.dtypes(worker), scene.bucket_bytes)
+        self._streams = incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
+
+    def open(self):
+        self._destination = Destination(self._rank, self._streams, self._tensors)
+        return self._destination.address
 
     @without_frames
     def join(self, meeting):
-        self._receiver = Receiver(self._rank, self._streams, self._tensors, meeting)
-        self._receiver.join()
+        self._destination.join(meeting)
 
     @without_frames
     def receive(self, version):
-        self._receiver.receive(version)
+        self._destination.receive(version)
 
     @without_frames
     def compare(self, version):
-        return self._receiver.compare(version)
+        return self._destination.compare(version)
 
     def scramble(self, name):
         self._tensors[name].neg_()
@@ -182,7 +192,7 @@ class DestinationRank:
         return found
 
     def close(self):
-        self._receiver.close()
+        self._destination.close()
         return mapped_segments()
 
     def break_at(self, point, count, action):
@@ -281,7 +291,8 @@ class Stage:
         store = self.sources[0].store(scene.timeout_s) if TRANSPORTS[scene.transport].needs_store else None
         doors = self.call(self.sources, "open")
         key = key or secrets.token_bytes(16)
-        return Meeting(scene.transport, key, doors, store, len(self.destinations), scene.timeout_s)
+        relay_doors = self.call(self.destinations, "open")
+        return Meeting(scene.transport, key, doors, store, len(self.destinations), scene.timeout_s, relay_doors)
 
     def begin_join(self, meeting=None):
         meeting = meeting or self.meeting()
@@ -296,8 +307,7 @@ class Stage:
         return sending + self.begin(self.destinations, "receive", version)
 
     def refit(self, version, with_checksum=True):
-        for each in self.begin_refit(version, with_checksum):
-            each.result(60)
+        return [each.result(60) for each in self.begin_refit(version, with_checksum)]
 
     def wrong(self, version):
         return self.call(self.destinations, "wrong", version)

@@ -71,9 +71,10 @@ class Trainer:
     def join(self, timeout_s=20.0):
         doors = [rank.open() for rank in self.ranks]
         workers = len(self.route.recordings)
-        meeting = Meeting("shared_memory", secrets.token_bytes(16), doors, None, workers, timeout_s)
+        relay_doors = self._engine.open_transfer(self.route, 0)
+        meeting = Meeting("shared_memory", secrets.token_bytes(16), doors, None, workers, timeout_s, relay_doors)
         joining = [self._pool.submit(rank.join, meeting) for rank in self.ranks]
-        self._engine.join_transfer(self.route, 0, meeting)
+        self._engine.join_transfer(meeting)
         for each in joining:
             each.result(60)
 

@@ -1,0 +1,80 @@
+"""A rank that ends, stops, fails or sends something else while weights are passed on: its neighbours hear of it."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from test_relays import TWO_ENGINES, streams_of
+from transfer_ranks import failures
+
+SCENE = replace(TWO_ENGINES, transport="shared_memory")
+SOON_S = 10
+HEAD, TAIL = "TransferError: message ", " of engine worker 1 came with checksum "
+
+
+@pytest.mark.parametrize("point", ["accept", "packed", "unpacked"])
+def test_the_death_of_a_neighbour_is_heard_of(set_up, point):
+    stage = set_up(SCENE)
+    victim = stage.destinations[1]
+    if point == "accept":
+        victim.break_at(point, 1, "kill")
+        calls = stage.begin_join()
+    else:
+        stage.join()
+        victim.break_at(point, 2, "kill")
+        calls = stage.begin_refit(1)
+    check_that_all_hear_of_it(stage, calls, victim, " is gone|does not answer")
+
+
+def test_a_neighbour_that_stands_still_is_given_up(set_up):
+    stage = set_up(replace(SCENE, timeout_s=1.5))
+    stage.join()
+    victim = stage.destinations[1]
+    victim.break_at("packed", 1, "stop")
+    check_that_all_hear_of_it(stage, stage.begin_refit(1), victim, "refit.timeout_s")
+
+
+def check_that_all_hear_of_it(stage, calls, victim, news):
+    """All that the victim passes something on to, soon, and nothing stays behind."""
+    started = time.monotonic()
+    call_of = dict(zip([*stage.sources, *stage.destinations], calls, strict=True))
+    del call_of[victim]
+    found = dict(zip(call_of, failures(call_of.values()), strict=True))
+    assert time.monotonic() - started < SOON_S
+    needing = streams_of(stage.scene)[stage.destinations.index(victim)].relays_out
+    assert needing
+    for rank in needing:
+        assert found[stage.destinations[rank]].startswith("TransferError: ")
+    assert {error.partition(":")[0] for error in found.values()} <= {"TransferError", ""}
+    assert any(part in error for error in found.values() for part in news.split("|"))
+    assert [rank.close() for rank in found] == [0] * len(found)
+
+
+def test_a_source_that_fails_ends_the_passing_on(set_up):
+    stage = set_up(SCENE)
+    stage.join()
+    stage.sources[1].break_at("packed", 3, "fail")
+    started = time.monotonic()
+    found = failures(stage.begin_refit(1))
+    assert time.monotonic() - started < SOON_S
+    assert found[1] == "RuntimeError: on purpose"
+    assert all(error.startswith("TransferError: ") for error in found[2:])
+    assert sum("trainer rank 1 failed: on purpose" in error for error in found) >= 1
+    assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 6
+    stage.join()
+    stage.refit(1)
+    assert stage.wrong(0) == [[]] * 4
+
+
+def test_a_changed_bit_is_found_by_the_checksum_alone(set_up):
+    stage = set_up(SCENE)
+    stage.join()
+    stage.destinations[1].break_at("packed", 2, "corrupt")
+    found = failures(stage.begin_refit(1))
+    (receiver,) = [rank for rank, error in enumerate(found[2:]) if error.startswith(HEAD) and TAIL in error]
+    assert found[2 + 1].startswith(f"TransferError: engine worker {receiver} failed: message ")
+    stage.call([*stage.sources, *stage.destinations], "close")
+    stage.join()
+    stage.destinations[1].break_at("packed", 2, "corrupt")
+    stage.refit(2, with_checksum=False)
+    assert [rank for rank, wrong in enumerate(stage.wrong(0)) if wrong] == [receiver]

@@ -1,0 +1,204 @@
+"""What several ranks of a node want: it enters the node once, and they pass it on."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_configs import make_config
+from transfer_ranks import Scene
+
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.layouts.recorded import Recording
+from converters.topology import Topology
+from megarl.resharding.arrivals import Arrivals
+from megarl.resharding.connections import TransferError
+from megarl.resharding.route import Route
+from megarl.resharding.streams import DestinationStreams, incoming, outgoing
+
+TWO_ENGINES = Scene(
+    make_config("qwen3"),
+    ParallelSizes(world_size=2, tensor_model_parallel_size=2),
+    replicas=2,
+    transport="point_to_point",
+    topology=Topology.separate(2, 4, gpus_per_node=4),
+)
+SCENES = {
+    "two engines of two workers on a node": TWO_ENGINES,
+    # Each holds everything.
+    "three engines of one worker on two nodes": replace(
+        TWO_ENGINES,
+        config=make_config("qwen3_moe"),
+        source=ParallelSizes(world_size=2, expert_model_parallel_size=2),
+        workers=1,
+        replicas=3,
+        transport="shared_memory",
+        topology=Topology.separate(2, 3, gpus_per_node=2),
+    ),
+    # A rank that passes on, a neighbour, and one that is with the sources.
+    "an engine beside the trainer": replace(
+        TWO_ENGINES,
+        workers=1,
+        replicas=3,
+        transport="shared_memory",
+        topology=Topology([0, 0], [0, 1], [1, 1, 0], [2, 3, 4]),
+    ),
+}
+
+
+def streams_of(scene):
+    ranks = range(scene.plan.destination_ranks)
+    return [incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes) for rank in ranks]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_every_refit_brings_all_weights_of_its_version(set_up, name):
+    stage = set_up(SCENES[name])
+    stage.join()
+    for version in (0, 1, 2):
+        stage.call(stage.sources, "fill", version)
+        sent = stage.refit(version)[: len(stage.sources)]
+        assert stage.wrong(version) == [[]] * len(stage.destinations)
+    direct = [streams.direct for streams in streams_of(stage.scene)]
+    assert sum(sent) == sum(message.size_bytes for each in direct for stream in each.values() for message in stream)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_what_a_node_needs_enters_it_once(name):
+    scene = SCENES[name]
+    plan, topology = scene.plan, scene.topology
+    entering = Counter()
+    for rank, streams in enumerate(streams_of(scene)):
+        for stream in streams.direct.values():
+            pieces = [piece for message in stream for piece in message.pieces]
+            entering[topology.destination_node[rank]] += sum(piece.size_bytes for piece in pieces)
+    for node in set(topology.destination_node) - set(topology.source_node):
+        wanted = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in plan.destination.hf_shapes.items()}
+        for rank in range(plan.destination_ranks):
+            if topology.destination_node[rank] == node:
+                for placement in plan.destination.placements(rank % scene.workers):
+                    wanted[placement.hf_name][placement.hf_box.slices()] = True
+        assert entering[node] == sum(int(each.sum()) for each in wanted.values()) * scene.dtype.itemsize
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_both_ends_of_a_relay_derive_the_same_messages(name):
+    every = streams_of(SCENES[name])
+    out = {(rank, to): stream for rank, each in enumerate(every) for to, stream in each.relays_out.items()}
+    assert out
+    assert out == {(of, rank): stream for rank, each in enumerate(every) for of, stream in each.relays_in.items()}
+
+
+def masks(shapes, messages, box_of):
+    """Which elements of which tensors are in each of the messages."""
+    found = {}
+    for key, message in messages.items():
+        found[key] = {name: torch.zeros(shapes[name], dtype=torch.bool) for name, _ in map(box_of, message.pieces)}
+        for name, box in map(box_of, message.pieces):
+            found[key][name][box.slices()] = True
+    return found
+
+
+@cache
+def coming_and_leaving(rank):
+    scene = replace(TWO_ENGINES, bucket_bytes=2000)
+    streams, shapes = streams_of(scene)[rank], scene.plan.destination.local_shapes(rank % scene.workers)
+    coming = masks(shapes, numbered(streams.direct), lambda piece: (piece.destination_name, piece.destination_box))
+    leaving = masks(shapes, numbered(streams.relays_out), lambda piece: (piece.source_name, piece.source_box))
+    return streams, coming, leaving
+
+
+def numbered(streams):
+    return {(peer, number): message for peer, stream in streams.items() for number, message in enumerate(stream)}
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_nothing_is_passed_on_before_it_is_there(data):
+    streams, coming, leaving = coming_and_leaving(data.draw(st.integers(0, 3)))
+    arrivals = Arrivals(streams)
+    for order in (data.draw(st.permutations(list(coming))), list(coming)):
+        arrivals.expect()
+        waiting, here = data.draw(st.permutations(list(leaving))), {}
+        for incoming_ in order:
+            arrivals.add(incoming_, with_checksum=True)
+            for name, mask in coming[incoming_].items():
+                here[name] = here[name] | mask if name in here else mask
+            ready = [
+                each
+                for each in waiting
+                if all(name in here and not (mask & ~here[name]).any() for name, mask in leaving[each].items())
+            ]
+            for each in ready:
+                assert arrivals.choose(waiting) == (each, True)
+                waiting.remove(each)
+            with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to pass on"):
+                arrivals.choose(waiting)
+        assert not waiting
+    arrivals.fail("no more")
+    assert arrivals.choose(leaving)
+    arrivals.expect()
+    arrivals.fail("no more")
+    with pytest.raises(TransferError, match="no more"):
+        arrivals.choose(leaving)
+
+
+def test_what_does_not_come_is_not_passed_on():
+    streams = streams_of(TWO_ENGINES)[0]
+    with pytest.raises(ValueError, match="is passed on and does not come"):
+        Arrivals(DestinationStreams({}, {}, streams.relays_out))
+
+
+def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
+    stage = set_up(TWO_ENGINES)
+    stage.join()
+    stage.refit(0)
+
+    def compare():
+        calls = stage.begin(stage.sources, "send", 1) + stage.begin(stage.destinations, "compare", 1)
+        return [each.result(60) for each in calls][len(stage.sources) :]
+
+    assert compare() == [set()] * 4
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    stage.destinations[1].scramble(name)
+    found = compare()
+    # The one that it passes some of this on to has not what it has.
+    assert found == [set(), {name}, set(), {name}]
+    assert stage.wrong(0) == [[], [name], [], []]
+
+
+@pytest.mark.parametrize(
+    ("topology", "node_once"),
+    [
+        # Everybody on one node, everybody alone, engines on a node of their own, an engine's worker without the
+        # trainer, and the second workers of both beside a rank that has half of what they want.
+        (Topology([0, 0], [0, 1], [0] * 4, range(2, 6)), False),
+        (Topology.apart(2, 4), False),
+        (Topology.separate(2, 4, gpus_per_node=4), True),
+        (Topology([0, 0], [0, 1], [0, 0, 0, 1], range(2, 6)), False),
+        (Topology([0, 1], [0, 1], [2, 0, 3, 0], [2, 3, 4, 5]), True),
+    ],
+)
+def test_a_route_passes_on_where_it_makes_a_difference(topology, node_once):
+    layout = TWO_ENGINES.plan.destination
+    workers = zip(range(2), TWO_ENGINES.dtypes, strict=True)
+    recordings = [Recording(layout.shard(worker), dtypes, [], {}) for worker, dtypes in workers]
+    route = Route(TWO_ENGINES.architecture, TWO_ENGINES.source, "local", recordings, 2, topology, bucket_bytes=1400)
+    assert route.node_once == node_once
+    parts = [route.incoming(rank) for rank in range(4)]
+    plain = replace(route.plan, node_once=False)
+    directly = [incoming(plain, rank, TWO_ENGINES.dtypes, 1400) for rank in range(4)]
+    sent = [route.outgoing(rank) for rank in range(2)]
+    assert all(each.direct[source] == sent[source][rank] for rank, each in enumerate(parts) for source in each.direct)
+    if node_once:
+        assert any(each.relays_out for each in parts)
+        messages = [
+            message for each in parts for streams in vars(each).values() for message in numbered(streams).values()
+        ]
+        assert max(message.size_bytes for message in messages) <= 700
+    else:
+        assert parts == directly
+        assert sent == [outgoing(plain, rank, TWO_ENGINES.dtypes, 1400) for rank in range(2)]
