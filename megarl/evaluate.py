@@ -7,7 +7,8 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
-from megarl.job import LOGS, read_model
+from megarl.job import LOGS
+from megarl.model import read_model
 from megarl.rewards import load_reward
 from megarl.stages.evaluate import evaluate
 

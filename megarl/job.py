@@ -4,29 +4,23 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-
-from converters.architectures import Architecture, read_architecture
-from converters.convert import check_checkpoint, check_distributed
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
-from converters.formats.torch_dist import TorchDistCheckpoint
-from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
-from megarl.config.schema import MegarlConfig, ModelConfig
+from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
+from megarl.model import Model, check_layout, check_loadable, read_model
 from megarl.rewards import RewardFunction, load_reward
 from megarl.stages.probe import Probe
-from megarl.stages.refit import Refit
+from megarl.stages.refit import Refit, check_machines
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext import checkpoint_folder
-from megatron_ext.options import MegatronOptions
 
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
@@ -34,18 +28,6 @@ LOGS = "logs"
 
 _PROBED_PROMPTS = 16
 _PROBED_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Model:
-    """The policy as it lies on disk: what it is and how its tokens are made."""
-
-    folder: Path
-    megatron_checkpoint: Path | None
-    """Where the weights are, if not in `folder`."""
-    architecture: Architecture
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -127,8 +109,13 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         trainer = stack.enter_context(
             TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
         )
-        # The engines start while the ranks read the weights; their first weights come by the first refit.
-        starting = engines.begin_start(model.folder, load_weights=False)
+        # Between machines nothing goes by name: engines and ranks begin with the same weights, and are compared.
+        machines = len({*trainer.nodes(), *engines.nodes()})
+        check_machines(machines, config.refit)
+        if is_apart := machines > 1:
+            check_loadable(model, machines)
+        # The engines start while the ranks read the weights; without any, their first ones come by the first refit.
+        starting = engines.begin_start(model.folder, load_weights=is_apart)
         trainer.start()
         trainer.build(
             model.folder,
@@ -136,9 +123,16 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             total_steps=config.loop.steps * config.algorithm.updates_per_step,
             reference=config.algorithm.kl_coefficient > 0,
         )
+        make_refit = partial(Refit, trainer, engines, model.architecture, config.refit, _probe(config, task))
+        if is_apart:
+            engines.wait_started(starting)
+            refit = make_refit(has_loaded=True)
+            refit.confirm()
         if checkpoint is not None:
             trainer.load(checkpoint)
-        engines.wait_started(starting)
+        if not is_apart:
+            engines.wait_started(starting)
+            refit = make_refit()
         yield Job(
             config=config,
             model=model,
@@ -146,7 +140,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             objective=PolicyObjective.from_config(config.algorithm),
             trainer=trainer,
             engines=engines,
-            refit=Refit(trainer, engines, model.architecture, config.refit, _probe(config, task)),
+            refit=refit,
             tracker=tracker,
             state=state,
         )
@@ -157,42 +151,6 @@ def _probe(config: MegarlConfig, task: Task) -> Probe | None:
         return None
     prompts = [prompt.token_ids for prompt in task.prompts[:_PROBED_PROMPTS]]
     return Probe(prompts, min(_PROBED_TOKENS, config.rollout.max_response_tokens), config.refit.log_prob_tolerance)
-
-
-def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
-    """What the model's folders hold, checked whole: a missing or misshapen tensor is found here.
-
-    Raises UserError for what cannot be trained.
-    """
-    folder = Path(config.path)
-    megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
-    architecture = read_architecture(read_json(folder / CONFIG))
-    if architecture.mtp_layers:
-        raise UserError(
-            f"{folder / 'config.json'} has {architecture.mtp_layers} layers for multi-token prediction, whose training"
-            " is not supported yet; train a copy of the model that leaves them out (num_nextn_predict_layers: 0, no"
-            f" tensors of model.layers.{architecture.num_layers} and after)"
-        )
-    if megatron_checkpoint:
-        check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
-    else:
-        check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
-    return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
-
-
-def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
-    """Raise UserError if the sizes of the model don't divide by those of the parallel layout."""
-    megatron_layout(architecture, options.parallel, module_names="local")
-
-
-def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
-    stop = {tokenizer.eos_token_id, *extra}
-    if (folder / "generation_config.json").exists():
-        ends = GenerationConfig.from_pretrained(folder).eos_token_id
-        stop |= set(ends if isinstance(ends, list) else [ends])
-    return tuple(sorted(stop - {None}))
 
 
 def _read_task(config: MegarlConfig, model: Model) -> Task:

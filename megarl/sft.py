@@ -14,7 +14,8 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PromptSampler, load_conversations
-from megarl.job import EXPORT, LOGS, check_layout, open_tracker_of, read_model
+from megarl.job import EXPORT, LOGS, open_tracker_of
+from megarl.model import check_layout, read_model
 from megarl.stages.update import update
 from megatron_ext.packing import RaggedBatch
 

@@ -9,10 +9,8 @@
 # Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
 # system. A job that is requeued continues from the last checkpoint below output_dir.
 #
-# What works across nodes, and what does not: the Ray cluster spans them, but a refit moves weights through the shared
-# memory of one machine. Where trainer and engines do not all run on one node, `megarl train` ends with exit code 2 before
-# its first step. The sizes of grpo_deepseek_v3 need many nodes, so as it stands the recipe is refused. On the one node
-# asked for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
+# The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines one with 16 GPUs. On the one node asked
+# for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
 #
 #   cluster.trainer_ranks=4 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
 #   megatron.num_layers_in_first_pipeline_stage=null megatron.num_layers_in_last_pipeline_stage=null

@@ -60,24 +60,24 @@ class WorkerGroup:
             ray.kill(host)
 
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
-        """Make the object that answers the calls: worker i gets `arguments[i]`.
+        """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
+        self.nodes()
+        self.wait([host.make.remote(module, name, *own) for host, own in zip(self._hosts, arguments, strict=True)])
+
+    def nodes(self) -> list[str]:
+        """The machine that each worker runs on, as Ray names it.
 
         Raises UserError if the cluster has no room for all workers within the time that `Place` gives.
         """
-        up, missing = ray.wait(
-            [host.node.remote() for host in self._hosts], num_returns=len(self), timeout=self._place.timeout_s
-        )
+        calls = [host.node.remote() for host in self._hosts]
+        up, missing = ray.wait(calls, num_returns=len(self), timeout=self._place.timeout_s)
         if missing:
             raise UserError(
                 f"after {self._place.timeout_s:.0f} s only {len(up)} of {len(self)} {self._name} processes run: each "
                 f"asks for {self._place.cpus:g} CPUs and {self._place.gpus:g} GPUs, and the cluster has "
                 f"{_free(ray.available_resources())} free of {_free(ray.cluster_resources())}"
             )
-        self.wait([host.make.remote(module, name, *own) for host, own in zip(self._hosts, arguments, strict=True)])
-
-    def nodes(self) -> list[str]:
-        """The machine that each worker runs on, as Ray names it."""
-        return self.wait([host.node.remote() for host in self._hosts])
+        return self.wait(calls)
 
     def begin(self, method: str, *arguments: Any) -> list[Call]:
         """Begin a call of every worker."""

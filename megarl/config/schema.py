@@ -14,7 +14,7 @@ class ModelConfig:
     """HuggingFace folder with config.json, safetensors and tokenizer."""
     megatron_checkpoint: str | None = None
     """Checkpoint in Megatron's torch_dist format whose weights are trained, of any layout (`megarl convert` makes one);
-    `path` then needs no safetensors."""
+    `path` then needs no safetensors on one machine; between several, it needs the same weights."""
     dtype: str = "bf16"
     """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
 
@@ -48,10 +48,10 @@ class RefitConfig:
     path: str = "auto"
     """How weights get into an engine: planned sends each shard straight to where the engine keeps it, named gives
     whole tensors to the engine's own loader. auto is planned where the engine can say where it keeps every tensor,
-    else named. The first refit of an engine always goes by name."""
+    else named. On one machine the first refit of an engine goes by name, between machines none does."""
     transport: str = "auto"
     """What planned refits go through: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
-    that both sides have mapped."""
+    that both sides have mapped, and between machines point_to_point."""
     bucket_bytes: int = 512 * 1024**2
     """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
     other what they all need. None is larger than what a rank sends at once."""

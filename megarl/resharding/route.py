@@ -70,18 +70,10 @@ class Route:
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
 
-        `policy_dtypes` are those of the policy's HuggingFace tensors: an engine may keep them in a type that holds all
-        their values, and in no other.
+        `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_recorded`.
         """
         _ = self.plan
-        for recording in self.recordings:
-            for placement in recording.shard.placements:
-                held, given = recording.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
-                if torch.promote_types(held, given) != held:
-                    raise UserError(
-                        f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
-                        f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
-                    )
+        check_recorded(self.recordings, policy_dtypes)
 
     @property
     def _dtypes(self) -> list[Mapping[str, torch.dtype]]:
@@ -92,6 +84,26 @@ class Route:
         # A worker that passes on has two buckets more; all four together take the memory of two.
         half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
         return half if self.node_once else self.bucket_bytes
+
+
+def check_recorded(recordings: Sequence[Recording], policy_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise UserError if what is recorded, be it all or not, shows an engine that does not fit the policy.
+
+    An engine may keep a tensor in a type that holds all values of the policy's, and in no other.
+    """
+    for recording in recordings:
+        for name, reason in recording.refused.items():
+            raise UserError(
+                f"the engine is of another model than the policy, {reason} ({name}): give rollout.engine_args nothing"
+                " that makes it another than that of model.path"
+            )
+        for placement in recording.shard.placements:
+            held, given = recording.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
+            if torch.promote_types(held, given) != held:
+                raise UserError(
+                    f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
+                    f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
+                )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, wait_together
 from megarl.config.schema import RefitConfig
 from megarl.resharding.connections import TransferError
-from megarl.resharding.route import Route
+from megarl.resharding.route import Route, check_recorded
 from megarl.resharding.transports import MAPPED
 
 
@@ -39,14 +39,16 @@ class PlannedPath:
         dtypes = trainer.weight_dtypes()
         recordings = _recordings(engines, architecture, dtypes)
         module_names, backend = trainer.model_form()
-        self.transport = MAPPED[backend] if config.transport == "auto" else config.transport
+        trainer_nodes, engine_nodes = trainer.nodes(), engines.nodes()
+        usual = MAPPED[backend] if len({*trainer_nodes, *engine_nodes}) == 1 else "point_to_point"
+        self.transport = usual if config.transport == "auto" else config.transport
         self._route = Route(
             architecture,
             trainer.parallel,
             module_names,
             recordings,
             len(engines),
-            _topology(trainer.nodes(), engines.nodes(), len(recordings)),
+            _topology(trainer_nodes, engine_nodes, len(recordings)),
             config.bucket_bytes,
         )
         self._route.check(dtypes)
@@ -90,6 +92,8 @@ def _recordings(engines: EngineGroup, architecture: Architecture, dtypes: Mappin
         first, *others = engines.record_layouts(architecture.hf_shapes, dtypes)
     except UserError as error:
         raise NotPlannableError(str(error)) from error
+    # Also of engines that take their weights by name.
+    check_recorded(first, dtypes)
     for recording in others:
         if recording != first:
             raise NotPlannableError("the engines do not keep their weights alike")

@@ -1,0 +1,77 @@
+"""The policy as it lies on disk, checked before any process starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from converters.architectures import Architecture, read_architecture
+from converters.convert import check_checkpoint, check_distributed
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.layouts.megatron import megatron_layout
+from megarl.config.schema import ModelConfig
+from megatron_ext.options import MegatronOptions
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy as it lies on disk: what it is and how its tokens are made."""
+
+    folder: Path
+    megatron_checkpoint: Path | None
+    """Where the weights are, if not in `folder`."""
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+
+def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
+    """What the model's folders hold, checked whole: a missing or misshapen tensor is found here.
+
+    Raises UserError for what cannot be trained.
+    """
+    folder = Path(config.path)
+    megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
+    architecture = read_architecture(read_json(folder / CONFIG))
+    if architecture.mtp_layers:
+        raise UserError(
+            f"{folder / 'config.json'} has {architecture.mtp_layers} layers for multi-token prediction, whose training"
+            " is not supported yet; train a copy of the model that leaves them out (num_nextn_predict_layers: 0, no"
+            f" tensors of model.layers.{architecture.num_layers} and after)"
+        )
+    if megatron_checkpoint:
+        check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
+    else:
+        check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
+    return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
+
+
+def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
+    """Raise UserError if the sizes of the model don't divide by those of the parallel layout."""
+    megatron_layout(architecture, options.parallel, module_names="local")
+
+
+def check_loadable(model: Model, machines: int) -> None:
+    """Raise UserError if engines cannot load the weights that the ranks begin with."""
+    if model.megatron_checkpoint is None:
+        return
+    try:
+        check_checkpoint(HuggingFaceCheckpoint(model.folder), model.architecture)
+    except UserError as error:
+        raise UserError(
+            f"the trainer and the engines run on {machines} machines, where engines begin with the weights of"
+            f" model.path, and it has none: {error}; export model.megatron_checkpoint to HuggingFace for it, or keep to"
+            " one machine"
+        ) from error
+
+
+def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
+    stop = {tokenizer.eos_token_id, *extra}
+    if (folder / "generation_config.json").exists():
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        stop |= set(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(stop - {None}))

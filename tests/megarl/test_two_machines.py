@@ -1,0 +1,148 @@
+"""Jobs whose trainer and engines are on machines of their own: two nodes of a Ray cluster, here on one host."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from test_main_job import greedy_tokens, make_config
+from transformers import AutoModelForCausalLM
+
+from converters.errors import UserError
+from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
+from converters.layouts.megatron import ParallelSizes
+from megarl.clock import Clock
+from megarl.cluster import runtime
+from megarl.config.schema import RefitConfig
+from megarl.job import EXPORT, open_job
+from megarl.loop import train_step
+from megarl.rollout.protocol import SamplingParameters
+from megarl.stages.refit import check_machines
+from megarl.stages.rollout import rollout
+
+OBJECT_STORE_BYTES = 100 * 1024**2
+HOSTS = ("127.0.0.1", "127.0.0.2")
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def address():
+    """That of a cluster of two nodes with one core each. What is started for it, and written, is gone afterwards."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    runtime._require_token()
+    runtime._bind_to_loopback()
+    with pytest.MonkeyPatch.context() as patch:
+        # Short, because the path of a Unix socket ends after 107 bytes.
+        folder = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-")
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = Cluster()
+        try:
+            for host in HOSTS:
+                cluster.add_node(
+                    num_cpus=1,
+                    node_ip_address=host,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                )
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder)
+    left = {process.pid for process in psutil.Process().children(recursive=True)} - before
+    assert psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=10)[1] == []
+
+
+@pytest.fixture
+def config(address, tmp_path):
+    made = make_config("qwen3", tmp_path)
+    # One core for the rank and one for the engine: no node has room for both.
+    made.cluster.address, made.cluster.trainer_ranks = address, 1
+    made.megatron["tensor_model_parallel_size"] = 1
+    return made
+
+
+def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        begin_and_be_killed(config)
+    with open_job(config) as job:
+        assert job.state.step == 1
+        metrics = job.refit(1)
+        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+        assert metrics["refit/bytes"] > 0
+        check_step(train_step(job, Clock()))
+        job.export()
+        prompts = job.task.eval_prompts[:4]
+        greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
+        answers = rollout(job.engines, prompts, [greedy] * len(prompts))
+        check_door(job)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == greedy_tokens(reference, prompt.token_ids)
+        assert set(answer.versions) == {2}
+
+
+def begin_and_be_killed(config):
+    with open_job(config) as job:
+        assert len({*job.trainer.nodes(), *job.engines.nodes()}) == 2
+        metrics = job.refit(0)
+        assert (metrics["refit/planned"], metrics["refit/bytes"]) == (1, 0)
+        assert job.refit.description == "planned, through point_to_point"
+        check_step(train_step(job, Clock()))
+        job.save()
+        raise KeyboardInterrupt
+
+
+def check_door(job):
+    """Receivers find the rank at the address that its machine has for others."""
+    (rank_node,) = job.trainer.nodes()
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    ((host, _),) = job.trainer.open_transfer(job.refit._planned._route, "point_to_point", 1, timeout_s=5.0).doors
+    assert sorted(hosts.values()) == sorted(HOSTS)
+    assert host == hosts[rank_node]
+
+
+def check_step(metrics):
+    # What was sampled was sampled with the trainer's weights, of the step before.
+    assert metrics["log_prob_difference/max"] < 1e-4
+    assert metrics["policy/gradient_norm"] > 0
+    assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+    assert metrics["refit/bytes"] > 0
+
+
+def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(config, tmp_path):
+    source, converted = tmp_path / "model", tmp_path / "converted"
+    convert_checkpoint(
+        source,
+        converted,
+        ParallelSizes(world_size=1),
+        dtype="keep",
+        vocabulary_multiple=128,
+        workers=1,
+        progress=lambda done, total: None,
+    )
+    config.model.path, config.model.megatron_checkpoint = str(converted / HUGGINGFACE), str(converted)
+    with pytest.raises(UserError, match=r"run on 2 machines, .* it has none: .*; export model\.megatron_checkpoint"):
+        start(config)
+
+
+def start(config):
+    with open_job(config):
+        pass
+
+
+def test_what_ends_at_one_machine_is_refused_between_several():
+    planned = RefitConfig()
+    check_machines(3, planned)
+    check_machines(1, replace(planned, path="named", transport="cuda_ipc"))
+    with pytest.raises(UserError, match=r"^refit\.path=named goes .* run on 3 machines: set it to auto$"):
+        check_machines(3, replace(planned, path="named"))
+    with pytest.raises(
+        UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto or point_to"
+    ):
+        check_machines(3, replace(planned, transport="cuda_ipc"))
