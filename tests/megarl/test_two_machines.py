@@ -21,6 +21,7 @@ from megarl.cluster import runtime
 from megarl.config.schema import RefitConfig
 from megarl.job import EXPORT, open_job
 from megarl.loop import train_step
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import SamplingParameters
 from megarl.stages.refit import check_machines
 from megarl.stages.rollout import rollout
@@ -116,7 +117,7 @@ def check_step(metrics):
 
 
 def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(config, tmp_path):
-    source, converted = tmp_path / "model", tmp_path / "converted"
+    source, converted = write_tiny_model("qwen3", tmp_path / "other", seed=1), tmp_path / "converted"
     convert_checkpoint(
         source,
         converted,
@@ -126,7 +127,12 @@ def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(con
         workers=1,
         progress=lambda done, total: None,
     )
-    config.model.path, config.model.megatron_checkpoint = str(converted / HUGGINGFACE), str(converted)
+    config.model.megatron_checkpoint = str(converted)
+    with pytest.raises(
+        UserError, match=r"^the engine does not keep .* only way between machines: .*megatron_checkpoint"
+    ):
+        start(config)
+    config.model.path = str(converted / HUGGINGFACE)
     with pytest.raises(UserError, match=r"run on 2 machines, .* it has none: .*; export model\.megatron_checkpoint"):
         start(config)
 
