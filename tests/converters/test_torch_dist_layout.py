@@ -12,7 +12,7 @@ from conversions import MODELS, architecture_of, content_of, contents, everythin
 from distributed import cut, huggingface_tensors, whole_tensors, write_distributed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_plan import tile
+from random_layouts import tile
 
 from converters.boxes import Box
 from converters.errors import UserError
