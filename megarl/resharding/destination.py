@@ -5,7 +5,7 @@ passes it on, message by message as it comes, through memory that the ranks of a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 
@@ -98,29 +98,28 @@ class Destination:
             tasks[0]()
             return
         with ThreadPoolExecutor(len(tasks)) as pool:
-            done, _ = wait([pool.submit(device.with_device(task)) for task in tasks], return_when=FIRST_EXCEPTION)
-            for reason in filter(None, map(_failure, done)):
-                self._abandon(reason)
+            running = as_completed([pool.submit(device.with_device(task)) for task in tasks])
+            failed = [task for task in running if self._has_failed(task)]
         # An error holds the frames that it passed, and what they hold is to be freed: nothing here may hold the error.
-        while done:
-            done.pop().result()
+        if failed:
+            failed.pop(0).result()
 
-    def _abandon(self, reason: str) -> None:
+    def _has_failed(self, task: Future[object]) -> bool:
+        """Whether a task that has ended did so with an error; then all other tasks and peers are told."""
+        error = task.exception()
+        if error is None:
+            return False
+        reason = reason_of(error)
         self._arrivals.fail(reason)
         if self._streams.relays_out and self._inside is not None:
             self._to_neighbours.abandon(self._inside, reason)
         for receiver in (self._from_sources, self._from_neighbours):
             if receiver is not None:
                 receiver.abandon(reason)
+        return True
 
     def _note(self, source: int, announcement: Announcement) -> None:
         self._arrivals.add((source, announcement.number), with_checksum=announcement.checksum is not None)
-
-
-def _failure(task: Future[object]) -> str:
-    """The reason, or "" if it is not one."""
-    error = task.exception()
-    return reason_of(error) if error else ""
 
 
 def _inside_nodes(meeting: Meeting) -> Meeting:

@@ -47,6 +47,7 @@ class Receiver:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._meeting = meeting
         self._links: dict[int, Link] = {}
+        self._abandoned = ""
         self._end: ReceivingEnd | None = None
         self._views: dict[tuple[int, int, int], list[Block]] = {}
 
@@ -55,6 +56,8 @@ class Receiver:
         meeting = self._meeting
         with telling(self._links):
             self._connect()
+            if self._abandoned:
+                raise TransferError(self._abandoned)
             largest = max((message.size_bytes for stream in self._streams.values() for message in stream), default=0)
             self._end = TRANSPORTS[meeting.transport].receiving(meeting, self._rank, largest)
             for source, link in self._links.items():
@@ -77,6 +80,8 @@ class Receiver:
 
     def abandon(self, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
+        self._abandoned = reason
+        # Links that are made from here on, `join` tells.
         tell(self._links, reason)
 
     def close(self) -> None:

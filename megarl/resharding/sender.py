@@ -99,10 +99,10 @@ class Sender:
 
     def abandon(self, meeting: Meeting, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        tell(self._links, reason)
-        # Those that have not come yet are not to be waited for.
+        # Those that have not come yet are not to be waited for; at a closed door nobody is.
         with suppress(TransferError):
             connect(self.address, meeting.key, "itself", meeting.timeout_s).send(Failure(reason))
+        tell(self._links, reason)
 
     def close(self) -> None:
         """End the links and free the buckets."""

@@ -7,16 +7,19 @@ import pytest
 from test_relays import TWO_ENGINES, streams_of
 from transfer_ranks import failures
 
+from converters.topology import Topology
+
 SCENE = replace(TWO_ENGINES, transport="shared_memory")
 SOON_S = 10
+MEETING = ("accept", "connected")
 HEAD, TAIL = "TransferError: message ", " of engine worker 1 came with checksum "
 
 
-@pytest.mark.parametrize("point", ["accept", "packed", "unpacked"])
+@pytest.mark.parametrize("point", [*MEETING, "packed", "unpacked"])
 def test_the_death_of_a_neighbour_is_heard_of(set_up, point):
     stage = set_up(SCENE)
     victim = stage.destinations[1]
-    if point == "accept":
+    if point in MEETING:
         victim.break_at(point, 1, "kill")
         calls = stage.begin_join()
     else:
@@ -24,6 +27,17 @@ def test_the_death_of_a_neighbour_is_heard_of(set_up, point):
         victim.break_at(point, 2, "kill")
         calls = stage.begin_refit(1)
     check_that_all_hear_of_it(stage, calls, victim, " is gone|does not answer")
+
+
+def test_a_neighbour_that_does_not_come_is_not_waited_for(set_up):
+    stage = set_up(replace(SCENE, workers=1, topology=Topology.separate(2, 2, gpus_per_node=2)))
+    meeting = stage.meeting()
+    stage.destinations[1].close()
+    started = time.monotonic()
+    found = failures(stage.begin([*stage.sources, stage.destinations[0]], "join", meeting))
+    assert time.monotonic() - started < SOON_S, found
+    assert "TransferError: engine worker 1 does not answer" in found[2]
+    assert all(" failed: engine worker 1 does not answer" in error for error in found[:2])
 
 
 def test_a_neighbour_that_stands_still_is_given_up(set_up):
@@ -40,7 +54,7 @@ def check_that_all_hear_of_it(stage, calls, victim, news):
     call_of = dict(zip([*stage.sources, *stage.destinations], calls, strict=True))
     del call_of[victim]
     found = dict(zip(call_of, failures(call_of.values()), strict=True))
-    assert time.monotonic() - started < SOON_S
+    assert time.monotonic() - started < SOON_S, found.values()
     needing = streams_of(stage.scene)[stage.destinations.index(victim)].relays_out
     assert needing
     for rank in needing:
@@ -56,7 +70,7 @@ def test_a_source_that_fails_ends_the_passing_on(set_up):
     stage.sources[1].break_at("packed", 3, "fail")
     started = time.monotonic()
     found = failures(stage.begin_refit(1))
-    assert time.monotonic() - started < SOON_S
+    assert time.monotonic() - started < SOON_S, found
     assert found[1] == "RuntimeError: on purpose"
     assert all(error.startswith("TransferError: ") for error in found[2:])
     assert sum("trainer rank 1 failed: on purpose" in error for error in found) >= 1
@@ -72,9 +86,9 @@ def test_a_changed_bit_is_found_by_the_checksum_alone(set_up):
     stage.destinations[1].break_at("packed", 2, "corrupt")
     found = failures(stage.begin_refit(1))
     (receiver,) = [rank for rank, error in enumerate(found[2:]) if error.startswith(HEAD) and TAIL in error]
-    assert found[2 + 1].startswith(f"TransferError: engine worker {receiver} failed: message ")
+    assert f"engine worker {receiver} failed: message " in found[2 + 1]
     stage.call([*stage.sources, *stage.destinations], "close")
     stage.join()
     stage.destinations[1].break_at("packed", 2, "corrupt")
     stage.refit(2, with_checksum=False)
-    assert [rank for rank, wrong in enumerate(stage.wrong(0)) if wrong] == [receiver]
+    assert sum(map(len, stage.wrong(0))) == 1

@@ -1,5 +1,6 @@
 """What several ranks of a node want: it enters the node once, and they pass it on."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -84,9 +85,23 @@ def test_what_a_node_needs_enters_it_once(name):
         assert entering[node] == sum(int(each.sum()) for each in wanted.values()) * scene.dtype.itemsize
 
 
+def reordered(layout):
+    """The workers have their tensors in different orders."""
+
+    def shard_of(worker):
+        shard = layout.shard(worker)
+        return replace(shard, placements=random.Random(worker).sample(shard.placements, len(shard.placements)))
+
+    return replace(layout, shard_of=shard_of, only=None)
+
+
 @pytest.mark.parametrize("name", SCENES)
 def test_both_ends_of_a_relay_derive_the_same_messages(name):
-    every = streams_of(SCENES[name])
+    scene = SCENES[name]
+    plan = replace(scene.plan, destination=reordered(scene.plan.destination))
+    kinds = (torch.float32, torch.bfloat16)
+    dtypes = [dict.fromkeys(each, kinds[worker]) for worker, each in enumerate(scene.dtypes)]
+    every = [incoming(plan, rank, dtypes, scene.bucket_bytes) for rank in range(plan.destination_ranks)]
     out = {(rank, to): stream for rank, each in enumerate(every) for to, stream in each.relays_out.items()}
     assert out
     assert out == {(of, rank): stream for rank, each in enumerate(every) for of, stream in each.relays_in.items()}
