@@ -83,7 +83,7 @@ def mistaken_model(rank: int, sizes: ParallelSizes, folder: Path, mistake: Mista
     chunks = build_model(wrong, sizes, params_dtype=torch.float32)
     placements = megatron_layout(architecture, sizes, module_names="local").placements(rank)
     read_into(
-        checkpoint, [replace(each, hf_name=mistake.rename(each.hf_name)) for each in placements], local_tensors(chunks)
+        checkpoint, [each._replace(hf_name=mistake.rename(each.hf_name)) for each in placements], local_tensors(chunks)
     )
     return chunks
 
