@@ -129,7 +129,8 @@ def _load(
                 load_weights(tensors())
             return refused
         except UnrecordableError:
-            pass
+            # The observer has noted the reason; on to the next tensor.
+            continue
         except _REFUSALS as error:
             if not offered[0]:
                 raise

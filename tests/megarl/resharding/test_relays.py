@@ -172,14 +172,10 @@ def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
     stage.join()
     stage.refit(0)
 
-    def compare():
-        calls = stage.begin(stage.sources, "send", 1) + stage.begin(stage.destinations, "compare", 1)
-        return [each.result(60) for each in calls][len(stage.sources) :]
-
-    assert compare() == [set()] * 4
+    assert stage.compare(1) == [set()] * 4
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     stage.destinations[1].scramble(name)
-    found = compare()
+    found = stage.compare(1)
     # The one that it passes some of this on to has not what it has.
     assert found == [set(), {name}, set(), {name}]
     assert stage.wrong(0) == [[], [name], [], []]

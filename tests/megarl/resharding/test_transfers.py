@@ -71,14 +71,10 @@ def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
     stage.join()
     stage.refit(0)
 
-    def compare():
-        calls = stage.begin(stage.sources, "send", 1) + stage.begin(stage.destinations, "compare", 1)
-        return [each.result(60) for each in calls][len(stage.sources) :]
-
-    assert compare() == [set(), set()]
+    assert stage.compare(1) == [set(), set()]
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     stage.destinations[1].scramble(name)
-    assert compare() == [set(), {name}]
+    assert stage.compare(1) == [set(), {name}]
     assert stage.wrong(0) == [[], [name]]
 
 

@@ -311,6 +311,11 @@ class Stage:
     def refit(self, version, with_checksum=True):
         return [each.result(60) for each in self.begin_refit(version, with_checksum)]
 
+    def compare(self, version):
+        """What differs on each destination."""
+        calls = self.begin(self.sources, "send", version) + self.begin(self.destinations, "compare", version)
+        return [each.result(60) for each in calls][len(self.sources) :]
+
     def wrong(self, version):
         return self.call(self.destinations, "wrong", version)
 
