@@ -43,7 +43,7 @@ def forward_backward(
     """
 
     def lose(predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-        loss, metrics = objective(predictions, micro_batch.fields)
+        loss, metrics = objective(predictions, micro_batch)
         return loss, torch.zeros((), dtype=torch.int), metrics
 
     step = partial(_forward_step, vocab_size=vocab_size, temperature=temperature, consume=lose)

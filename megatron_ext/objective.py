@@ -1,11 +1,11 @@
 """What a train step minimises."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.packing import MicroBatch
 
 
 class Objective(Protocol):
@@ -15,6 +15,6 @@ class Objective(Protocol):
     loss, and no cut of the work into micro-batches or ranks changes a gradient.
     """
 
-    def __call__(self, predictions: LogProbs, fields: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         """The scalar loss of one micro-batch and its metrics."""
         ...

@@ -17,16 +17,22 @@ class RaggedBatch:
     `tokens` is long[T] and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of `fields` holds
     one value per token, [T]: the value at position t belongs to token t (its log-probability given what is before
     it, its advantage, its weight in the loss).
+
+    With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
+    data-parallel ranks get them whole and in order.
     """
 
     tokens: Tensor
     lengths: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    unit: int = 1
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
         if len(self.lengths) and int(self.lengths.min()) < 1:
             raise ValueError("every sequence of a RaggedBatch needs at least one token")
+        if len(self.lengths) % self.unit:
+            raise ValueError(f"a RaggedBatch of {len(self.lengths)} sequences is not made of units of {self.unit}")
         for name, values in {"tokens": self.tokens, **self.fields}.items():
             if values.shape != (total,):
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
@@ -40,9 +46,8 @@ class RaggedBatch:
         lengths = self.lengths[chosen]
         starts = (self.lengths.cumsum(0) - self.lengths)[chosen]
         positions = starts.repeat_interleave(lengths) + _positions_within(lengths)
-        return RaggedBatch(
-            self.tokens[positions], lengths, {name: values[positions] for name, values in self.fields.items()}
-        )
+        fields = {name: values[positions] for name, values in self.fields.items()}
+        return RaggedBatch(self.tokens[positions], lengths, fields, self.unit)
 
     def with_fields(self, **fields: Tensor) -> "RaggedBatch":
         """The same sequences with more (or replaced) fields, each [T]."""
@@ -63,6 +68,7 @@ class RaggedBatch:
             torch.cat([batch.tokens for batch in batches]),
             torch.cat([batch.lengths for batch in batches]),
             {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields},
+            batches[0].unit,
         )
 
 
@@ -89,20 +95,26 @@ class MicroBatch:
     """bool[T']"""
     fields: Mapping[str, Tensor]
     """[T'] each."""
+    lengths: Tensor
+    """long[sequences], without padding's."""
     real_tokens: int
     """How many of the T' tokens are not padding."""
+    unit: int = 1
+    """See `RaggedBatch`."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets")
+            for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets", "lengths")
         }
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
         return replace(self, fields=fields, **moved)
 
 
-def assign(lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int) -> list[list[list[int]]]:
+def assign(
+    lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int, unit: int = 1
+) -> list[list[list[int]]]:
     """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
 
     Every sequence appears once; no micro-batch exceeds `max_tokens` (before alignment); all ranks get the same
@@ -110,14 +122,16 @@ def assign(lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens:
     longest-processing-time rule (Graham 1969): the longest sequence first, each to the lightest micro-batch; the
     micro-batches that run at the same time on different ranks are those of similar load. The number of micro-batches
     is the smallest that a bisection finds feasible. A list may be empty when there are fewer sequences than places.
+    Each `unit` sequences in a row stay together.
 
-    Raises UserError for a sequence longer than `max_tokens`.
+    Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
     """
-    sizes = torch.as_tensor(lengths, dtype=torch.long).tolist()
+    sizes = torch.as_tensor(lengths, dtype=torch.long).view(-1, unit).sum(1).tolist()
     longest_first = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     if sizes and sizes[longest_first[0]] > max_tokens:
+        what = "a sequence" if unit == 1 else f"{unit} sequences that belong together,"
         raise UserError(
-            f"a sequence of {sizes[longest_first[0]]} tokens does not fit a micro-batch of {max_tokens} tokens: "
+            f"{what} of {sizes[longest_first[0]]} tokens does not fit a micro-batch of {max_tokens} tokens: "
             "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
         )
     low = max(1, -(-sum(sizes) // (max_tokens * data_parallel_size)))
@@ -131,7 +145,8 @@ def assign(lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens:
         else:
             high, bins = middle, tried
     assert bins is not None
-    return _deal(sizes, bins, data_parallel_size)
+    dealt = _deal(sizes, bins, data_parallel_size)
+    return [[[unit * i + k for i in members for k in range(unit)] for members in rank] for rank in dealt]
 
 
 def _longest_processing_time(
@@ -185,7 +200,9 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         max_seqlen=int(lengths.max()),
         targets=targets,
         fields={name: next_token(values) for name, values in chosen.fields.items()},
+        lengths=chosen.lengths,
         real_tokens=real_tokens,
+        unit=batch.unit,
     )
 
 

@@ -14,6 +14,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, probability_ratio
 from megarl.algorithms.registry import lookup
 from megarl.config.schema import AlgorithmConfig
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.packing import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PolicyObjective:
             entropy_coefficient=config.entropy_coefficient,
         )
 
-    def __call__(self, predictions: LogProbs, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
 
         Fields [T]: `advantages`; `weights`, 0 outside the responses and summing to 1 over the global batch;
@@ -63,6 +64,7 @@ class PolicyObjective:
         this field is the present one; `reference_log_probs` where kl_coefficient is not 0. A value outside the
         responses, even one that is not a number, changes nothing.
         """
+        fields = micro_batch.fields
         batch = _Responses(predictions, fields)
         old = batch["old_log_probs"] if "old_log_probs" in fields else batch.log_probs.detach()
         policy = POLICY_LOSSES[self.policy_loss](

@@ -1,20 +1,19 @@
 """The objective of supervised fine-tuning."""
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from megarl.algorithms.metrics import Metrics
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.packing import MicroBatch
 
 
-def sft_objective(predictions: LogProbs, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+def sft_objective(predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
     """sum_t weight_t * -log p(token_t): loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
 
     Fields [T]: `weights`, 0 outside the responses and summing to 1 over the global batch. Metrics: the loss, and the
     share of response tokens that greedy decoding gives when all before them are right.
     """
-    weights = fields["weights"]
+    weights = micro_batch.fields["weights"]
     loss = (weights * -predictions.log_probs.masked_fill(weights == 0, 0)).sum()
     accuracy = (weights * predictions.greedy).sum()
     return loss, Metrics({"sft/loss": loss.detach(), "sft/token_accuracy": accuracy})

@@ -111,9 +111,8 @@ class TrainerGroup(WorkerGroup):
         return self.call("peak_memory_bytes")
 
     def _cut(self, batch: RaggedBatch) -> list[_Share]:
-        return [
-            _share(batch, cut) for cut in assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens)
-        ]
+        cuts = assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens, batch.unit)
+        return [_share(batch, cut) for cut in cuts]
 
     def _call_shares(self, method: str, shares: Sequence[_Share], *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""

@@ -134,6 +134,16 @@ def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:
 def test_a_sequence_longer_than_a_micro_batch_is_refused_with_its_length() -> None:
     with pytest.raises(UserError, match="11 tokens"):
         assign([3, 11], 1, 10)
+    with pytest.raises(UserError, match="2 sequences that belong together, of 11 tokens"):
+        assign([3, 1, 5, 6], 1, 10, unit=2)
+
+
+@deterministic
+@given(st.lists(st.integers(1, 20), max_size=20).filter(lambda lengths: len(lengths) % 2 == 0), st.integers(1, 3))
+def test_units_stay_together_and_in_order(lengths: list[int], ranks: int) -> None:
+    for micro_batch in (members for rank in assign(lengths, ranks, 50, unit=2) for members in rank):
+        pairs = [(micro_batch[i], micro_batch[i + 1]) for i in range(0, len(micro_batch), 2)]
+        assert all(first % 2 == 0 and second == first + 1 for first, second in pairs)
 
 
 @deterministic

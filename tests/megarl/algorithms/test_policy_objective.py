@@ -45,7 +45,7 @@ def run(batch: RaggedBatch, table: Tensor, split: list[list[int]], objective: Po
     for sequences in split:
         micro_batch = pack(batch, sequences, align=2)
         predictions = log_probs_and_entropy(table[micro_batch.tokens[0]], micro_batch.labels[0], None)
-        loss, metrics = objective(predictions, micro_batch.fields)
+        loss, metrics = objective(predictions, micro_batch)
         loss.backward()
         pieces.append(metrics)
     assert table.grad is not None

@@ -75,7 +75,7 @@ def test_the_objective_on_micro_batches_gives_the_references_loss_and_gradients(
         predictions = log_probs_and_entropy(
             model(micro_batch.tokens).logits[0], micro_batch.labels[0], None, temperature=TEMPERATURE
         )
-        loss, metrics = objective(predictions, micro_batch.fields)
+        loss, metrics = objective(predictions, micro_batch)
         loss.backward()
         total += loss.item()
         clipped += float(metrics.sums["policy/clip_fraction"])

@@ -6,17 +6,19 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import Metrics, exact_matches, sft_objective
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.packing import RaggedBatch, pack
 
 
 def test_the_loss_is_the_weighted_negative_log_likelihood() -> None:
-    log_probs = torch.tensor([float("nan"), -1.0, -3.0, -0.5], requires_grad=True)
-    predictions = LogProbs(log_probs, torch.zeros(4), torch.tensor([True, True, False, True]))
-    weights = torch.tensor([0.0, 0.25, 0.25, 0.5])
-    loss, metrics = sft_objective(predictions, {"weights": weights})
+    log_probs = torch.tensor([float("nan"), -1.0, -3.0, -0.5, float("nan")], requires_grad=True)
+    predictions = LogProbs(log_probs, torch.zeros(5), torch.tensor([True, True, False, True, True]))
+    weights = torch.tensor([0.0, 0.0, 0.25, 0.25, 0.5])
+    batch = RaggedBatch(torch.arange(5), torch.tensor([5]), {"weights": weights})
+    loss, metrics = sft_objective(predictions, pack(batch, [0]))
     loss.backward()
     assert loss.item() == 1.25
     assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [0.0, -0.25, -0.25, -0.5]
+    assert log_probs.grad.tolist() == [0.0, -0.25, -0.25, -0.5, 0.0]
     assert metrics == Metrics({"sft/loss": torch.tensor(1.25), "sft/token_accuracy": torch.tensor(0.75)})
 
 

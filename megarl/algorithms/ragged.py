@@ -1,0 +1,57 @@
+"""Arithmetic on responses of different lengths that lie end to end, without padding."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """N responses end to end, T = sum(lengths) tokens.
+
+    Only tokens that the policy generated and is trained on are among them: what else stands in a response (the output
+    of a tool, a masked token) is taken out before, so nothing here knows of masks. A response whose tokens are all
+    masked has length 0.
+    """
+
+    lengths: Tensor
+    """long[N]"""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """long[N]: where each response ends, exclusive."""
+        return self.lengths.cumsum(0)
+
+    @property
+    def starts(self) -> Tensor:
+        """long[N]: where each response begins."""
+        return self.ends - self.lengths
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value per response [N] to every one of its tokens [T]."""
+        return values.repeat_interleave(self.lengths, output_size=self.tokens)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the tokens of each response: [T] to [N], 0 for a response without tokens; differentiable."""
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the tokens of each response: [T] to [N], 0 for a response without tokens; differentiable."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def at_last_token(self, values: Tensor) -> Tensor:
+        """Values per response [N] at their last tokens, 0 at all others: [T]. That of an empty response is lost."""
+        result = values.new_zeros(self.tokens)
+        present = self.lengths > 0
+        result[self.ends[present] - 1] = values[present]
+        return result
