@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.algorithms.advantages import grpo
+from megarl.algorithms.advantages import ScoredResponses, estimate
+from megarl.algorithms.ragged import Ragged
+from megarl.config.schema import AlgorithmConfig
+
+
+def grpo(rewards: torch.Tensor, groups: torch.Tensor, *, normalize_by_std: bool) -> torch.Tensor:
+    scored = ScoredResponses(Ragged(torch.ones_like(groups)), groups, rewards)
+    return estimate("grpo", scored, AlgorithmConfig(normalize_by_std=normalize_by_std)).advantages
+
 
 rewards_in_groups = st.dictionaries(
     st.integers(-5, 1000), st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=5), min_size=1, max_size=5
@@ -45,5 +53,5 @@ def test_a_group_of_one_is_refused_with_an_explanation() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_refused(bad: float) -> None:
-    with pytest.raises(UserError, match=f"{bad} is not a finite number"):
+    with pytest.raises(UserError, match=f"the reward of response 1 to prompt 0 is {bad}, not a finite"):
         grpo(torch.tensor([1.0, bad]), torch.tensor([0, 0]), normalize_by_std=True)

@@ -1,0 +1,34 @@
+"""An advantage estimator, and what it asks for."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
+from megarl.algorithms.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A way to estimate advantages."""
+
+    function: Callable[..., Advantages]
+    """Of ScoredResponses; its keyword-only arguments are fields of AlgorithmConfig, by their names."""
+    needs: frozenset[str] = frozenset()
+    """The optional fields of ScoredResponses that it cannot do without."""
+    smallest_group: int = 1
+    """Responses to each prompt at least: 2 where they are compared with each other."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The fields of AlgorithmConfig that it reads."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+    def __call__(self, rewards: Tensor, groups: Tensor, **options: object) -> Tensor:
+        """Advantages per response, of an estimator that needs rewards alone: [N] to [N]."""
+        one_token_each = Ragged(torch.ones_like(groups))
+        return self.function(ScoredResponses(one_token_each, groups, rewards), **options).advantages

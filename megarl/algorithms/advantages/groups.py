@@ -1,0 +1,41 @@
+"""Statistics of the responses to one prompt."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """N responses in G groups. Statistics are for values [N] in float64, in which equal ones differ by exactly 0."""
+
+    index: Tensor
+    """long[N]: the group of each response, 0 to G - 1."""
+    sizes: Tensor
+    """long[G]"""
+
+    @classmethod
+    def of(cls, groups: Tensor) -> "Groups":
+        """From any integers [N], in any order, that equal each other within a group."""
+        _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
+        return cls(index, sizes)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Of each group: [N] to [G]."""
+        return values.new_zeros(len(self.sizes)).index_add(0, self.index, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Of each group: [N] to [G]."""
+        return self.sum(values) / self.sizes
+
+    def spread(self, values: Tensor) -> Tensor:
+        """What a group has [G], for each of its responses: [N]."""
+        return values[self.index]
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Less the mean of the group: [N]."""
+        return values - self.spread(self.mean(values))
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased (n - 1) standard deviation of each group: [N] to [G]. A group of one has none: NaN."""
+        return (self.sum(self.centred(values).square()) / (self.sizes - 1)).sqrt()
