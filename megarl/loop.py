@@ -37,7 +37,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, float]:
 
     with clock.stage("rollout"):
         prompts = [task.prompts[index] for index in state.sampler.next(config.loop.prompts_per_step)]
-        sampling = sampling_parameters(config, job.model.stop_token_ids, version)
+        sampling = sampling_parameters(config, job.model.stop_token_ids, version, count=len(prompts))
         trajectories = rollout(job.engines, prompts, sampling)
     with clock.stage("reward"):
         scored = reward(task.reward, trajectories, job.model.tokenizer, config.reward)

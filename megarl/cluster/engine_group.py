@@ -1,6 +1,6 @@
 """The engines as one object: requests are cut over them, everything else goes to all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
@@ -48,10 +48,16 @@ class EngineGroup(WorkerGroup):
             raise UserError(f"an engine did not start, check rollout.engine_args and model.path: {error}") from error
 
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
-        """Generations of every request, in order; neighbours go to the same engine."""
+        """Generations of every request, in order."""
+        generations = dict(self.generate_each(requests))
+        return [generations[index] for index in range(len(requests))]
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
+        """Each request's place and generations, as they are finished; neighbours go to the same engine."""
         bounds = [len(requests) * index // len(self) for index in range(len(self) + 1)]
         shares = [(requests[start:stop],) for start, stop in pairwise(bounds)]
-        return list(chain.from_iterable(self.wait(self.begin_each("generate", shares))))
+        for engine, (index, generations) in self.stream_each("generate_each", shares):
+            yield bounds[engine] + index, generations
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""

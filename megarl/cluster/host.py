@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ class Host:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""
         return getattr(self._object, method)(*arguments)
+
+    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
+        """Call a method of the object that gives its results one by one."""
+        yield from getattr(self._object, method)(*arguments)
 
 
 def _redirect_output(log: Path) -> None:

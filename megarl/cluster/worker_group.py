@@ -1,7 +1,7 @@
 """A group of worker processes: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -90,6 +90,25 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call every worker and wait; results in the order of the workers."""
         return self.wait(self.begin(method, *arguments))
+
+    def stream_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+        """What a method of every worker gives one by one, from all of them as it comes, each with its worker's index.
+
+        Raises as `wait` does.
+        """
+        streams = {
+            host.stream.remote(method, *own): index
+            for index, (host, own) in enumerate(zip(self._hosts, arguments, strict=True))
+        }
+        while streams:
+            (ready,), _ = ray.wait(list(streams), num_returns=1)
+            result = next(ready, None)
+            if result is None:
+                del streams[ready]
+                continue
+            if failure := _failure(result, self._logs[streams[ready]]):
+                raise failure
+            yield streams[ready], ray.get(result)
 
     def wait(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
         """Results of all `calls`, one for each worker in order (or none); raises as soon as one of them fails.

@@ -1,6 +1,6 @@
 """What the training loop asks of an inference engine: token ids in, token ids out, and new weights in between."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -85,6 +85,9 @@ class Engine(Protocol):
 
         The requests of one call enter the engine together. Raises UserError for a request that cannot be served.
         """
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
+        """As `generate`, but each request's place and generations as soon as these are finished."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling after the current token: "keep" goes on after `resume`, "abort" returns what there is."""

@@ -1,23 +1,27 @@
 """Prompts to trajectories: the engines sample responses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.cluster.engine_group import EngineGroup
 from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, Trajectory
-from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.protocol import Generation, Request, SamplingParameters
 
 
-def sampling_parameters(config: MegarlConfig, stop_token_ids: tuple[int, ...], step: int) -> list[SamplingParameters]:
-    """Parameters for each prompt of a step.
+def sampling_parameters(
+    config: MegarlConfig, stop_token_ids: tuple[int, ...], step: int, *, count: int, refill: int = 0
+) -> list[SamplingParameters]:
+    """Parameters for each of `count` prompts of a step, or of its `refill`-th further rollout.
 
     Each has a seed of its own, made from the run's seed, the step and its place: what is sampled doesn't depend on how
     the prompts are spread over engines, and a resumed run samples what the interrupted one would have.
     """
-    rollout, count = config.rollout, config.loop.prompts_per_step
-    seeds = np.random.SeedSequence((config.loop.seed, step)).generate_state(count).tolist()
+    rollout = config.rollout
+    entropy = (config.loop.seed, step, refill) if refill else (config.loop.seed, step)
+    seeds = np.random.SeedSequence(entropy).generate_state(count).tolist()
     return [
         SamplingParameters(
             samples=config.loop.samples_per_prompt,
@@ -32,26 +36,42 @@ def sampling_parameters(config: MegarlConfig, stop_token_ids: tuple[int, ...], s
     ]
 
 
+def greedy(sampling: SamplingParameters) -> SamplingParameters:
+    """One response to the same prompt, the likeliest token by token."""
+    return replace(sampling, samples=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+
+
 def rollout(
-    engines: EngineGroup, prompts: Sequence[Prompt], sampling: Sequence[SamplingParameters]
+    engines: EngineGroup,
+    prompts: Sequence[Prompt],
+    sampling: Sequence[SamplingParameters],
+    on_finished: Callable[[int, list[Trajectory]], None] = lambda _place, _trajectories: None,
 ) -> list[Trajectory]:
-    """Sample responses to every prompt, with the parameters in its place; samples of one prompt are neighbours."""
+    """Sample responses to every prompt, with the parameters in its place; samples of one prompt are neighbours.
+
+    `on_finished` gets the place and the responses of each prompt as soon as they are finished, in any order, while the
+    engines go on with the others.
+    """
     requests = [
         Request(prompt_token_ids=prompt.token_ids, sampling=parameters)
         for prompt, parameters in zip(prompts, sampling, strict=True)
     ]
-    return [
-        Trajectory(
-            prompt=prompt,
-            group=group,
-            token_ids=generation.token_ids,
-            log_probs=generation.log_probs,
-            versions=generation.versions,
-            finish_reason=generation.finish_reason,
-        )
-        for group, (prompt, generations) in enumerate(zip(prompts, engines.generate(requests), strict=True))
-        for generation in generations
-    ]
+    groups: dict[int, list[Trajectory]] = {}
+    for place, generations in engines.generate_each(requests):
+        groups[place] = [_trajectory(prompts[place], place, generation) for generation in generations]
+        on_finished(place, groups[place])
+    return [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
+
+
+def _trajectory(prompt: Prompt, group: int, generation: Generation) -> Trajectory:
+    return Trajectory(
+        prompt=prompt,
+        group=group,
+        token_ids=generation.token_ids,
+        log_probs=generation.log_probs,
+        versions=generation.versions,
+        finish_reason=generation.finish_reason,
+    )
 
 
 def response_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

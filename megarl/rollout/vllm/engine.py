@@ -1,7 +1,7 @@
 """vLLM as an engine: the LLMEngine of this process, owned and stepped by one thread."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
-from megarl.rollout.vllm.sequences import Call, SequencesInFlight
+from megarl.rollout.vllm.sequences import SequencesInFlight
 
 Result = TypeVar("Result")
 
@@ -46,9 +46,13 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
         """See `Engine.generate`."""
-        if not requests:
-            return []
-        return self._call(self._add, requests).future.result()
+        return [future.result() for future in self._call(self._add, requests)]
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
+        """See `Engine.generate_each`."""
+        place = {future: index for index, future in enumerate(self._call(self._add, requests))}
+        for future in as_completed(place):
+            yield place[future], future.result()
 
     def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
@@ -134,12 +138,12 @@ class VllmEngine:
         self._sequences = SequencesInFlight(self._llm_engine)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
-    def _add(self, requests: Sequence[Request]) -> Call:
+    def _add(self, requests: Sequence[Request]) -> list[Future[list[Generation]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
-        call = self._sequences.add(requests)
+        added = self._sequences.add(requests)
         self._queue_step()
-        return call
+        return added
 
     def _queue_step(self) -> None:
         if self._sequences and not self._paused and self._update is None and not self._step_queued:

@@ -13,17 +13,17 @@ from converters.errors import UserError
 from megarl.rollout.protocol import FinishReason, Generation, Request, SamplingParameters
 
 
-class Call:
-    """One call of `generate`: its future is done when all its sequences are."""
+class RequestInFlight:
+    """One request: its future is done when all its samples are."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.future: Future[list[list[Generation]]] = Future()
-        self._generations: list[list[Generation | None]] = [[None] * request.sampling.samples for request in requests]
-        self._unfinished = sum(request.sampling.samples for request in requests)
+    def __init__(self, samples: int) -> None:
+        self.future: Future[list[Generation]] = Future()
+        self._generations: list[Generation | None] = [None] * samples
+        self._unfinished = samples
 
-    def finish(self, request: int, sample: int, generation: Generation) -> None:
+    def finish(self, sample: int, generation: Generation) -> None:
         """Note one generation, and complete the future with the last one."""
-        self._generations[request][sample] = generation
+        self._generations[sample] = generation
         self._unfinished -= 1
         if self._unfinished == 0:
             self.future.set_result(self._generations)  # type: ignore[arg-type]
@@ -31,8 +31,7 @@ class Call:
 
 @dataclass(eq=False)
 class _SequenceInFlight:
-    call: Call
-    request: int
+    request: RequestInFlight
     sample: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -40,7 +39,7 @@ class _SequenceInFlight:
 
     def finish(self, reason: FinishReason) -> None:
         generation = Generation(self.token_ids, self.log_probs, self.versions, reason)
-        self.call.finish(self.request, self.sample, generation)
+        self.request.finish(self.sample, generation)
 
 
 class SequencesInFlight:
@@ -57,19 +56,19 @@ class SequencesInFlight:
     def __bool__(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, requests: Sequence[Request]) -> Call:
+    def add(self, requests: Sequence[Request]) -> list[Future[list[Generation]]]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served."""
         prepared = [self._core_request(request) for request in requests]
-        call = Call(requests)
-        for index, (request, core_request) in enumerate(zip(requests, prepared, strict=True)):
+        added = [RequestInFlight(request.sampling.samples) for request in requests]
+        for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
             for sample in range(request.sampling.samples):
                 sample_request = copy.copy(core_request)
                 sample_request.request_id = str(next(self._ids))
                 sample_request.external_req_id = sample_request.request_id
                 sample_request.sampling_params = _of_sample(core_request.sampling_params, request.sampling, sample)
-                self._sequences[sample_request.request_id] = _SequenceInFlight(call, index, sample)
+                self._sequences[sample_request.request_id] = _SequenceInFlight(in_flight, sample)
                 self._core.add_request(sample_request)
-        return call
+        return [in_flight.future for in_flight in added]
 
     def collect(self, outputs: Sequence[Any], version: int) -> None:
         """Take over the tokens that one step of the core gave (EngineCoreOutput), sampled with `version`."""
@@ -96,9 +95,9 @@ class SequencesInFlight:
             sequence.finish("abort")
 
     def fail(self, error: BaseException) -> None:
-        """Let all calls raise `error`."""
-        for call in {sequence.call for sequence in self._sequences.values()}:
-            call.future.set_exception(error)
+        """Let all requests raise `error`."""
+        for request in {sequence.request for sequence in self._sequences.values()}:
+            request.future.set_exception(error)
         self._sequences = {}
 
     def _core_request(self, request: Request) -> Any:
