@@ -1,7 +1,8 @@
 """Where metrics go. The report at the end of a run is in `megarl.tracking.report`."""
 
+from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.jsonl import read_history
 from megarl.tracking.registry import LOGGERS, open_tracker
 from megarl.tracking.tracker import Logger, Run, Tracker
 
-__all__ = ["LOGGERS", "Logger", "Run", "Tracker", "open_tracker", "read_history"]
+__all__ = ["LOGGERS", "Histogram", "Logger", "MetricValue", "Run", "Tracker", "open_tracker", "read_history"]

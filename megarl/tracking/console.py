@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megarl.tracking.histogram import MetricValue, numbers
 from megarl.tracking.tracker import Logger, Run
 
 _SHOWN: tuple[tuple[str, str], ...] = (
@@ -29,9 +30,10 @@ class ProgressText:
         self._values: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> str:
+    def update(self, step: int, metrics: Mapping[str, MetricValue]) -> str:
         """Return the line's text after `step`, without the step itself."""
-        self._values.update({name: metrics[name] for name, _ in _SHOWN if name in metrics})
+        known = numbers(metrics)
+        self._values.update({name: known[name] for name, _ in _SHOWN if name in known})
         words = [shape.format(self._values[name]) for name, shape in _SHOWN if name in self._values]
         return "  ".join([*words, *self._time_left(step)])
 
@@ -60,7 +62,7 @@ class LiveConsole:
         self._task = self._progress.add_task("", total=run.last_step, text="starting", completed=run.first_step - 1)
         self._progress.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Redraw the line."""
         self._progress.update(self._task, completed=step, text=self._text.update(step, metrics))
 
@@ -78,7 +80,7 @@ class PlainConsole:
         self._last_step = run.last_step
         self._next_line_s = clock()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Print a line if one is due."""
         text = self._text.update(step, metrics)
         if self._clock() >= self._next_line_s or step == self._last_step:

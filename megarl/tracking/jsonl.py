@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
+from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.tracker import Run
 
 FILE_NAME = "metrics.jsonl"
@@ -17,7 +18,8 @@ class JsonLinesLogger:
     """Appends {"step": ..., name: value, ...} to metrics.jsonl and flushes it.
 
     A resumed run first cuts off the lines from its first step on and a line a kill left incomplete, so that the file
-    ends up as that of a run without interruption. A value that is not finite is written as null.
+    ends up as that of a run without interruption. A value that is not finite is written as null, a histogram as
+    {"edges": [...], "counts": [...]}.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,9 +28,9 @@ class JsonLinesLogger:
             os.truncate(path, _length_before(path, run.first_step) if run.resumed else 0)
         self._file = path.open("a", encoding="utf-8")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Write one line."""
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        values = {name: _as_json(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -43,6 +45,12 @@ def read_history(output_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of `output_dir`/metrics.jsonl. Raises `UserError` naming a line that is no JSON object."""
     path = output_dir / FILE_NAME
     return [_parse(path, number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1)]
+
+
+def _as_json(value: MetricValue) -> dict[str, list[float]] | float | None:
+    if isinstance(value, Histogram):
+        return {"edges": list(value.edges), "counts": list(value.counts)}
+    return value if math.isfinite(value) else None
 
 
 def _length_before(path: Path, first_step: int) -> int:

@@ -1,13 +1,18 @@
 """Loggers to what others run or read: TensorBoard, Weights & Biases, MLflow. Each is imported when it is asked for."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from converters.errors import UserError
+from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.tracker import Run
+
+_MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+_MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 
 
 class TensorBoardLogger:
@@ -19,11 +24,28 @@ class TensorBoardLogger:
         folder = run.output_dir / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=run.first_step if run.resumed else None)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric and flush."""
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Write one scalar or histogram per metric and flush."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            if isinstance(value, Histogram):
+                self._log_histogram(step, name, value)
+            else:
+                self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def _log_histogram(self, step: int, name: str, histogram: Histogram) -> None:
+        weighted = list(zip(histogram.middles, histogram.counts, strict=True))
+        self._writer.add_histogram_raw(
+            name,
+            min=histogram.edges[0],
+            max=histogram.edges[-1],
+            num=histogram.total,
+            sum=sum(middle * count for middle, count in weighted),
+            sum_squares=sum(middle**2 * count for middle, count in weighted),
+            bucket_limits=list(histogram.edges[1:]),
+            bucket_counts=list(histogram.counts),
+            global_step=step,
+        )
 
     def close(self) -> None:
         """Close the event file."""
@@ -38,10 +60,10 @@ class WandbLogger:
     """
 
     def __init__(self, run: Run) -> None:
-        wandb = _import("wandb", extra="wandb")
+        self._wandb: Any = _import("wandb", extra="wandb")
         id_file = run.output_dir / "wandb_run_id"
         run_id = _read_id(id_file, run)
-        self._run: Any = wandb.init(
+        self._run: Any = self._wandb.init(
             project=run.project,
             name=run.run_name,
             dir=str(run.output_dir),
@@ -52,9 +74,15 @@ class WandbLogger:
         id_file.write_text(self._run.id)
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics at once."""
-        self._run.log({**metrics, "step": step})
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Log all metrics at once, histograms as wandb's own."""
+        values = {name: self._of_wandb(value) for name, value in metrics.items()}
+        self._run.log({**values, "step": step})
+
+    def _of_wandb(self, value: MetricValue) -> Any:
+        if not isinstance(value, Histogram):
+            return value
+        return self._wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
 
     def close(self) -> None:
         """Finish the run."""
@@ -64,8 +92,9 @@ class WandbLogger:
 class MlflowLogger:
     """An MLflow run in the experiment `project`, at the server that MLflow's own settings name.
 
-    A resumed run goes on with the run that `output_dir`/mlflow_run_id names. Raises `UserError` if mlflow is not
-    installed.
+    A resumed run goes on with the run that `output_dir`/mlflow_run_id names. MLflow knows no histograms: it is given
+    their quantiles, as <name>/p10, p50 and p90; and what it forbids in a name becomes "_". Raises `UserError` if mlflow
+    is not installed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -75,13 +104,24 @@ class MlflowLogger:
         started = self._mlflow.start_run(run_id=_read_id(id_file, run), run_name=run.run_name)
         id_file.write_text(started.info.run_id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Log all metrics at once."""
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        self._mlflow.log_metrics(_of_mlflow(metrics), step=step)
 
     def close(self) -> None:
         """End the run."""
         self._mlflow.end_run()
+
+
+def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        allowed = _MLFLOW_FORBIDS.sub("_", name)
+        if not isinstance(value, Histogram):
+            values[allowed] = value
+        elif value.total:
+            values |= {f"{allowed}/{end}": value.quantile(share) for end, share in _MLFLOW_QUANTILES.items()}
+    return values
 
 
 def _import(name: str, extra: str) -> ModuleType:

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from megarl.tracking.histogram import Histogram, MetricValue
+
 
 class Logger(Protocol):
     """Keeps or shows the metrics of a run."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step. Steps don't fall."""
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Take the metrics of one step, numbers and histograms. Steps don't fall."""
 
     def close(self) -> None:
         """Write out what is pending and end."""
@@ -40,11 +42,11 @@ class Tracker:
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Log the metrics of `step`, by the names of `megarl.tracking.metrics`."""
-        numbers = {name: float(value) for name, value in metrics.items()}
+        values = {n: value if isinstance(value, Histogram) else float(value) for n, value in metrics.items()}
         for logger in self._loggers:
-            logger.log(step, numbers)
+            logger.log(step, values)
 
     def close(self) -> None:
         """Close all loggers, the later ones too when an earlier one fails."""

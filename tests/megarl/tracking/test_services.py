@@ -6,11 +6,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.errors import UserError
-from megarl.tracking import LOGGERS, Run
+from megarl.tracking import LOGGERS, Histogram, Run
 
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
 WANDB = """
 runs = {}
+class Histogram:
+    def __init__(self, np_histogram): self.counts, self.edges = np_histogram
 class Run:
     def __init__(self, id): self.id, self.lines, self.axis, self.finished = id, [], {}, False
     def define_metric(self, name, step_metric): self.axis[name] = step_metric
@@ -30,7 +32,10 @@ def start_run(run_id, run_name):
     runs.setdefault(run_id, [])
     active.append(run_id)
     return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
-def log_metrics(metrics, step): runs[active[-1]].append((step, metrics))
+def log_metrics(metrics, step):
+    assert all(c.isalnum() or c in "_-./ " for name in metrics for c in name)
+    assert all(type(value) is float for value in metrics.values())
+    runs[active[-1]].append((step, metrics))
 def end_run(): active.pop()
 """
 
@@ -111,3 +116,41 @@ def test_a_resumed_run_goes_on_with_its_mlflow_run(tmp_path, installed):
     values = {"reward/mean": 0.5}
     assert mlflow.runs == {"run0": [(0, values), (1, values)], "run1": [(0, values)]}
     assert (mlflow.active, set(mlflow.experiments)) == ([], {"sums"})
+
+
+LENGTHS = Histogram(edges=(0.5, 2.5, 4.5), counts=(3, 1))
+
+
+def test_tensorboard_draws_the_bins_it_was_given(tmp_path):
+    logger = LOGGERS["tensorboard"](Run(tmp_path, 0, 9))
+    logger.log(4, {"response_length/histogram": LENGTHS, "reward/mean": 0.5})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Histograms("response_length/histogram")
+    drawn = event.histogram_value
+    assert (event.step, drawn.min, drawn.max, drawn.num) == (4, 0.5, 4.5, 4)
+    assert (list(drawn.bucket_limit), list(drawn.bucket)) == ([2.5, 4.5], [3, 1])
+    assert (drawn.sum, drawn.sum_squares) == (3 * 1.5 + 3.5, 3 * 1.5**2 + 3.5**2)
+    assert scalars(tmp_path, "reward/mean") == [(4, 0.5)]
+
+
+def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
+    wandb = installed("wandb", WANDB)
+    logger = LOGGERS["wandb"](Run(tmp_path, 0, 9))
+    logger.log(4, {"response_length/histogram": LENGTHS, "reward/mean": 0.5})
+    (line,) = wandb.runs["run0"].lines
+    drawn = line.pop("response_length/histogram")
+    assert (drawn.counts, drawn.edges) == ([3, 1], [0.5, 2.5, 4.5])
+    assert line == {"reward/mean": 0.5, "step": 4}
+
+
+def test_mlflow_gets_quantiles_and_names_that_it_takes(tmp_path, installed):
+    mlflow = installed("mlflow", MLFLOW)
+    logger = LOGGERS["mlflow"](Run(tmp_path, 0, 9))
+    logger.log(4, {"a/histogram": LENGTHS, "reward/source/my@data": 0.5, "none": Histogram((0.0, 1.0), (0,))})
+    quantiles = {"p10": 0.5 + 2 * 0.4 / 3, "p50": 0.5 + 2 * 2 / 3, "p90": 2.5 + 2 * 0.6}
+    ((step, values),) = mlflow.runs["run0"]
+    assert step == 4
+    assert values == pytest.approx(
+        {f"a/histogram/{name}": value for name, value in quantiles.items()} | {"reward/source/my_data": 0.5}
+    )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from converters.errors import UserError
-from megarl.tracking import LOGGERS, Run, Tracker, open_tracker, read_history
+from megarl.tracking import LOGGERS, Histogram, Run, Tracker, open_tracker, read_history
 from megarl.tracking.metrics import METRICS
 
 
@@ -30,6 +30,19 @@ def test_every_logger_gets_plain_numbers():
         assert logger.lines == [(3, {"reward/mean": 0.5, "reward/dropped": 2.0})]
         assert {type(value) for value in logger.lines[0][1].values()} == {float}
         assert logger.closed
+
+
+def test_every_logger_takes_a_histogram_and_the_console_shows_none(tmp_path, capsys):
+    lengths = Histogram((0.5, 2.5, 4.5), (3, 1))
+    with open_tracker(["jsonl", "console", "tensorboard"], Run(tmp_path, first_step=1, last_step=1)) as tracker:
+        tracker.log(1, {"reward/mean": 0.5, "response_length/histogram": lengths})
+    (line,) = read_history(tmp_path)
+    assert line == {
+        "step": 1,
+        "reward/mean": 0.5,
+        "response_length/histogram": {"edges": [0.5, 2.5, 4.5], "counts": [3, 1]},
+    }
+    assert capsys.readouterr().out.split() == ["step", "1/1", "reward", "0.500"]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -1,0 +1,64 @@
+"""A metric that is a distribution: how many values lie in each bin."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """`counts[i]` values lie in [edges[i], edges[i + 1]); the last bin holds its upper end, too.
+
+    Raises ValueError unless the edges rise, are finite, and are one more than the counts.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.edges) != len(self.counts) + 1 or not self.counts:
+            raise ValueError(f"{len(self.counts)} bins of a histogram have {len(self.counts) + 1} edges, not these")
+        if not np.isfinite(self.edges).all() or any(low >= high for low, high in pairwise(self.edges)):
+            raise ValueError(f"the edges of a histogram rise and are finite, unlike {self.edges}")
+
+    @classmethod
+    def of(cls, values: ArrayLike, edges: Sequence[float]) -> "Histogram":
+        """The histogram of `values`; those beyond the outer edges are counted in the outer bins."""
+        clipped = np.clip(np.asarray(values, dtype=float), edges[0], edges[-1])
+        counts, _ = np.histogram(clipped, np.asarray(edges, dtype=float))
+        return cls(tuple(float(edge) for edge in edges), tuple(int(count) for count in counts))
+
+    @property
+    def total(self) -> int:
+        """How many values there are."""
+        return sum(self.counts)
+
+    @property
+    def middles(self) -> tuple[float, ...]:
+        """The middle of each bin."""
+        return tuple((low + high) / 2 for low, high in pairwise(self.edges))
+
+    def quantile(self, share: float) -> float:
+        """The value below which `share` of the values lie, read as if a bin's values were spread evenly over it.
+
+        NaN of no values.
+        """
+        if not self.total:
+            return float("nan")
+        reached = np.cumsum([0, *self.counts]) / self.total
+        place = int(np.searchsorted(reached[1:], share))
+        within = (share - reached[place]) / (reached[place + 1] - reached[place]) if self.counts[place] else 0.0
+        low, high = self.edges[place], self.edges[place + 1]
+        return float(low + max(within, 0.0) * (high - low))
+
+
+MetricValue = float | Histogram
+"""What a logger is given under a name."""
+
+
+def numbers(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """The metrics that are numbers."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
