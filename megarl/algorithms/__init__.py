@@ -1,9 +1,11 @@
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.implicit_reward import ImplicitRewardObjective, implicit_process_rewards
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.metrics import Metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_objective import PolicyObjective
+from megarl.algorithms.preference import PreferenceObjective, pair_margins, reward_model_objective
 from megarl.algorithms.supervised import exact_matches, sft_objective
 
 __all__ = [
@@ -11,8 +13,13 @@ __all__ = [
     "AGGREGATIONS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "ImplicitRewardObjective",
     "Metrics",
     "PolicyObjective",
+    "PreferenceObjective",
     "exact_matches",
+    "implicit_process_rewards",
+    "pair_margins",
+    "reward_model_objective",
     "sft_objective",
 ]

@@ -1,0 +1,106 @@
+"""Objectives on pairs of replies of which one is preferred: DPO (and SPIN), and the reward model's.
+
+Batches have `unit` 2: sequence 2i is the chosen reply of pair i, sequence 2i + 1 the rejected one, each with the prompt
+before it. The field `weights` is that of `seq_mean_token_sum`, so that a pair of P pairs weighs 1 / P.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from converters.errors import UserError
+from megarl.algorithms.metrics import Metrics
+from megarl.algorithms.sequences import Sequences, halves
+from megatron_ext.log_probs import LogProbs
+from megatron_ext.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """Direct preference optimisation (arXiv:2305.18290, equation 7), with label smoothing e.
+
+    For each pair, with the margin m = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected)) of summed
+    log-probabilities, the loss is -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m); e is the share of pairs whose
+    preference is assumed to be the wrong way round (conservative DPO; 0 is the paper's). The loss of a batch is the
+    mean over its pairs.
+
+    With the replies of people as chosen ones, and replies of the policy of an earlier time, which is the reference, as
+    rejected ones, this is SPIN (arXiv:2401.01335, equation 4.7 with the logistic loss and lambda = beta).
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise UserError(f"preference.beta={self.beta} must be above 0: it scales the preference that is learned")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(
+                f"preference.label_smoothing={self.label_smoothing} must be at least 0 and below 0.5: it is the share "
+                "of wrong labels, and from a half on they would say nothing, or the opposite"
+            )
+
+    def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs.
+
+        Fields [T']: `weights` and `reference_log_probs`. Metrics are means over the pairs: the loss, the share with a
+        positive margin (ties count half, so that a policy that is its reference has 0.5), the margin and its two
+        log-ratios, in nats.
+        """
+        sequences = Sequences(micro_batch)
+        chosen, rejected = _of_pairs(sequences.log_ratio(predictions.log_probs))
+        margin = chosen - rejected
+        right, wrong = logsigmoid(self.beta * margin), logsigmoid(-self.beta * margin)
+        loss = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
+        return _weighed(
+            sequences,
+            loss,
+            {
+                "preference/accuracy": halves(margin),
+                "preference/margin": margin,
+                "preference/chosen_log_ratio": chosen,
+                "preference/rejected_log_ratio": rejected,
+            },
+        )
+
+
+def reward_model_objective(predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+    """The Bradley-Terry likelihood of preferences (arXiv:2203.02155, equation 1): -log sigmoid(s_chosen - s_rejected).
+
+    `predictions` float32[T'] are the values of a value model; the score s of a sequence is the value at its last token.
+    The loss of a batch is the mean over its pairs. Field [T']: `weights`. Metrics are means over the pairs: the loss,
+    the share of pairs in the right order (ties count half), the margin and its two scores.
+    """
+    sequences = Sequences(micro_batch)
+    chosen, rejected = _of_pairs(sequences.at_last_token(predictions))
+    margin = chosen - rejected
+    return _weighed(
+        sequences,
+        -logsigmoid(margin),
+        {
+            "preference/accuracy": halves(margin),
+            "preference/margin": margin,
+            "preference/chosen_score": chosen,
+            "preference/rejected_score": rejected,
+        },
+    )
+
+
+def pair_margins(values: Tensor) -> Tensor:
+    """Chosen minus rejected, [P], of one value per sequence [2P]."""
+    chosen, rejected = _of_pairs(values)
+    return chosen - rejected
+
+
+def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, rejected = values.view(-1, 2).unbind(1)
+    return chosen, rejected
+
+
+def _weighed(sequences: Sequences, loss: Tensor, metrics: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    weights = sequences.weights.view(-1, 2).sum(1)
+    total = (weights * loss).sum().float()
+    sums = {name: (weights * values.detach()).sum().float() for name, values in metrics.items()}
+    return total, Metrics({"preference/loss": total.detach(), **sums})
