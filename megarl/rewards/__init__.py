@@ -1,15 +1,22 @@
 """Scoring of responses: built-in verifiers and users' own functions."""
 
 from megarl.rewards.registry import REWARDS, load_reward
-from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardResult, RewardSample, Score, score_all
+from megarl.rewards.scorer import Batch, Scored, Scorer
+from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardResult, RewardSample, RewardTimedOut, Score
+from megarl.rewards.terms import OVERLONG, Term
 
 __all__ = [
+    "OVERLONG",
     "REWARDS",
+    "Batch",
     "RewardFailed",
     "RewardFunction",
     "RewardResult",
     "RewardSample",
+    "RewardTimedOut",
     "Score",
+    "Scored",
+    "Scorer",
+    "Term",
     "load_reward",
-    "score_all",
 ]

@@ -1,50 +1,94 @@
 """Reward functions by name, and a user's own by file."""
 
 import difflib
+import importlib
 import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from converters.errors import UserError
-from megarl.rewards.math_reward import MathReward
 from megarl.rewards.scoring import RewardFunction
-from megarl.rewards.text_match import exact_match, gsm8k
 
-REWARDS: Mapping[str, Callable[[], RewardFunction]] = {
-    "exact_match": lambda: exact_match,
-    "gsm8k": lambda: gsm8k,
-    "gsm8k_flexible": lambda: partial(gsm8k, method="flexible"),
-    "math": MathReward,
+GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What every reward function is called with, by name."""
+GIVEN_IF_NAMED = "response_tokens"
+"""What only those get that name it."""
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A reward function of this package.
+
+    `where` is its module and name; `options` those that make it what its name says. What a policy wrote may make it
+    run forever or crash: where `undecided` is given, a sample that takes longer than `limit_s` seconds, or kills the
+    process, has that result.
+    """
+
+    where: str
+    options: Mapping[str, Any] | None = None
+    limit_s: float | None = None
+    undecided: Mapping[str, float] | None = None
+
+
+_UNCHECKED = {"score": 0.0, "unchecked": 1.0}
+
+REWARDS: Mapping[str, Builtin] = {
+    "exact_match": Builtin("megarl.rewards.text_match:exact_match"),
+    "gsm8k": Builtin("megarl.rewards.text_match:gsm8k"),
+    "gsm8k_flexible": Builtin("megarl.rewards.text_match:gsm8k", {"method": "flexible"}),
+    "math": Builtin("megarl.rewards.math_match:math", limit_s=10.0, undecided=_UNCHECKED),
 }
-"""Makers of the built-in reward functions: one that keeps processes is made once per run."""
-
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The built-in reward functions."""
 
 
-def load_reward(spec: str) -> RewardFunction:
+def load_reward(
+    spec: str, options: Mapping[str, Any] | None = None, key: str = "reward.function", options_key: str = "options"
+) -> RewardFunction:
     """Return the reward function `spec`: a name of `REWARDS`, or path/to/file.py:name of a user's own.
 
-    Raises `UserError` for an unknown name, a missing file, a file that fails to run, and a name that is missing in
-    it, is no function or does not take data_source, solution_str, ground_truth and extra_info by name.
+    `options` are bound to it; `key` and `options_key` are where the configuration gives the two. Raises `UserError`
+    for an unknown name, a missing file, a file that fails to run, a name that is missing in it, is no function or
+    does not take data_source, solution_str, ground_truth and extra_info by name, and for options it does not take.
     """
+    options = dict(options or {})
     file, colon, name = spec.rpartition(":")
     if colon:
-        return _load_from_file(Path(file), name)
-    if spec in REWARDS:
-        return REWARDS[spec]()
-    nearest = difflib.get_close_matches(spec, REWARDS, n=1)
-    raise UserError(
-        f"reward.function={spec!r} is not known{f'; did you mean {nearest[0]!r}?' if nearest else ''}; it must be one "
-        f"of {', '.join(REWARDS)} or path/to/file.py:name"
-    )
+        function, where = _load_from_file(Path(file), name, key), f"{key}={spec}"
+    else:
+        function, where = _load_builtin(spec, key), f"{key}={spec}"
+        options = {**(REWARDS[spec].options or {}), **options}
+    _check_arguments(function, where, options, options_key)
+    return partial(function, **options) if options else function
 
 
-def _load_from_file(path: Path, name: str) -> RewardFunction:
-    where = f"reward.function={path}:{name}"
+def builtin(spec: str) -> Builtin | None:
+    """The built-in reward function that `spec` names; None for one of a file."""
+    return REWARDS.get(spec)
+
+
+def takes_response_tokens(function: RewardFunction) -> bool:
+    """Whether a reward function asks for the response's length in tokens."""
+    return GIVEN_IF_NAMED in inspect.signature(function).parameters
+
+
+def _load_builtin(name: str, key: str) -> RewardFunction:
+    if name not in REWARDS:
+        raise UserError(
+            f"{key}={name!r} is not known{_did_you_mean(name, REWARDS)}; it must be one of {', '.join(REWARDS)} or "
+            "path/to/file.py:name"
+        )
+    module, _, attribute = REWARDS[name].where.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
+    where = f"{key}={path}:{name}"
     if not path.is_file():
         raise UserError(f"{where}: the file does not exist (looked for {path.resolve()})")
     module_name = "megarl_user_reward_" + re.sub(r"\W", "_", path.stem)
@@ -60,23 +104,44 @@ def _load_from_file(path: Path, name: str) -> RewardFunction:
         raise UserError(f"{where}: running the file failed with {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = difflib.get_close_matches(name, functions, n=1)
         raise UserError(
-            f"{where}: the file has no {name!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''}; "
+            f"{where}: the file has no {name!r}{_did_you_mean(name, functions)}; "
             f"its functions are {', '.join(functions) or 'none'}"
         )
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{where}: {name!r} is a {type(function).__name__}, not a function")
-    _check_arguments(function, where)
     return function
 
 
-def _check_arguments(function: RewardFunction, where: str) -> None:
+def _check_arguments(function: RewardFunction, where: str, options: Mapping[str, Any], options_key: str) -> None:
     signature = inspect.signature(function)
+    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
     try:
-        signature.bind(**dict.fromkeys(_ARGUMENTS))
+        signature.bind(**dict.fromkeys(GIVEN), **dict.fromkeys(_extra(function)))
+    except TypeError as error:
+        if not options:
+            raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but is {shown}: {error}") from error
+    free = [name for name in signature.parameters if name not in (*GIVEN, GIVEN_IF_NAMED)]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for option in options:
+        if option in (*GIVEN, GIVEN_IF_NAMED) or (option not in free and not takes_any):
+            raise UserError(
+                f"{options_key}.{option} is no option of {where}{_did_you_mean(option, free)}; "
+                f"its options are {', '.join(free) or 'none'}"
+            )
+    try:
+        signature.bind(**dict.fromkeys(GIVEN), **dict.fromkeys(_extra(function)), **options)
     except TypeError as error:
         raise UserError(
-            f"{where} must take {', '.join(_ARGUMENTS)} by name, but is {function.__name__}{signature}: {error}"
+            f"{where} with {options_key}={options} must take {', '.join(GIVEN)} by name, but is {shown}: {error}"
         ) from error
+
+
+def _extra(function: RewardFunction) -> tuple[str, ...]:
+    return (GIVEN_IF_NAMED,) if takes_response_tokens(function) else ()
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,16 +1,16 @@
-import asyncio
-
 import pytest
 
 from converters.errors import UserError
-from megarl.rewards import REWARDS, RewardSample, Score, load_reward, score_all
+from megarl.config.schema import RewardConfig
+from megarl.rewards import REWARDS, RewardSample, Score, Scorer, load_reward
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 
 
 def score(spec, solution, ground_truth):
     sample = RewardSample("any", solution, ground_truth, {"index": 1})
-    return asyncio.run(score_all(load_reward(spec), [sample], workers=1, on_error="stop"))
+    with Scorer(RewardConfig(function=spec, workers=1)) as scorer:
+        return scorer.score([sample]).scores
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_a_function_of_a_file(tmp_path, keyword):
     file.write_text(
         f"{keyword} length({ARGUMENTS}=None, **more):\n    return {{'score': len(solution_str), 'one': 1}}\n"
     )
-    assert score(f"{file}:length", "four", None) == [Score(4.0, {"one": 1.0})]
+    assert score(f"{file}:length", "four", None) == [Score(4.0, {"one": 1.0}, {"score": 4.0})]
 
 
 def test_a_callable_object_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"class Half:\n    def __call__(self, {ARGUMENTS}):\n        return 0.5\nhalf = Half()\n")
-    assert score(f"{file}:half", "", None) == [Score(0.5)]
+    assert score(f"{file}:half", "", None) == [Score(0.5, {}, {"score": 0.5})]
 
 
 def test_a_file_may_define_dataclasses(tmp_path):
@@ -55,7 +55,7 @@ def test_a_file_may_define_dataclasses(tmp_path):
         "@dataclasses.dataclass\nclass Weight:\n    value: float = 0.25\n"
         f"def weigh({ARGUMENTS}):\n    return Weight().value\n"
     )
-    assert score(f"{file}:weigh", "", None) == [Score(0.25)]
+    assert score(f"{file}:weigh", "", None) == [Score(0.25, {}, {"score": 0.25})]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.rewards import RewardFailed, RewardSample, Score, score_all
+from megarl.config.schema import RewardConfig
+from megarl.rewards import RewardFailed, RewardSample, Score, Scorer
 
 
 def sample(solution, ground_truth="truth"):
@@ -17,7 +18,12 @@ def sample(solution, ground_truth="truth"):
 
 
 def score(function, samples, *, workers=4, on_error="stop"):
-    return asyncio.run(score_all(function, samples, workers=workers, on_error=on_error))
+    with Scorer.of_function(function, RewardConfig(workers=workers, on_error=on_error)) as scorer:
+        return [plain(score) for score in scorer.score(samples).scores]
+
+
+def plain(score):
+    return score and Score(score.value, score.parts)
 
 
 def as_number(data_source, solution_str, ground_truth, extra_info):
@@ -61,17 +67,14 @@ def test_at_most_so_many_workers_run_at_once_and_they_do_run_at_once():
     assert most == 3
 
 
-def test_async_functions_share_the_running_loop():
-    async def both():
-        met = asyncio.Barrier(2)
+def test_async_functions_share_a_loop():
+    met = asyncio.Barrier(2)
 
-        async def meet(**sample):
-            await asyncio.wait_for(met.wait(), 30)
-            return 1.0
+    async def meet(**sample):
+        await asyncio.wait_for(met.wait(), 30)
+        return 1.0
 
-        return await score_all(meet, [sample("")] * 2, workers=2, on_error="stop")
-
-    assert asyncio.run(both()) == [Score(1.0)] * 2
+    assert score(meet, [sample("")] * 2, workers=2) == [Score(1.0)] * 2
 
 
 @pytest.mark.parametrize("result", [2, 2.0, np.float32(2), np.int64(2), {"score": 2.0}])

@@ -1,0 +1,38 @@
+"""An event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class EventLoop:
+    """Runs coroutines beside what its owner does. The thread is a daemon: what blocks it holds up no end of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
+        """Run a coroutine; the future may be cancelled."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self, wait_s: float) -> None:
+        """Cancel what still runs, and end; a loop that is blocked is left to itself after `wait_s` seconds."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()

@@ -1,0 +1,140 @@
+"""Where a reward function runs: in a process that can be ended, in an event loop, or in a thread."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from megarl.rewards.event_loop import EventLoop
+from megarl.rewards.registry import GIVEN, GIVEN_IF_NAMED, takes_response_tokens
+from megarl.rewards.scoring import RewardFailed, RewardSample, RewardTimedOut, Score, as_score
+from megarl.rewards.terms import Term
+from megarl.rewards.worker import WorkerDied, WorkerPool
+
+
+class TimeLeft:
+    """Of one sample, over all its terms; the start of a process is not counted."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what happens in the context."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds = max(self.seconds - (time.monotonic() - start), 0.0)
+
+
+class Runner(Protocol):
+    """Calls one function."""
+
+    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+        """The function's score. Raises `RewardFailed`, and `RewardTimedOut` when no time is left."""
+        ...
+
+
+def arguments_of(term: Term, sample: RewardSample) -> dict[str, Any]:
+    """What the function of a term is called with."""
+    values = (sample.data_source, sample.solution, sample.ground_truth, sample.extra_info)
+    arguments = dict(zip(GIVEN, values, strict=True))
+    if takes_response_tokens(term.function):
+        arguments[GIVEN_IF_NAMED] = sample.response_tokens
+    return arguments
+
+
+class InProcess:
+    """A plain function, in a process that is killed when the time is over."""
+
+    def __init__(self, term: Term, pool: WorkerPool, index: int) -> None:
+        self._term, self._pool, self._index = term, pool, index
+
+    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+        """The function's score; a built-in one's may be what its entry says of an end by force."""
+        builtin = self._term.builtin
+        limit_s = min(time_left.seconds, (builtin and builtin.limit_s) or math.inf)
+        try:
+            return await self._ask(sample, limit_s, time_left)
+        except (TimeoutError, WorkerDied) as error:
+            if builtin is not None and builtin.undecided is not None:
+                return as_score(builtin.undecided)
+            if isinstance(error, WorkerDied):
+                raise RewardFailed(sample, str(error)) from error
+            raise _timed_out(sample) from error
+
+    async def _ask(self, sample: RewardSample, limit_s: float, time_left: TimeLeft) -> Score:
+        request = {"function": self._index, "arguments": arguments_of(self._term, sample)}
+        worker = await self._pool.take()
+        try:
+            with time_left.running():
+                reply = await asyncio.wait_for(worker.ask(request), limit_s)
+        except BaseException:
+            await self._pool.end(worker)
+            raise
+        self._pool.give_back(worker)
+        if "error" in reply:
+            raise RewardFailed(sample, reply["error"])
+        return Score(reply["value"], reply["parts"])
+
+
+class InLoop:
+    """An async function, in an event loop of its own: if it blocks that one, its samples still time out."""
+
+    def __init__(self, term: Term, loop: EventLoop) -> None:
+        self._term, self._loop = term, loop
+
+    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+        """The function's score."""
+        return await _wait(asyncio.wrap_future(self._loop.begin(self._call(sample))), sample, time_left)
+
+    async def _call(self, sample: RewardSample) -> Any:
+        result: Any = self._term.function(**arguments_of(self._term, sample))
+        return await result
+
+
+class InThread:
+    """A function object that no file holds, in a thread: what runs too long is left to itself, and not waited for."""
+
+    def __init__(self, term: Term) -> None:
+        self._term = term
+
+    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+        """The function's score."""
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(self._term.function(**arguments_of(self._term, sample)))
+            except BaseException as error:  # noqa: BLE001 - it is the function's, and is said with the sample
+                done.set_exception(error)
+
+        # A daemon, other than the threads of an executor: one that hangs must not hold up the end of the run.
+        threading.Thread(target=call, name="reward", daemon=True).start()
+        return await _wait(asyncio.wrap_future(done), sample, time_left)
+
+
+async def _wait(call: "asyncio.Future[Any]", sample: RewardSample, time_left: TimeLeft) -> Score:
+    # Not asyncio.wait_for: its TimeoutError could be the function's own.
+    with time_left.running():
+        done, _ = await asyncio.wait([call], timeout=time_left.seconds)
+    if not done:
+        call.cancel()
+        raise _timed_out(sample)
+    try:
+        result = call.result()
+    except BaseException as error:
+        raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
+    try:
+        return as_score(result)
+    except ValueError as error:
+        raise RewardFailed(sample, str(error)) from error
+
+
+def _timed_out(sample: RewardSample) -> RewardTimedOut:
+    return RewardTimedOut(sample, "it took longer than reward.timeout_s")

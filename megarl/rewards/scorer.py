@@ -1,0 +1,203 @@
+"""Scoring beside the rollout: samples come in as they are generated, scores are ready soon after the last."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from converters.errors import UserError
+from megarl.rewards.event_loop import EventLoop
+from megarl.rewards.runners import InLoop, InProcess, InThread, Runner, TimeLeft
+from megarl.rewards.scoring import (
+    LONGEST_SCORED_CHARACTERS,
+    RewardFailed,
+    RewardFunction,
+    RewardSample,
+    RewardTimedOut,
+    Score,
+)
+from megarl.rewards.terms import SINGLE, Term, check_data_source, combine, terms_of
+from megarl.rewards.worker import WorkerPool
+
+if TYPE_CHECKING:
+    from megarl.config.schema import RewardConfig
+
+Outcome = Score | RewardFailed | None
+"""What came of a sample; None if it was not begun."""
+
+_CLOSE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a batch, entry i that of its i-th sample; None for those that are left out.
+
+    `failed` and `timed_out` are counts of samples; those that `reward.on_timeout=zero` scored are among the latter.
+    """
+
+    scores: list[Score | None]
+    failed: int
+    timed_out: int
+
+
+class Scorer:
+    """Scores samples while others are still being generated; one per run, a context manager.
+
+    At most `config.workers` samples are scored at a time. Functions of a name or a file run in processes of their
+    own, which are killed at the timeout and started anew, so that no response can hang or end the run; async ones in
+    an event loop. The processes start with the first samples.
+
+    Raises `UserError` for what `terms_of` refuses, and for an unknown on_error or on_timeout.
+    """
+
+    def __init__(self, config: "RewardConfig", terms: Sequence[Term] | None = None) -> None:
+        _check_choice("on_error", config.on_error, ("stop", "drop"))
+        _check_choice("on_timeout", config.on_timeout, ("stop", "drop", "zero"))
+        self.config = config
+        self._terms = list(terms_of(config) if terms is None else terms)
+        self._pool = WorkerPool([(term.spec, term.options) for term in self._terms if _in_process(term)])
+        self._loop = EventLoop("scorer")
+        self._functions_loop = EventLoop("async rewards")
+        self._runners = self._make_runners()
+        self._places = asyncio.Semaphore(config.workers)
+
+    @classmethod
+    def of_function(cls, function: RewardFunction, config: "RewardConfig") -> Self:
+        """A scorer of a function object: it runs in threads, which nothing can end."""
+        return cls(config, [Term(SINGLE, function)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; what is not scored yet is not scored any more."""
+        self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
+        self._loop.close(_CLOSE_WAIT_S)
+        self._functions_loop.close(_CLOSE_WAIT_S)
+
+    def check_data_sources(self, data_sources: Iterable[str]) -> None:
+        """Raise `UserError` for the first data_source that no term is for."""
+        for data_source in data_sources:
+            check_data_source(self._terms, data_source)
+
+    def begin(self) -> "Batch":
+        """A batch that samples can be added to."""
+        return Batch(self)
+
+    def score(self, samples: Sequence[RewardSample]) -> Scored:
+        """Score `samples` and wait for it; raises what `Batch.finish` raises."""
+        batch = self.begin()
+        for sample in samples:
+            batch.add(sample)
+        return batch.finish()
+
+    def submit(self, sample: RewardSample, batch: "Batch") -> "Future[Outcome]":
+        """Begin to score a sample of a batch. Raises `UserError` if no term is for its data_source."""
+        check_data_source(self._terms, sample.data_source)
+        return self._loop.begin(self._score(_bounded(sample), batch))
+
+    async def _score(self, sample: RewardSample, batch: "Batch") -> Outcome:
+        async with self._places:
+            if batch.is_stopped:
+                return None
+            time_left = TimeLeft(self.config.timeout_s)
+            try:
+                scored = [
+                    (term, await runner(sample, time_left))
+                    for term, runner in zip(self._terms, self._runners, strict=True)
+                    if term.applies_to(sample.data_source)
+                ]
+            except RewardFailed as error:
+                batch.is_stopped |= _stops(error, self.config)
+                return error
+            except BaseException:
+                batch.is_stopped = True
+                raise
+            return combine(scored)
+
+    def _make_runners(self) -> list[Runner]:
+        runners: list[Runner] = []
+        processes = 0
+        for term in self._terms:
+            if _in_process(term):
+                runners.append(InProcess(term, self._pool, processes))
+                processes += 1
+            else:
+                runners.append(InLoop(term, self._functions_loop) if term.is_async else InThread(term))
+        return runners
+
+
+class Batch:
+    """Samples that are scored together, each from the moment it is added."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.is_stopped = False
+        """Whether a sample has failed such that no further one is begun."""
+        self._scorer = scorer
+        self._futures: list[Future[Outcome]] = []
+
+    def add(self, sample: RewardSample) -> None:
+        """Begin to score a sample. Raises `UserError` if no term is for its data_source."""
+        self._futures.append(self._scorer.submit(sample, self))
+
+    def finish(self) -> Scored:
+        """Wait for all scores.
+
+        Raises the first failure, in the order of the samples, that `reward.on_error` or `reward.on_timeout` says to
+        stop for; what has not begun by then is not scored.
+        """
+        try:
+            outcomes = [future.result() for future in self._futures]
+        except BaseException:
+            self.cancel()
+            raise
+        for outcome in outcomes:
+            if isinstance(outcome, RewardFailed) and _stops(outcome, self._scorer.config):
+                raise outcome
+        return _settled(outcomes, self._scorer.config)
+
+    def cancel(self) -> None:
+        """Score nothing more of it."""
+        self.is_stopped = True
+        for future in self._futures:
+            future.cancel()
+
+
+def _settled(results: Sequence[Outcome], config: "RewardConfig") -> Scored:
+    timed_out = sum(isinstance(result, RewardTimedOut) for result in results)
+    failed = sum(isinstance(result, RewardFailed) for result in results) - timed_out
+    in_its_place = Score(0.0) if config.on_timeout == "zero" else None
+    scores = [
+        result if isinstance(result, Score) else in_its_place if isinstance(result, RewardTimedOut) else None
+        for result in results
+    ]
+    return Scored(scores, failed, timed_out)
+
+
+def _stops(result: RewardFailed, config: "RewardConfig") -> bool:
+    if isinstance(result, RewardTimedOut):
+        return config.on_timeout == "stop"
+    return config.on_error == "stop"
+
+
+def _bounded(sample: RewardSample) -> RewardSample:
+    if len(sample.solution) <= LONGEST_SCORED_CHARACTERS:
+        return sample
+    return replace(sample, solution=sample.solution[-LONGEST_SCORED_CHARACTERS:])
+
+
+def _in_process(term: Term) -> bool:
+    return bool(term.spec) and not term.is_async
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        shown = ", ".join(repr(choice) for choice in choices[:-1])
+        raise UserError(f"reward.{name} is {value!r}; it must be {shown} or {choices[-1]!r}")

@@ -1,0 +1,96 @@
+"""What the reward of a response is the sum of: the terms that the configuration names."""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import UserError
+from megarl.rewards.registry import Builtin, builtin, load_reward
+from megarl.rewards.scoring import RewardFunction, Score
+
+if TYPE_CHECKING:
+    from megarl.config.schema import RewardConfig
+
+SINGLE = "score"
+"""The name of a reward that is alone."""
+OVERLONG = "overlong"
+"""The name of the term that `reward.overlong_buffer_tokens` adds."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named reward: `function` is what `spec` and `options` load, and scores samples of `data_sources`, or all."""
+
+    name: str
+    function: RewardFunction
+    spec: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    data_sources: Sequence[str] = ()
+
+    @property
+    def builtin(self) -> Builtin | None:
+        """The entry of `REWARDS`, if it is one."""
+        return builtin(self.spec)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call gives an awaitable."""
+        function = getattr(self.function, "func", self.function)
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    def applies_to(self, data_source: str) -> bool:
+        """Whether samples of `data_source` are scored by it."""
+        return not self.data_sources or data_source in self.data_sources
+
+
+def terms_of(config: "RewardConfig") -> list[Term]:
+    """Load the terms of a configuration: those of `functions`, or the one that is `function`.
+
+    Raises `UserError` for what `load_reward` refuses, for `function` beside `functions`, and for a name or a weight
+    that cannot be one.
+    """
+    if not config.functions:
+        return [Term(SINGLE, load_reward(config.function), config.function)]
+    if config.function != type(config)().function:
+        raise UserError(
+            f"reward.function={config.function} and reward.functions are both given: make the former one of the "
+            "latter's terms, or leave it out"
+        )
+    terms = []
+    for name, term in config.functions.items():
+        where = f"reward.functions.{name}"
+        if not name or "/" in name or name in (SINGLE, OVERLONG):
+            raise UserError(f"{where}: a term cannot be named {name!r}; choose another name, without a slash")
+        if not math.isfinite(term.weight):
+            raise UserError(f"{where}.weight={term.weight} must be a finite number")
+        function = load_reward(term.function, term.options, f"{where}.function", f"{where}.options")
+        terms.append(Term(name, function, term.function, term.options, term.weight, tuple(term.data_sources)))
+    return terms
+
+
+def check_data_source(terms: Sequence[Term], data_source: str) -> None:
+    """Raise `UserError` if no term is for `data_source`."""
+    if not any(term.applies_to(data_source) for term in terms):
+        raise UserError(
+            f"no term of reward.functions is for the data_source {data_source!r}: add it to data_sources of one of "
+            f"{', '.join(term.name for term in terms)}, or give one none"
+        )
+
+
+def combine(scored: Sequence[tuple[Term, Score]]) -> Score:
+    """The sum of the terms by their weights.
+
+    A single reward keeps the names of its parts. Of several, each is a part under its own name, by its weight, and
+    its parts are under name/part.
+    """
+    terms = {term.name: term.weight * score.value for term, score in scored}
+    if set(terms) == {SINGLE}:
+        ((_, score),) = scored
+        return Score(score.value, score.parts, terms)
+    parts = dict(terms)
+    for term, score in scored:
+        parts |= {f"{term.name}/{name}": value for name, value in score.parts.items()}
+    return Score(sum(terms.values()), parts, terms)

@@ -1,0 +1,118 @@
+"""Processes that score, seen from the one that asks."""
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PROGRAM = Path(__file__).with_name("worker_main.py")
+_MEMORY_BYTES = 4 * 1024**3
+_LONGEST_REPLY_BYTES = 16 * 1024**2
+_START_TIMEOUT_S = 300.0
+
+
+class WorkerDied(Exception):  # noqa: N818 - says what happened
+    """A function ended its process."""
+
+
+class Worker:
+    """One process with all functions loaded; it answers one question at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def load(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Load the functions, each a spec of `load_reward` and its options. Raises RuntimeError if that fails."""
+        setup = {"path": sys.path, "functions": [(spec, dict(options)) for spec, options in functions]}
+        reply = await asyncio.wait_for(self.ask(setup), _START_TIMEOUT_S)
+        if "error" in reply:
+            raise RuntimeError(f"a process that scores could not load the reward functions: {reply['error']}")
+
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply. Raises `WorkerDied` if there will be none."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        body = pickle.dumps(request)
+        try:
+            self._process.stdin.write(len(body).to_bytes(8) + body)
+            await self._process.stdin.drain()
+            reply = await self._process.stdout.readline()
+        except ConnectionError:  # it died while it read
+            reply = b""
+        if not reply.endswith(b"\n"):
+            raise WorkerDied(_manner(await self._process.wait()))
+        return json.loads(reply)
+
+    def kill(self) -> None:
+        """End the process, and what it started in its session."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """`kill`, and wait until nothing is left of it."""
+        self.kill()
+        await self._process.wait()
+
+
+async def start_worker() -> Worker:
+    """Start a process. It dies with the thread that this event loop runs in, thus with its process."""
+    # -P keeps the folder of the program, and with it this package's own files, off the child's import path. A session
+    # of its own keeps Ctrl-C for the parent.
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        limit=_LONGEST_REPLY_BYTES,
+    )
+    return Worker(process)
+
+
+class WorkerPool:
+    """Workers that are lent one by one, started as they are needed."""
+
+    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        self._functions = functions
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+
+    async def take(self) -> Worker:
+        """A worker that is ready."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker._process.returncode is None:
+                return worker
+            await self.end(worker)
+        worker = await start_worker()
+        self._all.add(worker)
+        try:
+            await worker.load(self._functions)
+        except BaseException:
+            await self.end(worker)
+            raise
+        return worker
+
+    def give_back(self, worker: Worker) -> None:
+        """Lend it to the next."""
+        self._idle.append(worker)
+
+    async def end(self, worker: Worker) -> None:
+        """End a worker that was taken."""
+        self._all.discard(worker)
+        await worker.end()
+
+    async def close(self) -> None:
+        """End them all."""
+        self._idle.clear()
+        await asyncio.gather(*(self.end(worker) for worker in list(self._all)))
+
+
+def _manner(code: int) -> str:
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"it ended its process with exit code {code}"
