@@ -83,4 +83,4 @@ def test_the_registry_has_the_documented_loggers():
 def test_metric_names_are_unique_and_well_formed():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
-    assert all(re.fullmatch(r"[a-z_]+(/[a-z_]+)+(/<[a-z]+>)?|seconds/<stage>", name) for name in names)
+    assert all(re.fullmatch(r"[a-z_]+(/([a-z0-9_]|<[a-z]+>)+)+", name) for name in names)
