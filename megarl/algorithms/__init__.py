@@ -1,5 +1,7 @@
+from megarl.algorithms.adaptive_kl import AdaptiveKl
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.implicit_reward import ImplicitRewardObjective, implicit_process_rewards
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.metrics import Metrics
@@ -7,16 +9,20 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_objective import PolicyObjective
 from megarl.algorithms.preference import PreferenceObjective, pair_margins, reward_model_objective
 from megarl.algorithms.supervised import exact_matches, sft_objective
+from megarl.algorithms.value_loss import ValueObjective
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
+    "CORRECTIONS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "AdaptiveKl",
     "ImplicitRewardObjective",
     "Metrics",
     "PolicyObjective",
     "PreferenceObjective",
+    "ValueObjective",
     "exact_matches",
     "implicit_process_rewards",
     "pair_margins",

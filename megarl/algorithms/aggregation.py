@@ -1,10 +1,13 @@
-"""Aggregations: the weight of every response token in the loss of the global batch.
+"""Aggregations: the weight of every trained token in the loss of the global batch.
 
-The weights of one optimizer step sum to 1. The loss is the weighted sum over all tokens of all micro-batches on all
-ranks, so no cut of the work can change it.
+The loss of an optimizer step is the sum of weight x loss over all tokens of all micro-batches on all ranks. The weights
+carry the denominators of the whole step, so no cut of the work can change the loss. A response of which no token is
+trained on counts nowhere. (verl leaves such responses out of its own denominators too, but counts them where the
+caller gives the size of the global batch.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +15,71 @@ from torch import Tensor
 from converters.errors import UserError
 
 
-def token_mean(response_lengths: Tensor) -> Tensor:
-    """Every token counts the same, 1 / sum(lengths): [sum(lengths)] for the response lengths [N] (DAPO, equation 8).
+class Aggregation(Protocol):
+    """The numbers of trained tokens [N] of the responses of one optimizer step to weights."""
 
-    Raises UserError if there is no token at all.
+    def __call__(self, lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:
+        """float32[sum(lengths)], in the order of the responses.
+
+        `aggregation_tokens` is the constant length of `seq_mean_token_sum_norm`, which alone needs it.
+
+        Raises UserError if there is no token at all.
+        """
+        ...
+
+
+def token_mean(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+    """Every token counts the same, 1 / sum(lengths): DAPO (arXiv:2503.14476, equation 8). They sum to 1."""
+    return _per_response(1 / lengths.sum().double(), lengths)
+
+
+def token_sum(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+    """1 for every token: the gradient grows with the batch."""
+    return _per_response(torch.ones((), dtype=torch.float64, device=lengths.device), lengths)
+
+
+def seq_mean_token_sum(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+    """1 / N: the mean over the responses of the sum over their tokens (REINFORCE on whole responses)."""
+    return _per_response(1 / _responses(lengths), lengths)
+
+
+def seq_mean_token_mean(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+    """1 / (N length_i): the mean over the responses of the mean over their tokens.
+
+    GRPO (arXiv:2402.03300, equation 3); what losses of whole responses (gspo, gmpo, sppo) are defined with. They sum
+    to 1.
     """
-    total = int(response_lengths.sum())
-    if total == 0:
+    return _per_response(1 / (_responses(lengths) * lengths.double()), lengths)
+
+
+def seq_mean_token_sum_norm(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:
+    """1 / (N aggregation_tokens): the sum over tokens divided by a constant, which favours no length.
+
+    Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `aggregation_tokens`, or if it is below 1.
+    """
+    if aggregation_tokens is None or aggregation_tokens < 1:
+        raise UserError(
+            "algorithm.aggregation=seq_mean_token_sum_norm divides by a constant length, but algorithm."
+            f"aggregation_tokens is {aggregation_tokens}: set it to at least 1, usually rollout.max_response_tokens"
+        )
+    return seq_mean_token_sum(lengths) / aggregation_tokens
+
+
+def _responses(lengths: Tensor) -> Tensor:
+    return (lengths > 0).sum().double()
+
+
+def _per_response(weights: Tensor, lengths: Tensor) -> Tensor:
+    """The weight of each response, a scalar or [N], to each of its tokens."""
+    if not bool(lengths.any()):
         raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
-    return torch.full((total,), 1.0 / total, device=response_lengths.device)
+    return weights.expand(len(lengths)).float().repeat_interleave(lengths)
 
 
-AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"token_mean": token_mean}
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": token_mean,
+    "token_sum": token_sum,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+}

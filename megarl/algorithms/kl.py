@@ -1,15 +1,28 @@
 """Estimates of KL(policy || reference) from the tokens that the policy sampled.
 
-See http://joschu.net/blog/kl-approx.html; d = log pi_ref(token) - log pi(token). The estimate -d ("k1") is not among
-them: its gradient, that of log pi, is 0 in the mean, so as a loss it adds noise and nothing else.
+See http://joschu.net/blog/kl-approx.html; d = log pi_ref(token) - log pi(token). A name with a + has the value of the
+estimate before it and the gradient of k2 (straight-through): on-policy the mean gradient of k2 is that of the KL, which
+that of k1 (0), of k3 (the KL's in the other direction) and of abs are not.
 """
 
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+
 # exp of more would overflow; beyond it the k3 estimate stays where it is.
 _LARGEST_LOG_RATIO = 20.0
+
+
+def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """-d [T]: unbiased, of high variance. Its gradient is 0 in the mean, so it is no loss: for the reward."""
+    return log_probs - reference_log_probs
+
+
+def absolute(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """|d| [T]: an upper bound of k1, never negative."""
+    return (reference_log_probs - log_probs).abs()
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -18,10 +31,32 @@ def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """exp(d) - 1 - d [T]: unbiased and never negative, the estimate of GRPO (arXiv:2402.03300, equation 4)."""
+    """exp(d) - 1 - d [T]: unbiased and never negative, the estimate of GRPO (arXiv:2402.03300, equation 4).
+
+    verl cuts the value off at 10, which takes the gradient from the tokens that are furthest away; here it is that of
+    d = 20 from there on, and nothing else is cut.
+    """
     difference = (reference_log_probs - log_probs).clamp(max=_LARGEST_LOG_RATIO)
     # expm1 keeps the digits that exp(d) - 1 loses where the two policies nearly agree.
     return difference.expm1() - difference
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3}
+def straight_through(estimator: KlEstimator) -> KlEstimator:
+    """The estimate with its value and the gradient of k2."""
+
+    def estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+        gradient = k2(log_probs, reference_log_probs)
+        return estimator(log_probs, reference_log_probs).detach() + (gradient - gradient.detach())
+
+    return estimate
+
+
+KL_ESTIMATORS: Mapping[str, KlEstimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": straight_through(k1),
+    "k3+": straight_through(k3),
+    "abs+": straight_through(absolute),
+}

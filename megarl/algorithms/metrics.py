@@ -1,22 +1,64 @@
 """Metrics of one optimizer step, gathered from micro-batches and ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Value = TypeVar("Value")
+
+
+def itself(mean: Tensor) -> Tensor:
+    """The formula of a plain mean."""
+    return mean
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric that follows from the means of one or more quantities over the whole batch.
+
+    It is kept as `totals` float64[k], the sums of the k quantities over `count` (a scalar) tokens or responses, so
+    that the pieces of a batch add up; its value is `formula` of the k means. `formula` is a function of a module, so
+    that it travels between processes.
+    """
+
+    totals: Tensor
+    count: Tensor
+    formula: Callable[..., Tensor] = itself
+
+    @staticmethod
+    def of(*quantities: Tensor, formula: Callable[..., Tensor] = itself) -> "Mean":
+        """Over the elements of `quantities`, each [n] and without any gradient."""
+        totals = torch.stack([quantity.detach().double().sum() for quantity in quantities])
+        return Mean(totals, totals.new_tensor(len(quantities[0])), formula)
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.totals + other.totals, self.count + other.count, self.formula)
+
+    @property
+    def value(self) -> float:
+        """Not a number if there was nothing to average."""
+        return float(self.formula(*(self.totals / self.count)))
+
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one piece of a global batch contributes, detached scalars by name.
+    """What one piece of a global batch contributes, by name; tensors are detached scalars.
 
-    The value of the global batch is the sum of the `sums` and the largest of the `maxima` of all its pieces.
+    The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
+    of the `means` of its pieces.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Mean] = field(default_factory=dict)
+
+    def __or__(self, other: "Metrics") -> "Metrics":
+        """Those of both, of the same piece."""
+        return Metrics({**self.sums, **other.sums}, {**self.maxima, **other.maxima}, {**self.means, **other.means})
 
     @staticmethod
     def merge(pieces: Sequence["Metrics"]) -> "Metrics":
@@ -24,10 +66,34 @@ class Metrics:
         return Metrics(
             _merge([piece.sums for piece in pieces], torch.add),
             _merge([piece.maxima for piece in pieces], torch.maximum),
+            _merge([piece.means for piece in pieces], Mean.__add__),
         )
 
+    def values(self) -> dict[str, float]:
+        """One number for each name."""
+        return {
+            **{name: float(value) for name, value in self.sums.items()},
+            **{name: float(value) for name, value in self.maxima.items()},
+            **{name: mean.value for name, mean in self.means.items()},
+        }
 
-def _merge(pieces: Sequence[Mapping[str, Tensor]], combine: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    @staticmethod
+    def summary(steps: Iterable["Metrics"]) -> dict[str, float]:
+        """One number for each name over the optimizer `steps` (at least one) of one rollout.
+
+        Sums and means are averaged over the steps; of the maxima it is the largest.
+        """
+        steps = list(steps)
+        rows = [step.values() for step in steps]
+        return {
+            name: max(row[name] for row in rows)
+            if name in steps[0].maxima
+            else sum(row[name] for row in rows) / len(rows)
+            for name in rows[0]
+        }
+
+
+def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:
     if any(piece.keys() != pieces[0].keys() for piece in pieces):
         raise ValueError("micro-batches of one step reported different metrics")
     return {name: reduce(combine, [piece[name] for piece in pieces]) for name in pieces[0]}

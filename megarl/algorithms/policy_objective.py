@@ -1,126 +1,160 @@
 """The policy-gradient objective of one step: policy loss, KL to the reference and entropy, with their metrics."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.compatibility import check_parts, check_values
+from megarl.algorithms.corrections import correction_factor, correction_metrics
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
-from megarl.algorithms.metrics import Metrics
-from megarl.algorithms.policy_losses import POLICY_LOSSES, probability_ratio
+from megarl.algorithms.metrics import Mean, Metrics
+from megarl.algorithms.off_policy import largest, off_policy_metrics
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
+from megarl.algorithms.policy_losses.policy_loss import keyword_names
+from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.registry import lookup
-from megarl.config.schema import AlgorithmConfig
+from megarl.algorithms.trained_tokens import TrainedTokens
+from megarl.config.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing import MicroBatch, RaggedBatch
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """loss = sum_t weight_t (policy_loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t).
+    """loss = sum_t weight_t (factor_t policy_loss_t + kl_coefficient kl_t - entropy_coefficient entropy_t).
 
-    Parts are given by the names of POLICY_LOSSES and KL_ESTIMATORS, so that the objective travels between processes.
+    The fields are those of AlgorithmConfig with the same names and meanings. Parts are given by the names of
+    POLICY_LOSSES, KL_ESTIMATORS and CORRECTIONS, so that the objective travels between processes. The factor is that
+    of the corrections. With kl_in=reward the loss has no KL: whoever makes the rewards subtracts it.
+
+    Raises UserError for a name that is not known and for a number out of range.
     """
 
     policy_loss: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
+    sapo_temperature_positive: float = 1.0
+    sapo_temperature_negative: float = 1.05
+    ratio_cap: float = 3.0
+    covariance_fraction: float = 2e-4
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_kl_coefficient: float = 1.0
+    sppo_eta: float = 1.0
+    dro_beta: float = 0.1
     kl_estimator: str = "k3"
     kl_coefficient: float = 0.0
+    kl_in: str = "loss"
     entropy_coefficient: float = 0.0
+    corrections: tuple[CorrectionConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        lookup(POLICY_LOSSES, "algorithm.policy_loss", self.policy_loss)
-        lookup(KL_ESTIMATORS, "algorithm.kl_estimator", self.kl_estimator)
-        for name in ("clip_low", "clip_high", "kl_coefficient"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"algorithm.{name} must be at least 0, not {getattr(self, name)}")
+        check_values(self)
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "PolicyObjective":
         """The objective that `config` describes.
 
-        Raises UserError for a name that is not known, those of the advantage and the aggregation included, and for a
-        negative clip bound or KL coefficient.
+        Raises UserError for a name that is not known, those of the advantage and the aggregation included, for a
+        number out of range, and for parts that do not go together.
         """
         lookup(ADVANTAGES, "algorithm.advantage", config.advantage)
         lookup(AGGREGATIONS, "algorithm.aggregation", config.aggregation)
-        return cls(
-            policy_loss=config.policy_loss,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_estimator=config.kl_estimator,
-            kl_coefficient=config.kl_coefficient,
-            entropy_coefficient=config.entropy_coefficient,
-        )
+        check_values(config)
+        check_parts(config)
+        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        return cls(**{**given, "corrections": tuple(config.corrections)})
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model has to be kept."""
+        return self.kl_coefficient > 0 or self._loss.needs_reference
+
+    @property
+    def needs_selection(self) -> bool:
+        """Whether batches need the field `chosen` of `select`."""
+        return self._loss.selection is not None
+
+    def select(self, batch: RaggedBatch, log_probs: Tensor, *, seed: Sequence[int]) -> Tensor:
+        """The tokens that the loss treats apart, bool[T], for the field `chosen` of `batch`.
+
+        `batch` is that of a whole optimizer step, with the fields `weights`, `advantages` and, where there are several
+        steps, `old_log_probs`; `log_probs` [T] are those under the policy as it is before this step. A loss that draws
+        draws by `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
+        """
+        selection = self._loss.selection
+        assert selection is not None, f"{self.policy_loss} selects nothing"
+        trained = batch.fields["weights"] != 0
+        log_probs = log_probs[trained].detach()
+        old = batch.fields["old_log_probs"][trained] if "old_log_probs" in batch.fields else log_probs
+        tokens = Tokens(log_probs, old, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
+        options = {name: getattr(self, name) for name in keyword_names(selection)}
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        chosen = selection(tokens, generator, **options)
+        return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
+        """Loss (a differentiable scalar) and metrics of one micro-batch of T' places.
 
-        Fields [T]: `advantages`; `weights`, 0 outside the responses and summing to 1 over the global batch;
+        Fields [T']: `advantages`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
         `rollout_log_probs` of the engine; `old_log_probs` of the policy before the step's first update, which without
-        this field is the present one; `reference_log_probs` where kl_coefficient is not 0. A value outside the
-        responses, even one that is not a number, changes nothing.
+        this field is the present one; `reference_log_probs` where the loss needs them (the KL is reported wherever
+        they are); `chosen` where `needs_selection`. A value outside the trained tokens, even one that is not a
+        number, changes nothing; one inside shows in the loss.
         """
-        fields = micro_batch.fields
-        batch = _Responses(predictions, fields)
-        old = batch["old_log_probs"] if "old_log_probs" in fields else batch.log_probs.detach()
-        policy = POLICY_LOSSES[self.policy_loss](
-            batch.log_probs, old, batch["advantages"], clip_low=self.clip_low, clip_high=self.clip_high
-        )
-        loss = batch.weigh(policy.loss)
+        trained = TrainedTokens.of(micro_batch)
+        tokens = self._tokens(trained, predictions)
+        rollout = trained.field("rollout_log_probs")
+        policy = self._loss(tokens, {name: getattr(self, name) for name in self._loss.options})
+        loss, metrics = policy.loss, _metrics(tokens, rollout, trained.take(predictions.entropy).detach())
+        if self.corrections:
+            factor = correction_factor(self.corrections, tokens.old_log_probs - rollout, tokens.ragged)
+            loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)
         if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * batch.weigh(batch.entropy)
-        sums, maxima = _metrics(batch, old)
-        sums |= {name: batch.weigh(values) for name, values in policy.metrics.items()}
-        if self.kl_coefficient:
-            estimate = KL_ESTIMATORS[self.kl_estimator](batch.log_probs, batch["reference_log_probs"])
-            loss = loss + self.kl_coefficient * batch.weigh(estimate)
-            sums["policy/kl_to_reference"] = batch.weigh(estimate)
-        sums["policy/loss"] = loss
-        return loss, Metrics(
-            {name: value.detach() for name, value in sums.items()},
-            {name: value.detach() for name, value in maxima.items()},
-        )
+            loss = loss - self.entropy_coefficient * trained.take(predictions.entropy)
+        if tokens.reference_log_probs is not None:
+            estimate = KL_ESTIMATORS[self.kl_estimator](tokens.log_probs, tokens.reference_log_probs)
+            metrics = metrics | Metrics(means={"policy/kl_to_reference": Mean.of(estimate)})
+            if self.kl_coefficient and self.kl_in == "loss":
+                loss = loss + self.kl_coefficient * estimate
+        total = trained.weigh(loss)
+        details = {name: Mean.of(values) for name, values in policy.metrics.items()}
+        return total, metrics | Metrics({"policy/loss": total.detach()}, {}, details)
+
+    @property
+    def _loss(self) -> PolicyLoss:
+        return POLICY_LOSSES[self.policy_loss]
+
+    def _tokens(self, trained: TrainedTokens, predictions: LogProbs) -> Tokens:
+        log_probs = trained.take(predictions.log_probs)
+        old = trained.field("old_log_probs") if "old_log_probs" in trained.fields else log_probs.detach()
+        tokens = Tokens(log_probs, old, trained.field("advantages"), trained.ragged)
+        kl = self.kl_coefficient and self.kl_in == "loss"
+        if kl or self._loss.needs_reference or "reference_log_probs" in trained.fields:
+            tokens = replace(tokens, reference_log_probs=trained.field("reference_log_probs"))
+        if self.needs_selection:
+            tokens = replace(tokens, chosen=trained.field("chosen"))
+        return tokens
 
 
-class _Responses:
-    """The tokens with a weight; values of all others read 0."""
-
-    def __init__(self, predictions: LogProbs, fields: Mapping[str, Tensor]) -> None:
-        self._fields = fields
-        self._weights = fields["weights"]
-        self._others = self._weights == 0
-        self.log_probs = self._inside(predictions.log_probs)
-        self.entropy = self._inside(predictions.entropy)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._inside(self._fields[name])
-
-    def weigh(self, values: Tensor) -> Tensor:
-        """Weighted sum of values [T] that were computed from these."""
-        return (self._weights * values).sum()
-
-    def largest(self, values: Tensor) -> Tensor:
-        """Largest over the responses of values [T] that are never negative; 0 without any response token."""
-        return self._inside(values).amax()
-
-    def _inside(self, values: Tensor) -> Tensor:
-        return values.masked_fill(self._others, 0)
-
-
-def _metrics(batch: _Responses, old_log_probs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    log_probs = batch.log_probs.detach()
-    ratio = probability_ratio(log_probs, old_log_probs)
-    difference = (old_log_probs - batch["rollout_log_probs"]).abs()
-    sums = {
-        "policy/entropy": batch.weigh(batch.entropy.detach()),
-        # The old policy sampled the tokens, so the estimate is of KL(old || present).
-        "policy/kl_to_old": batch.weigh(k3(old_log_probs, log_probs)),
-        "policy/ratio_mean": batch.weigh(ratio),
-        "log_prob_difference/mean": batch.weigh(difference),
-    }
-    maxima = {"policy/ratio_max": batch.largest(ratio), "log_prob_difference/max": batch.largest(difference)}
-    return sums, maxima
+def _metrics(tokens: Tokens, rollout_log_probs: Tensor, entropy: Tensor) -> Metrics:
+    log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
+    ratio = probability_ratio(log_probs, old)
+    difference = (old - rollout_log_probs).abs()
+    metrics = Metrics(
+        maxima={"policy/ratio_max": largest(ratio), "log_prob_difference/max": largest(difference)},
+        means={
+            "policy/entropy": Mean.of(entropy),
+            # The old policy sampled the tokens, so the estimate is of KL(old || present).
+            "policy/kl_to_old": Mean.of(k3(old, log_probs)),
+            "policy/ratio_mean": Mean.of(ratio),
+            "log_prob_difference/mean": Mean.of(difference),
+        },
+    )
+    return metrics | off_policy_metrics(log_probs, rollout_log_probs, tokens.ragged)

@@ -1,0 +1,53 @@
+"""The coefficient of the KL to the reference, fixed or adapted to a target."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from converters.errors import UserError
+from megarl.config.schema import AlgorithmConfig
+
+_LARGEST_ERROR = 0.2
+
+
+@dataclass
+class AdaptiveKl:
+    """Keeps the KL near `target`, in nats per token; without a target the coefficient is fixed.
+
+    After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon (arXiv:1909.08593,
+    section 2.2). The coefficient of a step goes into the objective by `dataclasses.replace(objective,
+    kl_coefficient=...)`.
+    """
+
+    coefficient: float
+    target: float | None = None
+    horizon: int = 10000
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> "AdaptiveKl":
+        """With the values of `config` that begin with kl_."""
+        return cls(config.kl_coefficient, config.kl_target, config.kl_horizon)
+
+    def update(self, kl: float, responses: int) -> None:
+        """Take account of a step of `responses` responses whose mean KL per token was `kl`.
+
+        Raises UserError for a KL that is not a finite number.
+        """
+        if self.target is None:
+            return
+        if not math.isfinite(kl):
+            raise UserError(
+                f"the KL to the reference is {kl}, so algorithm.kl_coefficient cannot be adapted to kl_target: look "
+                "for the step at which the log-probs went wrong, and lower megatron.lr"
+            )
+        error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+        self.coefficient *= 1 + error * responses / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`; a fixed coefficient stays the configured one."""
+        if self.target is not None:
+            self.coefficient = float(state["coefficient"])

@@ -1,0 +1,112 @@
+"""Which values and parts of an algorithm make sense, alone and together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from converters.errors import UserError
+from megarl.algorithms.corrections import CORRECTIONS, check_correction
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.registry import lookup
+from megarl.config.schema import AlgorithmConfig
+
+_AVERAGES_RESPONSES = "seq_mean_token_mean"
+
+
+@dataclass(frozen=True)
+class _Condition:
+    holds: Callable[[float], bool]
+    words: str
+
+
+_NOT_NEGATIVE = _Condition(lambda value: value >= 0, "at least 0")
+_ABOVE_ZERO = _Condition(lambda value: value > 0, "above 0")
+_ABOVE_ONE = _Condition(lambda value: value > 1, "above 1")
+_SHARE = _Condition(lambda value: 0 < value <= 1, "above 0 and at most 1")
+_VALUES: dict[str, _Condition] = {
+    "clip_low": _NOT_NEGATIVE,
+    "clip_high": _NOT_NEGATIVE,
+    "dual_clip": _ABOVE_ONE,
+    "sapo_temperature_positive": _ABOVE_ZERO,
+    "sapo_temperature_negative": _ABOVE_ZERO,
+    "ratio_cap": _ABOVE_ZERO,
+    "covariance_fraction": _SHARE,
+    "covariance_kl_coefficient": _NOT_NEGATIVE,
+    "sppo_eta": _ABOVE_ZERO,
+    "dro_beta": _ABOVE_ZERO,
+    "kl_coefficient": _NOT_NEGATIVE,
+    "kl_target": _ABOVE_ZERO,
+    "kl_horizon": _ABOVE_ZERO,
+    "entropy_coefficient": _Condition(lambda value: abs(value) < float("inf"), "a finite number"),
+}
+
+
+def check_values(config: Any) -> None:
+    """Raise UserError for a name that is not known or a number out of range, in the fields that `config` has.
+
+    `config` is an AlgorithmConfig or anything with some of its fields. A number that is not a number is out of range.
+    """
+    lookup(POLICY_LOSSES, "algorithm.policy_loss", config.policy_loss)
+    lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
+    if config.kl_in not in ("loss", "reward"):
+        raise UserError(f"algorithm.kl_in={config.kl_in!r} is not known: it must be loss or reward")
+    for name, condition in _VALUES.items():
+        value = getattr(config, name, None)
+        if value is not None and not condition.holds(value):
+            raise UserError(f"algorithm.{name} must be {condition.words}, not {value}")
+    if not config.covariance_low < config.covariance_high:
+        raise UserError(
+            f"algorithm.covariance_low={config.covariance_low} must be below covariance_high="
+            f"{config.covariance_high}: no token would have a covariance between the two"
+        )
+    for correction in config.corrections:
+        check_correction(correction)
+
+
+def check_parts(config: AlgorithmConfig) -> None:
+    """Raise UserError for parts that are right alone and wrong together."""
+    for check in (_kl_has_a_gradient, _kl_adapts_from_something, _dual_clip_is_taken, _responses_stay_whole):
+        check(config)
+
+
+def _kl_has_a_gradient(config: AlgorithmConfig) -> None:
+    if config.kl_in == "loss" and config.kl_estimator == "k1" and config.kl_coefficient:
+        raise UserError(
+            "algorithm.kl_estimator=k1 with kl_in=loss adds only noise, since its gradient is 0 in the mean: use"
+            " kl_estimator=k1+, which has the gradient of k2, or kl_in=reward"
+        )
+
+
+def _kl_adapts_from_something(config: AlgorithmConfig) -> None:
+    if config.kl_target is not None and not config.kl_coefficient:
+        raise UserError(
+            f"algorithm.kl_target={config.kl_target} multiplies algorithm.kl_coefficient, which is 0 and would stay so:"
+            " set kl_coefficient to the value to start from"
+        )
+
+
+def _dual_clip_is_taken(config: AlgorithmConfig) -> None:
+    takers = [name for name, loss in POLICY_LOSSES.items() if "dual_clip" in loss.options]
+    if config.dual_clip is not None and config.policy_loss not in takers:
+        raise UserError(
+            f"algorithm.dual_clip={config.dual_clip} has no meaning with policy_loss={config.policy_loss}: leave it"
+            f" out, or use one of {', '.join(takers)}"
+        )
+
+
+def _responses_stay_whole(config: AlgorithmConfig) -> None:
+    if not POLICY_LOSSES[config.policy_loss].of_response:
+        return
+    if config.aggregation != _AVERAGES_RESPONSES:
+        raise UserError(
+            f"algorithm.policy_loss={config.policy_loss} has one ratio per response and is a mean over responses, but"
+            f" aggregation={config.aggregation} weighs them by something else: set aggregation={_AVERAGES_RESPONSES}"
+        )
+    for correction in config.corrections:
+        if CORRECTIONS[correction.kind].of_token:
+            whole = ", ".join(name for name, other in CORRECTIONS.items() if not other.of_token)
+            raise UserError(
+                f"algorithm.policy_loss={config.policy_loss} has one ratio per response, but corrections has the kind"
+                f" {correction.kind}, which weighs its tokens one by one: use one of {whole}"
+            )

@@ -1,0 +1,48 @@
+"""How far the policy that is trained has moved from the one that sampled (staleness, and engine against trainer)."""
+
+from torch import Tensor
+
+from megarl.algorithms.corrections import bounded_ratio, effective_sample_size
+from megarl.algorithms.kl import k1, k3
+from megarl.algorithms.metrics import Mean, Metrics
+from megarl.algorithms.ragged import Ragged
+
+
+def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, ragged: Ragged) -> Metrics:
+    """Of the trained tokens [T] of N responses; `log_probs` under the trainer's policy, without gradient.
+
+    With r = pi / pi_rollout, over tokens: the k1 and k3 estimates of KL(rollout || policy), chi-squared E[r^2] - 1,
+    and the effective sample size of the weights r as a share. Over responses that have trained tokens: the mean
+    perplexity under both, the mean ratio of the two, chi-squared of the response's product of r, and the largest
+    |difference of the mean log-probs|.
+    """
+    log_probs, rollout_log_probs = log_probs.double(), rollout_log_probs.double()
+    log_ratio = log_probs - rollout_log_probs
+    ratio = bounded_ratio(log_ratio)
+    present = ragged.lengths > 0
+    policy = ragged.mean(log_probs)[present]
+    rollout = ragged.mean(rollout_log_probs)[present]
+    product = bounded_ratio(ragged.sum(log_ratio)[present])
+    return Metrics(
+        maxima={"off_policy/log_perplexity_difference_max": largest((rollout - policy).abs()).float()},
+        means={
+            "off_policy/kl": Mean.of(k1(rollout_log_probs, log_probs)),
+            "off_policy/k3": Mean.of(k3(rollout_log_probs, log_probs)),
+            "off_policy/chi2_token": Mean.of(ratio.square(), formula=less_one),
+            "off_policy/chi2_response": Mean.of(product.square(), formula=less_one),
+            "off_policy/effective_sample_size": effective_sample_size(ratio),
+            "off_policy/perplexity": Mean.of((-policy).exp()),
+            "off_policy/rollout_perplexity": Mean.of((-rollout).exp()),
+            "off_policy/perplexity_ratio": Mean.of((rollout - policy).exp()),
+        },
+    )
+
+
+def less_one(mean: Tensor) -> Tensor:
+    """The formula of chi-squared, from E[r^2]."""
+    return mean - 1
+
+
+def largest(values: Tensor) -> Tensor:
+    """Largest of values [n] that are never negative; 0 of none."""
+    return values.amax() if len(values) else values.new_zeros(())

@@ -1,0 +1,5 @@
+from megarl.algorithms.policy_losses.policy_loss import PolicyLoss, TokenLoss, Tokens
+from megarl.algorithms.policy_losses.ratios import probability_ratio
+from megarl.algorithms.policy_losses.registry import POLICY_LOSSES
+
+__all__ = ["POLICY_LOSSES", "PolicyLoss", "TokenLoss", "Tokens", "probability_ratio"]

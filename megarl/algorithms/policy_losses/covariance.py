@@ -1,0 +1,58 @@
+"""Selections by covariance: which tokens' updates would cost the most entropy (arXiv:2505.22617).
+
+They look at all trained tokens of an optimizer step, so they are made once, before the batch is cut into
+micro-batches and ranks; verl makes them per micro-batch, and draws without a seed.
+"""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses.policy_loss import Tokens
+from megarl.algorithms.policy_losses.ratios import bounded_exp
+
+
+def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """(log pi - mean log pi) (A - mean A) of every token, float64[T]: what each adds to their covariance (eq. 10)."""
+    log_probs, advantages = log_probs.detach().double(), advantages.double()
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+
+
+def drawn_between(
+    tokens: Tokens,
+    generator: torch.Generator,
+    *,
+    clip_low: float,
+    clip_high: float,
+    covariance_fraction: float,
+    covariance_low: float,
+    covariance_high: float,
+) -> Tensor:
+    """A random covariance_fraction of the tokens, of those with covariance_low < covariance < covariance_high.
+
+    Clip-Cov (arXiv:2505.22617, equation 11): bool[T], at least one token if any qualifies. A token that the clip of
+    the ratio already cuts off does not qualify.
+    """
+    values = covariances(tokens.log_probs, tokens.advantages)
+    ratio = bounded_exp(tokens.log_probs - tokens.old_log_probs)
+    cut_off = ((tokens.advantages > 0) & (ratio > 1 + clip_high)) | ((tokens.advantages < 0) & (ratio < 1 - clip_low))
+    candidates = ((values > covariance_low) & (values < covariance_high) & ~cut_off).nonzero().squeeze(1)
+    order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
+    return _marked(candidates[order[: _count(covariance_fraction, values)]], values)
+
+
+def largest(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: float) -> Tensor:  # noqa: ARG001
+    """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
+
+    KL-Cov (arXiv:2505.22617, equation 13). Of equal ones the first count; nothing is drawn.
+    """
+    values = covariances(tokens.log_probs, tokens.advantages)
+    order = values.argsort(descending=True, stable=True)
+    return _marked(order[: _count(covariance_fraction, values)], values)
+
+
+def _count(fraction: float, values: Tensor) -> int:
+    return max(int(fraction * len(values)), 1)
+
+
+def _marked(indices: Tensor, values: Tensor) -> Tensor:
+    return torch.zeros(len(values), dtype=torch.bool, device=values.device).index_fill(0, indices, True)

@@ -1,0 +1,68 @@
+"""A policy loss: a log-ratio of two policies, and a surrogate of it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from megarl.algorithms.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a policy loss sees: the T trained tokens of N responses, end to end. All but `log_probs` are constants."""
+
+    log_probs: Tensor
+    """[T]: under the policy, differentiable."""
+    old_log_probs: Tensor
+    """[T]: under the policy before the step's first update."""
+    advantages: Tensor
+    """[T]"""
+    ragged: Ragged
+    reference_log_probs: Tensor | None = None
+    """[T]: under the reference, for the losses with `needs_reference`."""
+    chosen: Tensor | None = None
+    """bool[T]: what the loss's selection chose, for the losses with one."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss of every token [T], differentiable, and what there is to say about every token [T], by name."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A ratio and a surrogate; the aggregation follows, as weights on the tokens."""
+
+    ratio: Callable[[Tokens], Tensor]
+    """The log-ratio of every token [T]."""
+    surrogate: Callable[..., TokenLoss]
+    """(log_ratio[T], tokens, *, options) -> TokenLoss; the options are keyword-only, named as in AlgorithmConfig."""
+    of_response: bool = False
+    """There is one ratio for all tokens of a response: the loss is defined for the mean over responses of the mean
+    over their tokens."""
+    needs_reference: bool = False
+    """It reads `reference_log_probs`."""
+    selection: Callable[..., Tensor] | None = None
+    """(tokens, generator, *, options) -> bool[T]: which of all the trained tokens of an optimizer step the loss treats
+    apart; it then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
+
+    def __call__(self, tokens: Tokens, options: Mapping[str, float | None]) -> TokenLoss:
+        """The loss of every token, with those of `options` that the surrogate names."""
+        return self.surrogate(self.ratio(tokens), tokens, **{name: options[name] for name in self.options})
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """Which options the surrogate takes, by their names in AlgorithmConfig."""
+        return keyword_names(self.surrogate)
+
+
+def keyword_names(function: Callable[..., object]) -> tuple[str, ...]:
+    """The keyword-only parameters of `function`."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)

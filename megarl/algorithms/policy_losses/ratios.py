@@ -1,0 +1,48 @@
+"""Log-ratios of two policies, one per token."""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses.policy_loss import Tokens
+
+# exp of more would overflow in the gradient norm; a policy this far from the old one is lost anyway.
+_LARGEST_LOG_RATIO = 20.0
+
+
+def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """pi(token) / pi_old(token) [T]; at most exp(20)."""
+    return bounded_exp(log_probs - old_log_probs)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of log-ratios, at most exp(20); beyond it the gradient is 0."""
+    return log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp()
+
+
+def of_token(tokens: Tokens) -> Tensor:
+    """log(pi / pi_old) of every token: PPO (arXiv:1707.06347, equation 6)."""
+    return tokens.log_probs - tokens.old_log_probs
+
+
+def of_response(tokens: Tokens) -> Tensor:
+    """The mean log-ratio of the response, with the gradient of the token's own log-prob.
+
+    log s_it = sg[mean_t log(pi / pi_old)] + log pi - sg[log pi]: GSPO in the form for tokens (arXiv:2507.18071,
+    equation 14), which allows for advantages that differ within a response; where they don't, value and gradient are
+    those of its equation 5.
+    """
+    # Sums over thousands of tokens keep their digits in float64.
+    mean = tokens.ragged.mean((tokens.log_probs - tokens.old_log_probs).detach().double())
+    return tokens.ragged.spread(mean).to(tokens.log_probs.dtype) + (tokens.log_probs - tokens.log_probs.detach())
+
+
+def of_response_to_reference(tokens: Tokens) -> Tensor:
+    """log(pi(response) / pi_ref(response)), the sum over the response, at each of its tokens: SPPO, SPIN, DPO."""
+    assert tokens.reference_log_probs is not None
+    difference = tokens.ragged.sum((tokens.log_probs - tokens.reference_log_probs).double())
+    return tokens.ragged.spread(difference).to(tokens.log_probs.dtype)
+
+
+def none(tokens: Tokens) -> Tensor:
+    """0: the policy is taken for the one that sampled."""
+    return torch.zeros_like(tokens.old_log_probs)

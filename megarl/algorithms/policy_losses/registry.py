@@ -1,0 +1,23 @@
+"""The policy losses by name."""
+
+from collections.abc import Mapping
+
+from megarl.algorithms.policy_losses import covariance, ratios, surrogates
+from megarl.algorithms.policy_losses.policy_loss import PolicyLoss
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "clip": PolicyLoss(ratios.of_token, surrogates.clipped),
+    "gspo": PolicyLoss(ratios.of_response, surrogates.clipped, of_response=True),
+    "cispo": PolicyLoss(ratios.of_token, surrogates.clipped_likelihood),
+    "gmpo": PolicyLoss(ratios.of_token, surrogates.geometric_mean, of_response=True),
+    "sapo": PolicyLoss(ratios.of_token, surrogates.gated),
+    "dppo_tv": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.total_variation)),
+    "dppo_kl": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.binary_kl)),
+    "clip_cov": PolicyLoss(ratios.of_token, surrogates.clipped_but_chosen, selection=covariance.drawn_between),
+    "kl_cov": PolicyLoss(ratios.of_token, surrogates.held_where_chosen, selection=covariance.largest),
+    "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood),
+    "dro": PolicyLoss(ratios.of_token, surrogates.regularised_likelihood),
+    "sppo": PolicyLoss(
+        ratios.of_response_to_reference, surrogates.squared_to_advantage, of_response=True, needs_reference=True
+    ),
+}

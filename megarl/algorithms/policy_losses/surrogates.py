@@ -1,0 +1,162 @@
+"""Surrogates: per token, what to minimise so that the advantage A grows. r is the ratio, exp of the log-ratio given.
+
+A loss whose value is -A sg[w] log pi (a weighted log-likelihood) has the gradient of the policy gradient, but a value
+that means little.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses.policy_loss import TokenLoss, Tokens
+from megarl.algorithms.policy_losses.ratios import bounded_exp
+
+
+def clipped(
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, where A < 0, at most -A c.
+
+    PPO (arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476, equation 8); the dual clip is
+    that of arXiv:1912.09729, equation 5, off unless it is set, since it is in neither paper. Metrics: the tokens whose
+    gradient a bound cuts off, as 0 or 1.
+    """
+    ratio, advantages = bounded_exp(log_ratio), tokens.advantages
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    metrics = _clip_metrics(ratio > 1 + clip_high, ratio < 1 - clip_low, advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+        metrics["policy/clip_fraction_dual"] = ((advantages < 0) & (ratio > dual_clip)).float()
+    return TokenLoss(loss, metrics)
+
+
+def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
+
+    GMPO (arXiv:2507.20673, equation 4): the geometric mean over the response of ratios that are clipped token by
+    token. verl averages it over all rows of a micro-batch, empty ones included, so that it depends on how the batch
+    was cut; here it is at each token of the response, and the aggregation seq_mean_token_mean makes it the paper's
+    mean over responses.
+    """
+    sign = tokens.advantages.sign()
+    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
+    ratio = tokens.ragged.spread(bounded_exp(tokens.ragged.mean(bounded.double()))).to(bounded.dtype)
+    metrics = _clip_metrics(log_ratio > clip_high, log_ratio < -clip_low, tokens.advantages)
+    return TokenLoss(-tokens.advantages * ratio, metrics)
+
+
+def likelihood(log_ratio: Tensor, tokens: Tokens) -> TokenLoss:
+    """-A sg[r] log pi: the policy gradient (Williams 1992), off-policy if there is a ratio."""
+    return _weighted_likelihood(bounded_exp(log_ratio), tokens, {})
+
+
+def clipped_likelihood(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """-A sg[clamp(r, 1 - clip_low, 1 + clip_high)] log pi: CISPO (arXiv:2506.13585, equation 4).
+
+    Tokens beyond the bounds keep a gradient, with a bounded weight. Metrics: the tokens whose weight was bounded.
+    """
+    ratio = bounded_exp(log_ratio)
+    metrics = _clip_metrics(ratio > 1 + clip_high, ratio < 1 - clip_low, None)
+    return _weighted_likelihood(ratio.clamp(1 - clip_low, 1 + clip_high), tokens, metrics)
+
+
+def gated(
+    log_ratio: Tensor, tokens: Tokens, *, sapo_temperature_positive: float, sapo_temperature_negative: float
+) -> TokenLoss:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347, equation 6).
+
+    The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
+    configuration's to say.
+    """
+    positive = tokens.advantages > 0
+    temperature = torch.where(positive, sapo_temperature_positive, sapo_temperature_negative)
+    temperature = temperature.to(tokens.advantages.dtype)
+    gate = torch.sigmoid(temperature * (bounded_exp(log_ratio) - 1)) * 4 / temperature
+    return TokenLoss(-tokens.advantages * gate, {})
+
+
+def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., TokenLoss]:
+    """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879, sections 4, 5.4).
+
+    A token leaves it when its update goes on in the direction in which its probability has already moved by more than
+    `clip_high` (up, A > 0) or `clip_low` (down, A <= 0) of the `divergence` between the old and the present policy,
+    each taken as the choice between this token and all others. Metrics: the tokens left out, as 0 or 1, and those
+    whose ratio was capped.
+    """
+
+    def surrogate(
+        log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, ratio_cap: float
+    ) -> TokenLoss:
+        log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
+        distance, positive = divergence(log_probs, old), tokens.advantages > 0
+        above = positive & (log_probs > old) & (distance > clip_high)
+        below = ~positive & (log_probs < old) & (distance > clip_low)
+        ratio = bounded_exp(log_ratio)
+        metrics = _clip_metrics(above, below, None)
+        metrics["policy/ratio_capped"] = (ratio > ratio_cap).float()
+        weight = ratio.clamp(max=ratio_cap).masked_fill(above | below, 0)
+        return _weighted_likelihood(weight, tokens, metrics)
+
+    return surrogate
+
+
+def total_variation(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """|p - p_old| [T], of the choice between a token of probability p and all others."""
+    return (log_probs.exp() - old_log_probs.exp()).abs()
+
+
+def binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """KL(old || present) [T] of the choice between a token and all others, in nats."""
+    # Keeps a probability of 1 finite; verl's value.
+    other, old_other = (-values.expm1() + 1e-8 for values in (log_probs, old_log_probs))
+    old = old_log_probs.exp()
+    return old * (old_log_probs - log_probs) + (1 - old) * (old_other / other).log()
+
+
+def clipped_but_chosen(
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    """`clipped`, and no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
+    assert tokens.chosen is not None
+    result = clipped(log_ratio, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    metrics = {**result.metrics, "policy/chosen_fraction": tokens.chosen.float()}
+    return TokenLoss(result.loss.masked_fill(tokens.chosen, 0), metrics)
+
+
+def held_where_chosen(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: float) -> TokenLoss:
+    """-A r, and at the chosen tokens + covariance_kl_coefficient |log r|: KL-Cov (arXiv:2505.22617, equation 14)."""
+    assert tokens.chosen is not None
+    held = covariance_kl_coefficient * log_ratio.abs() * tokens.chosen
+    return TokenLoss(
+        -tokens.advantages * bounded_exp(log_ratio) + held, {"policy/chosen_fraction": tokens.chosen.float()}
+    )
+
+
+def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, sppo_eta: float) -> TokenLoss:
+    """(log ratio - sppo_eta A)^2, one per response: SPPO (arXiv:2405.00675, equation 4.6).
+
+    The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
+    responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by sppo_eta A.
+    """
+    return TokenLoss((log_ratio - sppo_eta * tokens.advantages).square(), {})
+
+
+def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, dro_beta: float) -> TokenLoss:
+    """-A log pi + dro_beta / 2 (log r)^2: DRO's quadratic penalty in place of a clip (arXiv:2405.19107), per token."""
+    return TokenLoss(-tokens.advantages * tokens.log_probs + 0.5 * dro_beta * log_ratio.square(), {})
+
+
+def _weighted_likelihood(weight: Tensor, tokens: Tokens, metrics: Mapping[str, Tensor]) -> TokenLoss:
+    return TokenLoss(-tokens.advantages * weight.detach() * tokens.log_probs, metrics)
+
+
+def _clip_metrics(above: Tensor, below: Tensor, advantages: Tensor | None) -> dict[str, Tensor]:
+    """Tokens that a bound touches; with advantages, only those whose advantage pulls further out."""
+    if advantages is not None:
+        above, below = above & (advantages > 0), below & (advantages < 0)
+    return {
+        "policy/clip_fraction": (above | below).float(),
+        "policy/clip_fraction_high": above.float(),
+        "policy/clip_fraction_low": below.float(),
+    }

@@ -1,0 +1,51 @@
+"""The tokens of a micro-batch that are trained on, end to end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algorithms.ragged import Ragged
+from megatron_ext.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """The T tokens with a weight, of the N sequences of a micro-batch; a sequence may have none.
+
+    What stands at other places, prompts, padding and masked tokens, is taken out, so that nothing there, not even
+    what is not a number, can reach a loss.
+    """
+
+    indices: Tensor
+    """long[T]: where they are among the T' places of the micro-batch."""
+    ragged: Ragged
+    """Of N sequences."""
+    weights: Tensor
+    """[T]"""
+    fields: Mapping[str, Tensor]
+    """[T'] each, as the micro-batch has them."""
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch) -> "TrainedTokens":
+        """Those of `micro_batch` at which its field `weights` is not 0 (what is not a number is not 0)."""
+        weights = micro_batch.fields["weights"]
+        trained = weights != 0
+        before = trained.cumsum(0)
+        # How many there are up to the end of each sequence; the difference is each sequence's own.
+        ends = before[micro_batch.lengths.cumsum(0) - 1]
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+        indices = trained.nonzero().squeeze(1)
+        return cls(indices, Ragged(lengths), weights[indices], micro_batch.fields)
+
+    def take(self, values: Tensor) -> Tensor:
+        """[T'] to [T]; differentiable."""
+        return values[self.indices]
+
+    def field(self, name: str) -> Tensor:
+        """The field `name` of the micro-batch at the trained tokens, [T]."""
+        return self.take(self.fields[name])
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """The weighted sum of values [T]: a scalar, 0 without any token."""
+        return (self.weights * values).sum()

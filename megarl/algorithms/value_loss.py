@@ -1,0 +1,63 @@
+"""The objective of the critic."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.metrics import Mean, Metrics
+from megarl.algorithms.trained_tokens import TrainedTokens
+from megatron_ext.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """loss = sum_t weight_t max((v_t - R_t)^2, (clamp(v_t, o_t - value_clip, o_t + value_clip) - R_t)^2) / 2.
+
+    v is the value that the critic gives now, o the one it gave before the step's first update, R the return (the
+    clipping of PPO's implementations, arXiv:2005.12729, section 2). Without `value_clip` it is the squared error
+    alone.
+    """
+
+    value_clip: float | None = 0.5
+
+    def __call__(self, predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Loss (a differentiable scalar) and metrics of one micro-batch, of its values [T'].
+
+        Fields [T']: `returns`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
+        `old_values`, only with a `value_clip`. A value outside the trained tokens, even one that is not a number,
+        changes nothing.
+        """
+        tokens = TrainedTokens.of(micro_batch)
+        values, returns = tokens.take(predictions), tokens.field("returns")
+        squared = (values - returns).square()
+        clipped = torch.zeros_like(squared)
+        if self.value_clip is not None:
+            old = tokens.field("old_values")
+            bounded = values.clamp(old - self.value_clip, old + self.value_clip)
+            clipped = (bounded - returns).square()
+        loss = tokens.weigh(0.5 * torch.maximum(squared, clipped))
+        values = values.detach()
+        error = returns - values
+        return loss, Metrics(
+            {"value/loss": loss.detach()},
+            {},
+            {
+                "value/mean": Mean.of(values),
+                "value/return_mean": Mean.of(returns),
+                "value/clip_fraction": Mean.of((clipped > squared).float()),
+                "value/explained_variance": Mean.of(
+                    error, error.double().square(), returns, returns.double().square(), formula=explained_variance
+                ),
+            },
+        )
+
+
+def explained_variance(error: Tensor, error_square: Tensor, returns: Tensor, returns_square: Tensor) -> Tensor:
+    """1 - Var(R - v) / Var(R), from four means; 1 is a perfect critic, 0 one that knows the mean at best.
+
+    Returns that are all the same leave nothing to explain: that gives 0.
+    """
+    variance = returns_square - returns.square()
+    ratio = (error_square - error.square()) / variance
+    return torch.where(variance > 0, 1 - ratio, torch.zeros_like(ratio))
