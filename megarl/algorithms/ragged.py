@@ -37,6 +37,11 @@ class Ragged:
         """long[N]: where each response begins."""
         return self.ends - self.lengths
 
+    @property
+    def last_tokens(self) -> Tensor:
+        """long[M]: the last token of each response that has one."""
+        return self.ends[self.lengths > 0] - 1
+
     def spread(self, values: Tensor) -> Tensor:
         """One value per response [N] to every one of its tokens [T]."""
         return values.repeat_interleave(self.lengths, output_size=self.tokens)
@@ -52,6 +57,5 @@ class Ragged:
     def at_last_token(self, values: Tensor) -> Tensor:
         """Values per response [N] at their last tokens, 0 at all others: [T]. That of an empty response is lost."""
         result = values.new_zeros(self.tokens)
-        present = self.lengths > 0
-        result[self.ends[present] - 1] = values[present]
+        result[self.last_tokens] = values[self.lengths > 0]
         return result

@@ -1,18 +1,20 @@
-"""Advantages from the rewards of the responses to one prompt: the same at every token of a response."""
+"""Advantages from the scores of the responses to one prompt: the same at every token of a response."""
 
+import torch
 from torch import Tensor
 
+from converters.errors import UserError
 from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 
 # Keeps the advantages of a group finite when its rewards are equal; verl's value.
-_STD_EPSILON = 1e-6
+STD_EPSILON = 1e-6
 
 
 def standardised(values: Tensor, groups: Groups, *, normalize_by_std: bool) -> Tensor:
     """Values [N] less the mean of their group, if so wished divided by its standard deviation + 1e-6."""
     centred = groups.centred(values)
-    return centred / (groups.spread(groups.std(values)) + _STD_EPSILON) if normalize_by_std else centred
+    return centred / (groups.spread(groups.std(values)) + STD_EPSILON) if normalize_by_std else centred
 
 
 def grpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
@@ -20,6 +22,58 @@ def grpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
 
     A_i = (r_i - mean_g) / (std_g + 1e-6), mean and unbiased standard deviation (n - 1) over the group g of response
     i (DeepSeekMath, arXiv:2402.03300, section 4.1.2). Without `normalize_by_std` A_i = r_i - mean_g, as in Dr. GRPO
-    (arXiv:2503.20783).
+    (arXiv:2503.20783). verl gives the only response of a group its bare score; here such a group is refused.
     """
     return scored.alike(standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std))
+
+
+def rloo(scored: ScoredResponses) -> Advantages:
+    """Scores less the mean of those of the other responses to the same prompt, leaving the own one out.
+
+    A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 3.3), which is
+    n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
+    """
+    groups = scored.prompts
+    return scored.alike(groups.centred(scored.scores) * groups.spread(groups.sizes / (groups.sizes - 1)))
+
+
+def opo(scored: ScoredResponses) -> Advantages:
+    """Scores less the baseline of least variance if the gradient of a response grows with its length.
+
+    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585,
+    section 3). A response without trained tokens has no weight in it.
+    """
+    groups, lengths = scored.prompts, scored.responses.lengths.double()
+    baselines = groups.sum(lengths * scored.scores) / groups.sum(lengths).clamp(min=1)
+    return scored.alike(scored.scores - groups.spread(baselines))
+
+
+def gpg(scored: ScoredResponses) -> Advantages:
+    """Scores less their group's mean, scaled up for the groups that teach nothing.
+
+    A_i = alpha (r_i - mean_g) with alpha = N / (N - M), M the number of responses in groups of equal scores, whose
+    gradient is zero but who count in the batch (GPG, arXiv:2504.02546, with F_norm = 1). verl counts as M the
+    responses of score 0 instead, which have a gradient like any other: the paper is followed. If all scores are equal,
+    so are the advantages, 0.
+    """
+    centred = scored.prompts.centred(scored.scores)
+    teaching = scored.prompts.sum(centred.abs()) > 0
+    alpha = len(centred) / scored.prompts.sizes[teaching].sum().clamp(min=1)
+    return scored.alike(alpha * centred)
+
+
+def max_rl(scored: ScoredResponses) -> Advantages:
+    """Scores relative to their group's mean: maximises the log of the expected score, not the score.
+
+    A_i = (r_i - mean_g) / mean_g (MaxRL, arXiv:2602.02710): with rewards 0 and 1, prompts of pass rate p weigh 1 / p.
+    A group whose mean is 0 has no success to learn from: its advantages are 0.
+
+    Raises UserError for a negative score: the log of its expectation need not exist.
+    """
+    if bool((scored.scores < 0).any()):
+        raise UserError(
+            f"algorithm.advantage=max_rl needs rewards of at least 0, but there is one of {float(scored.scores.min())}"
+            ": use rewards from 0 to 1, and algorithm.kl_in=loss"
+        )
+    means = scored.prompts.spread(scored.prompts.mean(scored.scores))
+    return scored.alike(torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """N responses in G groups. Statistics are for values [N] in float64, in which equal ones differ by exactly 0."""
+    """N responses in G groups. Statistics are for values [N] in float64, in which equal rewards differ by exactly 0."""
 
     index: Tensor
     """long[N]: the group of each response, 0 to G - 1."""
@@ -19,6 +19,11 @@ class Groups:
         """From any integers [N], in any order, that equal each other within a group."""
         _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
         return cls(index, sizes)
+
+    @property
+    def starts(self) -> Tensor:
+        """long[G]: where each group begins in `ranked`."""
+        return self.sizes.cumsum(0) - self.sizes
 
     def sum(self, values: Tensor) -> Tensor:
         """Of each group: [N] to [G]."""
@@ -39,3 +44,8 @@ class Groups:
     def std(self, values: Tensor) -> Tensor:
         """Unbiased (n - 1) standard deviation of each group: [N] to [G]. A group of one has none: NaN."""
         return (self.sum(self.centred(values).square()) / (self.sizes - 1)).sqrt()
+
+    def ranked(self, values: Tensor) -> Tensor:
+        """long[N]: the responses group by group, and within a group by rising value [N]."""
+        rising = values.argsort(stable=True)
+        return rising[self.index[rising].argsort(stable=True)]

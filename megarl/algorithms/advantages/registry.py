@@ -5,16 +5,46 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from converters.errors import UserError
+from megarl.algorithms.advantages import group_ranks, group_rewards, process_rewards, returns, whitened_rewards
 from megarl.algorithms.advantages.estimator import Estimator
-from megarl.algorithms.advantages.group_rewards import grpo
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
+from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.registry import lookup
 from megarl.config.schema import AlgorithmConfig
 
-ADVANTAGES: Mapping[str, Estimator] = {"grpo": Estimator(grpo, smallest_group=2)}
+ADVANTAGES: Mapping[str, Estimator] = {
+    "gae": Estimator(returns.gae, needs=frozenset({"values"})),
+    "grpo": Estimator(group_rewards.grpo, smallest_group=2),
+    "rloo": Estimator(group_rewards.rloo, smallest_group=2),
+    "reinforce_plus_plus": Estimator(returns.reinforce_plus_plus),
+    "reinforce_plus_plus_baseline": Estimator(whitened_rewards.reinforce_plus_plus_baseline, smallest_group=2),
+    "remax": Estimator(returns.remax, needs=frozenset({"baseline_rewards"})),
+    "opo": Estimator(group_rewards.opo, smallest_group=2),
+    "gpg": Estimator(group_rewards.gpg, smallest_group=2),
+    "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2),
+    "gdpo": Estimator(whitened_rewards.gdpo, needs=frozenset({"parts"}), smallest_group=2),
+    "max_rl": Estimator(group_rewards.max_rl, smallest_group=2),
+    "prime": Estimator(process_rewards.prime, needs=frozenset({"process_rewards"}), smallest_group=2),
+    "optimal_token_baseline": Estimator(
+        optimal_token_baseline, needs=frozenset({"old_log_probs", "probability_squares"})
+    ),
+    "win_rate": Estimator(group_ranks.win_rate, smallest_group=2),
+    "distillation": Estimator(process_rewards.distillation, needs=frozenset({"old_log_probs", "teacher_log_probs"})),
+}
 
-# Fields of ScoredResponses that may hold values which are not numbers, and what a message calls one of them.
+# What a run must have for a field of ScoredResponses that an estimator needs.
+_COMES_FROM = {
+    "values": "the values of a critic",
+    "baseline_rewards": "the rewards of greedy responses",
+    "parts": "several named rewards (reward.functions)",
+    "process_rewards": "an implicit reward model (reward_model.path)",
+    "teacher_log_probs": "the log-probs of a teacher (teachers)",
+    "old_log_probs": "the log-probs of the policy before the update",
+    "probability_squares": "the sums of squared probabilities of the policy before the update",
+}
+
+# Fields of values that may not be numbers, and what a message calls one of them.
 _PER_RESPONSE = {"rewards": "reward", "baseline_rewards": "reward of the greedy response"}
 _PER_TOKEN = {
     "token_rewards": "reward",
@@ -37,35 +67,39 @@ def estimate(
     with, and a value that is not a finite number.
     """
     estimator = lookup(ADVANTAGES, "algorithm.advantage", name)
-    _check(name, estimator, scored, called or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
+    _check_complete(name, estimator, scored)
+    _check_numbers(scored, called or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
     return estimator.function(scored, **{option: getattr(config, option) for option in estimator.options})
 
 
-def _check(name: str, estimator: Estimator, scored: ScoredResponses, called: Callable[[int], str]) -> None:
-    if not scored.responses.tokens:
-        raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
+def _check_complete(name: str, estimator: Estimator, scored: ScoredResponses) -> None:
     for field in sorted(estimator.needs):
         if not _present(getattr(scored, field)):
-            raise UserError(f"algorithm.advantage={name} needs {field.replace('_', ' ')}, which this run does not have")
+            raise UserError(
+                f"algorithm.advantage={name} needs {_COMES_FROM[field]}, which this run does not have: configure it, "
+                "or choose another advantage"
+            )
+    if not scored.responses.tokens:
+        raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
     if int(scored.prompts.sizes.min()) < estimator.smallest_group:
         raise UserError(
             f"algorithm.advantage={name} compares the responses to one prompt with each other, but a prompt has only "
             "one response: raise loop.samples_per_prompt to at least 2 (with reward.on_error=drop, failed rewards make "
             "groups smaller)"
         )
-    for field, what in _PER_RESPONSE.items():
-        _check_field(what, getattr(scored, field), called)
-    for part, values in scored.parts.items():
-        check_finite(f"reward {part}", values, called)
-    for field, what in _PER_TOKEN.items():
-        if (values := getattr(scored, field)) is not None:
+
+
+def _check_numbers(scored: ScoredResponses, called: Callable[[int], str]) -> None:
+    per_response = {what: getattr(scored, field) for field, what in _PER_RESPONSE.items()}
+    per_response |= {f"reward {name!r}": values for name, values in scored.parts.items()}
+    per_token = {field: (what, getattr(scored, field)) for field, what in _PER_TOKEN.items()}
+    for what, values in per_response.items():
+        if values is not None:
+            check_finite(what, values, called)
+    for what, values in per_token.values():
+        if values is not None:
             check_finite(what, values, called, scored.responses)
 
 
-def _check_field(what: str, values: Tensor | None, called: Callable[[int], str]) -> None:
-    if values is not None:
-        check_finite(what, values, called)
-
-
-def _present(field: object) -> bool:
-    return field is not None and field != {}
+def _present(field: Tensor | Mapping[str, Tensor] | None) -> bool:
+    return field is not None and len(field) > 0

@@ -30,7 +30,9 @@ class ScoredResponses:
     rewards: Tensor
     """float[N]: the whole reward of a response; it falls due at its last trained token."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """float[N] each: the weighted, named rewards that `rewards` is the sum of."""
+    """float[N] each: the named rewards, before their weights."""
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the named rewards; 1 without."""
     token_rewards: Tensor | None = None
     """float[T]: rewards of single tokens, beyond `rewards`: the KL penalty, shaping."""
     values: Tensor | None = None
@@ -62,3 +64,9 @@ class ScoredResponses:
     def alike(self, advantages: Tensor) -> Advantages:
         """The advantage of a response [N] at every one of its tokens."""
         return Advantages(self.responses.spread(advantages.to(self.rewards.dtype)))
+
+
+def given(values: Tensor | None) -> Tensor:
+    """A field that an estimator names among its needs, and so has."""
+    assert values is not None, "a field that the estimator does not name among its needs"
+    return values

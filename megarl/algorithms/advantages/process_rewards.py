@@ -1,0 +1,34 @@
+"""Advantages from what is known of single tokens: implicit process rewards, a teacher's log-probs."""
+
+from megarl.algorithms.advantages.group_rewards import rloo
+from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
+from megarl.algorithms.recurrence import suffix_sums
+
+
+def prime(scored: ScoredResponses, *, gamma: float) -> Advantages:
+    """Leave-one-out advantages of the outcome, and of the implicit process rewards that are still to come.
+
+    A_t = sum_(s >= t) gamma^(s-t) (p_s - b_i) + r_i - sum_(j != i) r_j / (n - 1), where p_s = beta log(pi_rm / pi_ref)
+    is the process reward of a token and b_i the mean, over the other responses to the prompt, of their mean process
+    reward (PRIME, arXiv:2502.01456, equation 5). Responses without trained tokens have no process reward and are not
+    among those others. The code that came with the paper scales p_s by n / (n - 1), has the own mean in b_i and whitens
+    the sum; the paper is followed.
+    """
+    responses, groups, rewards = scored.responses, scored.prompts, given(scored.process_rewards)
+    means, present = responses.mean(rewards).double(), (responses.lengths > 0).double()
+    others = groups.spread(groups.sum(present)) - present
+    baselines = (groups.spread(groups.sum(means)) - means) / others.clamp(min=1)
+    centred = responses.spread(baselines.to(rewards.dtype)).neg_().add_(rewards)
+    process = suffix_sums(centred, responses, gamma)
+    del centred
+    return Advantages(process.add_(rloo(scored).advantages))
+
+
+def distillation(scored: ScoredResponses) -> Advantages:
+    """What the teacher makes of a token: A_t = log pi_teacher - log pi_old, the negative of the reverse KL's estimate.
+
+    On-policy distillation (arXiv:2306.13649 with the reverse KL; the discount is 0, so a token answers for itself
+    alone). Rewards change nothing: they have no scale in nats, so adding them would hide a coefficient; they are
+    recorded all the same, as the measure of what the student learns.
+    """
+    return Advantages(given(scored.teacher_log_probs) - given(scored.old_log_probs))

@@ -1,0 +1,52 @@
+"""Advantages from the rewards that are still to come at each token."""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
+from megarl.algorithms.advantages.whitening import whiten_
+from megarl.algorithms.recurrence import suffix_sums
+
+
+def returns_to_go(scored: ScoredResponses, gamma: float = 1.0) -> Tensor:
+    """R_t = sum_(k >= t) gamma^(k-t) r_k within each response: [T], new; the reward of a response is its last token's.
+
+    Tokens that are not trained on do not discount: neither does the time that a tool takes.
+    """
+    if gamma == 1 and scored.token_rewards is None:
+        return scored.responses.spread(scored.rewards)
+    rewards = scored.responses.at_last_token(scored.rewards)
+    if scored.token_rewards is not None:
+        rewards += scored.token_rewards
+    return suffix_sums(rewards, scored.responses, gamma)
+
+
+def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float) -> Advantages:
+    """Returns, whitened over all tokens of the batch, without groups (REINFORCE++, arXiv:2501.03262, section 3)."""
+    return Advantages(whiten_(returns_to_go(scored, gamma)))
+
+
+def remax(scored: ScoredResponses) -> Advantages:
+    """Returns less the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 1)."""
+    returns = returns_to_go(scored)
+    return Advantages(returns.sub_(scored.responses.spread(given(scored.baseline_rewards))))
+
+
+def gae(scored: ScoredResponses, *, gamma: float, gae_lambda: float) -> Advantages:
+    """Generalised advantage estimation from the values of a critic, whitened over the batch.
+
+    d_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token, A_t = d_t + gamma lambda A_(t+1)
+    (arXiv:1506.02438, equations 11 and 16); the critic learns R_t = A_t + V_t of the advantages before whitening, as
+    in PPO for language models (arXiv:2203.02155) and verl. Over tokens that are not trained on, the next value and
+    advantage are those of the next token that is.
+    """
+    values, last = given(scored.values), scored.responses.last_tokens
+    # The negative of the errors, since that is one pass over memory: V_t - gamma V_(t+1) - r_t.
+    errors = torch.empty_like(values)
+    torch.sub(values[:-1], values[1:], alpha=gamma, out=errors[:-1])
+    errors[last] = values[last] - scored.rewards[scored.responses.lengths > 0]
+    if scored.token_rewards is not None:
+        errors -= scored.token_rewards
+    advantages = suffix_sums(errors, scored.responses, gamma * gae_lambda).neg_()
+    del errors
+    return Advantages(advantages=whiten_(advantages.clone()), returns=advantages.add_(values))

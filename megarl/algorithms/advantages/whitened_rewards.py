@@ -1,0 +1,31 @@
+"""Advantages from group statistics that are then whitened over the batch."""
+
+import torch
+
+from megarl.algorithms.advantages.group_rewards import standardised
+from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
+from megarl.algorithms.advantages.whitening import whitened_by_token
+
+
+def reinforce_plus_plus_baseline(scored: ScoredResponses) -> Advantages:
+    """Scores less their group's mean, whitened over the tokens of the batch.
+
+    A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
+    (REINFORCE++-baseline, arXiv:2501.03262, section 3).
+    """
+    return scored.alike(whitened_by_token(scored.prompts.centred(scored.scores), scored.responses))
+
+
+def gdpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
+    """Several rewards, each normalised within its group by itself, so that none drowns the others.
+
+    A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6)) over the named rewards k with the weights w, whitened
+    over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242, section 3). A weight
+    must come after the normalisation, which would divide it out: `parts` are the rewards before their weights.
+    Rewards of single tokens belong to no part and change nothing.
+    """
+    total = torch.zeros_like(scored.scores)
+    for name, part in scored.parts.items():
+        own = standardised(part.double(), scored.prompts, normalize_by_std=normalize_by_std)
+        total += scored.part_weights.get(name, 1.0) * own
+    return scored.alike(whitened_by_token(total, scored.responses))
