@@ -1,17 +1,20 @@
-"""Prompts, conversations and trajectories."""
+"""Prompts, conversations, pairs and trajectories."""
 
 from megarl.data.conversations import Conversation, load_conversations
+from megarl.data.pairs import PreferencePair, load_pairs
 from megarl.data.prompts import Prompt, PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, SamplerState
 from megarl.data.trajectory import Trajectory
 
 __all__ = [
     "Conversation",
+    "PreferencePair",
     "Prompt",
     "PromptSampler",
     "PromptSet",
     "SamplerState",
     "Trajectory",
     "load_conversations",
+    "load_pairs",
     "load_prompts",
 ]

@@ -20,14 +20,15 @@ class Conversation(NamedTuple):
     mask: list[bool]
 
 
-class _Chat(NamedTuple):
-    """Renderings of one row: `texts` are growing prefixes of the chat, the last one the whole chat.
+class Chat(NamedTuple):
+    """Messages of which those of the assistant from number `first` on are to be learned.
 
-    `texts[2 * k]` ends where the k-th assistant turn begins, `texts[2 * k + 1]` where it ends.
+    `where` (file, row, column) opens what is said about a bad one.
     """
 
     where: str
-    texts: list[str]
+    messages: Sequence[Message]
+    first: int = 0
 
 
 def load_conversations(
@@ -38,36 +39,51 @@ def load_conversations(
     The mask of an assistant turn begins after the generation prompt and ends with the turn's end token, so that it
     covers what the model would have to generate and nothing else. It comes from rendering the chat turn by turn.
 
-    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn or
-    longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that rewrites earlier
-    turns, as templates do that drop past reasoning) or that ends turns without a special token.
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn,
+    begun by one or longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that
+    rewrites earlier turns, as templates do that drop past reasoning), that writes nothing before a turn, or that ends
+    turns without a special token.
     """
     if not files:
         raise UserError("no data file is given; name parquet files in sft.train_files (or sft.eval_files)")
     chats = [
-        _render_turns(tokenizer, check_messages(row[messages_column], where), where)
+        Chat(where, check_messages(row[messages_column], where))
         for file in files
         for number, row in read_rows(file, [messages_column])
         for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
     ]
-    end_tokens = _special_token_ids(tokenizer)
-    encoded = iter(encode(tokenizer, [text for chat in chats for text in chat.texts]))
-    conversations = []
-    for chat in chats:
-        conversation = _mask_turns(chat.where, [next(encoded) for _ in chat.texts], end_tokens)
+    conversations = tokenise(chats, tokenizer)
+    for chat, conversation in zip(chats, conversations, strict=True):
         if len(conversation.token_ids) > max_tokens:
             raise UserError(
                 f"{chat.where}: the conversation has {len(conversation.token_ids)} tokens, more than the limit of "
                 f"{max_tokens}; shorten it or take it out"
             )
-        conversations.append(conversation)
     return conversations
 
 
-def _render_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str) -> _Chat:
+def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase") -> list[Conversation]:
+    """Token ids and masks of chats, through the chat template; raises `UserError` as `load_conversations`."""
+    rendered = [_render_turns(tokenizer, chat) for chat in chats]
+    end_tokens = _special_token_ids(tokenizer)
+    encoded = iter(encode(tokenizer, [text for texts in rendered for text in texts]))
+    return [
+        _mask_turns(chat.where, [next(encoded) for _ in texts], end_tokens)
+        for chat, texts in zip(chats, rendered, strict=True)
+    ]
+
+
+def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]:
+    """Growing prefixes of the chat, the last one the whole chat.
+
+    Number 2 * k ends where the k-th turn to learn begins, number 2 * k + 1 where it ends.
+    """
+    where, messages = chat.where, chat.messages
+    if messages[0]["role"] == "assistant" and chat.first == 0:
+        raise UserError(f"{where}: the chat begins with a message of the assistant: put what it answers before it")
     texts = []
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and number >= chat.first:
             texts.append(render(tokenizer, messages[:number], where, add_generation_prompt=True))
             texts.append(render(tokenizer, messages[: number + 1], where, add_generation_prompt=False))
     if not texts:
@@ -80,7 +96,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Messa
                 f"the assistant's tokens cannot be told apart; use a template that keeps history or split the "
                 f"conversation into rows with one assistant message each"
             )
-    return _Chat(where, texts)
+    return texts
 
 
 def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int]) -> Conversation:
@@ -101,6 +117,11 @@ def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int
                 f"would never learn to stop; use a template that writes the tokenizer's end-of-sequence token"
             )
         mask[len(before) : ends[-1] + 1] = [True] * (ends[-1] + 1 - len(before))
+    if mask[0]:
+        raise UserError(
+            f"{where}: the model's chat template writes nothing before the assistant's first message, so that there is "
+            f"nothing to predict its first token from; use a template that begins its turns with a token"
+        )
     return Conversation(token_ids, mask)
 
 

@@ -100,6 +100,7 @@ def test_a_token_across_the_border_of_a_turn_is_refused(tmp_path):
     ("messages", "said"),
     [
         (chat("1"), "no message has the role 'assistant'"),
+        (chat("1", "2")[1:], "begins with a message of the assistant"),
         (chat("1", "2345"), "has 8 tokens, more than the limit of 7"),
         ([{"role": "user", "content": None}], "message 0 must have a text"),
     ],
@@ -112,3 +113,12 @@ def test_a_bad_row_is_named(tokenizer, tmp_path, messages, said):
 def test_no_files_is_a_user_error(tokenizer):
     with pytest.raises(UserError, match=r"sft\.train_files"):
         load_conversations([], tokenizer, "messages", 10)
+
+
+def test_a_template_that_writes_nothing_before_a_reply_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages if message.content -%}{{ message.content }}<end>{%- endfor -%}"
+    )
+    with pytest.raises(UserError, match=r"row 0 .*nothing to predict its first token from"):
+        load(tokenizer, tmp_path, chat("", "1"))

@@ -1,0 +1,93 @@
+"""Pairs of replies of which one is preferred, with masks of what the assistant said."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from converters.errors import UserError
+from megarl.config.schema import PreferenceConfig
+from megarl.data.chat import Message, check_messages
+from megarl.data.conversations import Chat, Conversation, tokenise
+from megarl.data.parquet import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PreferencePair(NamedTuple):
+    """Two conversations that begin with the same prompt; each ends with the last token of its reply."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def load_pairs(
+    files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", config: PreferenceConfig, max_tokens: int
+) -> list[PreferencePair]:
+    """Read, render and tokenise the pairs of parquet `files`.
+
+    A row holds a prompt ({role, content} list in `config.prompt_column`) and two replies to it
+    (`config.chosen_column`, `config.rejected_column`): each a text, or a list of messages that ends with one of the
+    assistant and may repeat the prompt in front. Masks are those of `load_conversations`, for the replies alone. What
+    the template writes after the end token of a reply is left out, as it is in a rollout.
+
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, an empty reply, two equal ones, a pair of
+    more than `max_tokens` together, and a chat template as `load_conversations` refuses it.
+    """
+    if not files:
+        raise UserError(
+            "no data file is given; name parquet files in preference.train_files (or preference.eval_files)"
+        )
+    chats = [chat for file in files for row in _read_file(file, config) for chat in row]
+    replies = [_cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer)]
+    pairs = [PreferencePair(*two) for two in zip(replies[::2], replies[1::2], strict=True)]
+    for chat, pair in zip(chats[::2], pairs, strict=True):
+        if pair.chosen == pair.rejected:
+            raise UserError(
+                f"{chat.where} and its rejected reply are the same, so that there is nothing to prefer: take the row "
+                f"out"
+            )
+        tokens = len(pair.chosen.token_ids) + len(pair.rejected.token_ids)
+        if tokens > max_tokens:
+            raise UserError(
+                f"{chat.where} and its rejected reply have {tokens} tokens together, prompts included, more than the "
+                f"limit of {max_tokens}; shorten them, take the row out, or raise loop.max_tokens_per_micro_batch"
+            )
+    return pairs
+
+
+def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Chat, Chat]]:
+    """The chats of the chosen and the rejected reply of every row."""
+    columns = [config.prompt_column, config.chosen_column, config.rejected_column]
+    for number, row in read_rows(file, columns):
+        where = [f"row {number} (from 0) of {file}, column {column!r}" for column in columns]
+        prompt = check_messages(row[config.prompt_column], where[0])
+        yield (
+            _chat(prompt, row[config.chosen_column], where[1]),
+            _chat(prompt, row[config.rejected_column], where[2]),
+        )
+
+
+def _chat(prompt: list[Message], reply: Any, where: str) -> Chat:
+    if isinstance(reply, str):
+        messages: list[Message] = [{"role": "assistant", "content": reply}]
+    elif isinstance(reply, list):
+        messages = check_messages(reply, where)
+        if _says(messages[: len(prompt)]) == _says(prompt):
+            messages = messages[len(prompt) :]
+    else:
+        raise UserError(f"{where} must hold a text or a list of {{role, content}} messages, found {reply!r}")
+    if not messages or messages[-1]["role"] != "assistant":
+        raise UserError(f"{where}: the last message must be one of the role 'assistant', the reply to the prompt")
+    if not messages[-1]["content"].strip():
+        raise UserError(f"{where} is an empty reply: write what the assistant said, or take the row out")
+    return Chat(where, [*prompt, *messages], first=len(prompt))
+
+
+def _says(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def _cut_after_reply(conversation: Conversation) -> Conversation:
+    end = len(conversation.mask) - conversation.mask[::-1].index(True)
+    return Conversation(conversation.token_ids[:end], conversation.mask[:end])
