@@ -1,5 +1,6 @@
-"""Accuracy of a HuggingFace folder: an engine that loads it afresh, greedy responses, the reward function."""
+"""How good a HuggingFace folder is: an engine that loads it afresh, responses, the reward function."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from converters.errors import UserError
@@ -9,7 +10,7 @@ from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
 from megarl.job import LOGS
 from megarl.model import read_model
-from megarl.rewards import load_reward
+from megarl.rewards import Scorer
 from megarl.stages.evaluate import evaluate
 
 
@@ -22,16 +23,22 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
         )
     model = read_model(config.model, config.rollout.stop_token_ids)
     prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
-    function = load_reward(config.reward.function)
     logs = Path(config.output_dir) / LOGS
-    with ray_cluster(config.cluster), EngineGroup(config.rollout, config.cluster, logs) as engines:
+    with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward))
+        scorer.check_data_sources(prompt.data_source for prompt in prompts)
+        stack.enter_context(ray_cluster(config.cluster))
+        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
         engines.wait_started(engines.begin_start(model.folder, load_weights=True))
         return evaluate(
             engines,
             prompts,
-            function,
+            scorer,
             model.tokenizer,
             config.reward,
             max_tokens=config.rollout.max_response_tokens,
             stop_token_ids=model.stop_token_ids,
+            samples=config.loop.eval_samples,
+            temperature=config.loop.eval_temperature,
+            seed=config.loop.seed,
         )

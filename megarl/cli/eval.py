@@ -1,6 +1,8 @@
-"""Measure a model: a fresh engine loads a HuggingFace folder and answers held-out prompts greedily.
+"""Measure a model: a fresh engine loads a HuggingFace folder and answers held-out prompts.
 
-Prints the accuracy, which is the mean reward. Other keys of the configuration are given as KEY=VALUE.
+One greedy response to each prompt gives the accuracy, which is the mean reward. With --samples N, N responses to each
+are sampled: the accuracy is their mean, and there are pass@k (one of k is right), majority@k (what most of k answer)
+and best@k (the best of k). Other keys of the configuration are given as KEY=VALUE.
 """
 
 import argparse
@@ -12,7 +14,7 @@ EXAMPLES = """examples:
   megarl eval --model runs/quickstart_qwen3_moe/huggingface \\
       --files runs/quickstart_qwen3_moe/data/eval.parquet --max-response-tokens 8
   megarl eval --model Qwen3-30B-A3B --files gsm8k.parquet --reward gsm8k --max-response-tokens 1024 \\
-      rollout.engine_args.tensor_parallel_size=4
+      --samples 16 --temperature 0.6 rollout.engine_args.tensor_parallel_size=4
 """
 TAKES_OVERRIDES = True
 
@@ -24,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", required=True, nargs="+", metavar="FILE", help="parquet files of prompts")
     parser.add_argument("--reward", metavar="NAME", help="a built-in reward, or path/to/file.py:name")
     parser.add_argument("--max-response-tokens", type=int, metavar="N", help="longest response")
+    parser.add_argument("--samples", type=int, metavar="N", help="responses to each prompt (default: 1, greedy)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="of more than one response (default: 1)")
     parser.add_argument("--output-dir", metavar="DIR", help="where the engine's log goes (default: runs/eval)")
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+    parser.add_argument("--json", action="store_true", help="print all metrics as one line of JSON")
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
@@ -37,6 +41,8 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
         "model.path": options.model,
         "reward.function": options.reward,
         "rollout.max_response_tokens": options.max_response_tokens,
+        "loop.eval_samples": options.samples,
+        "loop.eval_temperature": options.temperature,
         "output_dir": options.output_dir,
     }
     named = [recipe.override(key, value) for key, value in given.items() if value is not None]
@@ -45,18 +51,21 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the accuracy of the model."""
+    """Print how good the model is."""
     from megarl.config.compose import compose
     from megarl.config.validate import validate_eval
 
     config = compose("eval", overrides_of(options))
     validate_eval(config)
+    from megarl.cli.evaluation_table import evaluation_table
     from megarl.evaluate import evaluate_model
 
-    metrics = evaluate_model(config)
-    accuracy, dropped = metrics["eval/accuracy"], int(metrics["eval/dropped"])
+    metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}
+    dropped = int(metrics["dropped"])
     if options.json:
-        print(json.dumps({"model": options.model, "accuracy": accuracy, "dropped": dropped}))
-    else:
-        print(f"accuracy {accuracy:.4f}" + (f" ({dropped} responses could not be scored)" if dropped else ""))
+        print(json.dumps({"model": options.model, **metrics, "dropped": dropped}))
+        return 0
+    print(f"accuracy {metrics['accuracy']:.4f}" + (f" ({dropped} responses could not be scored)" if dropped else ""))
+    for line in evaluation_table(metrics):
+        print(line)
     return 0

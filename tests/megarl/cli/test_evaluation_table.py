@@ -1,0 +1,76 @@
+"""What `megarl eval` prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.evaluation_table import evaluation_table
+from megarl.cli.main import build_parser, main
+
+SAMPLED = {
+    "mean_at_2": 0.5,
+    "pass_at_1": 0.5,
+    "best_at_1": 0.25,
+    "pass_at_2": 1.0,
+    "best_at_2": 0.75,
+    "source/a/b/pass_at_1": 0.125,
+    "source/a/b/mean_at_2": 0.0,
+    "source/a/b/pass_at_2": 0.0625,
+    "accuracy": 0.5,
+    "dropped": 3.0,
+    "source/a/b/accuracy": 0.0,
+}
+
+
+def test_the_k_are_side_by_side():
+    assert evaluation_table(SAMPLED) == [
+        "data source            k=1     k=2",
+        "all          pass@k    0.5000  1.0000",
+        "all          best@k    0.2500  0.7500",
+        "all          accuracy  0.5000",
+        "a/b          pass@k    0.1250  0.0625",
+        "a/b          accuracy  0.0000",
+    ]
+
+
+def test_greedy_answers_have_a_line_per_data_source_or_none():
+    assert evaluation_table({"accuracy": 0.5, "source/a/accuracy": 1.0, "source/b/accuracy": 0.0, "dropped": 0.0}) == [
+        "all  accuracy  0.5000",
+        "a    accuracy  1.0000",
+        "b    accuracy  0.0000",
+    ]
+    assert evaluation_table({"accuracy": 0.5, "dropped": 0.0, "response_length": 3.0}) == []
+
+
+def test_samples_and_temperature_are_keys_of_the_recipe():
+    from megarl.cli.eval import overrides_of
+    from megarl.config.compose import compose
+
+    words = ["eval", "--model", "m", "--files", "e.parquet", "--samples", "8", "--temperature", "0.6"]
+    options, options.overrides = build_parser().parse_known_args(words)
+    config = compose("eval", overrides_of(options))
+    assert (config.loop.eval_samples, config.loop.eval_temperature) == (8, 0.6)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`megarl eval` of a model whose metrics are known."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "e.parquet").touch()
+    monkeypatch.setattr(
+        "megarl.evaluate.evaluate_model", lambda config: {f"eval/{name}": x for name, x in SAMPLED.items()}
+    )
+    return ["eval", "--model", str(tmp_path), "--files", str(tmp_path / "e.parquet")]
+
+
+def test_json_is_all_metrics(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"model": command[2], **SAMPLED}
+
+
+def test_the_text_begins_with_the_accuracy(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first == "accuracy 0.5000 (3 responses could not be scored)"
+    assert table == evaluation_table(SAMPLED)
