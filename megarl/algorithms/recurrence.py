@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.algorithms.memory import empty
 from megarl.algorithms.ragged import Ragged
 
 # Tokens of a block: larger ones multiply more, smaller ones pass on more.
@@ -94,7 +95,7 @@ def _sums(values: Tensor, cuts: Tensor, decay: float, direction: _Direction) -> 
 def _multiplied(values: Tensor, matrix: Tensor) -> Tensor:
     """Blocks of `values` times `matrix`, the last one filled with zeros: [T] to [B, _BLOCK]."""
     whole = len(values) // _BLOCK
-    rows = values.new_empty(-(-len(values) // _BLOCK), _BLOCK)
+    rows = empty(-(-len(values) // _BLOCK) * _BLOCK, values).view(-1, _BLOCK)
     torch.mm(values[: whole * _BLOCK].view(-1, _BLOCK), matrix, out=rows[:whole])
     if whole < len(rows):
         rest = values[whole * _BLOCK :]

@@ -35,5 +35,5 @@ def win_rate(scored: ScoredResponses) -> Advantages:
     alike = level.bincount()
     below = (alike.cumsum(0) - alike)[level] - groups.starts[of_group]
     wins = torch.zeros_like(scores)
-    wins[order] = (below + 0.5 * alike[level]) / groups.sizes[of_group]
+    wins[order] = (below + 0.5 * alike[level]).double() / groups.sizes[of_group]
     return scored.alike(wins - 0.5)

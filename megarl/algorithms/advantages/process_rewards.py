@@ -1,7 +1,10 @@
 """Advantages from what is known of single tokens: implicit process rewards, a teacher's log-probs."""
 
+import torch
+
 from megarl.algorithms.advantages.group_rewards import rloo
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
+from megarl.algorithms.memory import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
@@ -20,7 +23,6 @@ def prime(scored: ScoredResponses, *, gamma: float) -> Advantages:
     baselines = (groups.spread(groups.sum(means)) - means) / others.clamp(min=1)
     centred = responses.spread(baselines.to(rewards.dtype)).neg_().add_(rewards)
     process = suffix_sums(centred, responses, gamma)
-    del centred
     return Advantages(process.add_(rloo(scored).advantages))
 
 
@@ -31,4 +33,5 @@ def distillation(scored: ScoredResponses) -> Advantages:
     alone). Rewards change nothing: they have no scale in nats, so adding them would hide a coefficient; they are
     recorded all the same, as the measure of what the student learns.
     """
-    return Advantages(given(scored.teacher_log_probs) - given(scored.old_log_probs))
+    teacher, policy = given(scored.teacher_log_probs), given(scored.old_log_probs)
+    return Advantages(torch.sub(teacher, policy, out=empty(len(policy), policy)))

@@ -1,10 +1,13 @@
 """Advantages from the rewards that are still to come at each token."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
 from megarl.algorithms.advantages.whitening import whiten_
+from megarl.algorithms.memory import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
@@ -27,9 +30,11 @@ def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float) -> Advantages:
 
 
 def remax(scored: ScoredResponses) -> Advantages:
-    """Returns less the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 1)."""
-    returns = returns_to_go(scored)
-    return Advantages(returns.sub_(scored.responses.spread(given(scored.baseline_rewards))))
+    """Returns less the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 1).
+
+    Without discount, this is what is left to come if the baseline is taken from the reward of the last token.
+    """
+    return Advantages(returns_to_go(replace(scored, rewards=scored.rewards - given(scored.baseline_rewards))))
 
 
 def gae(scored: ScoredResponses, *, gamma: float, gae_lambda: float) -> Advantages:
@@ -42,11 +47,11 @@ def gae(scored: ScoredResponses, *, gamma: float, gae_lambda: float) -> Advantag
     """
     values, last = given(scored.values), scored.responses.last_tokens
     # The negative of the errors, since that is one pass over memory: V_t - gamma V_(t+1) - r_t.
-    errors = torch.empty_like(values)
+    errors = empty(len(values), values)
     torch.sub(values[:-1], values[1:], alpha=gamma, out=errors[:-1])
     errors[last] = values[last] - scored.rewards[scored.responses.lengths > 0]
     if scored.token_rewards is not None:
         errors -= scored.token_rewards
-    advantages = suffix_sums(errors, scored.responses, gamma * gae_lambda).neg_()
-    del errors
-    return Advantages(advantages=whiten_(advantages.clone()), returns=advantages.add_(values))
+    negative = suffix_sums(errors, scored.responses, gamma * gae_lambda)
+    returns = torch.sub(values, negative, out=errors)
+    return Advantages(whiten_(negative.neg_()), returns)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.returns import returns_to_go
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
+from megarl.algorithms.memory import empty
 from megarl.algorithms.recurrence import prefix_sums
 
 # Keeps the baseline finite where no token of the group was in doubt; verl's value.
@@ -36,8 +37,9 @@ def optimal_token_baseline(scored: ScoredResponses) -> Advantages:
 
 
 def _gradient_squares(scored: ScoredResponses) -> Tensor:
-    probabilities = given(scored.old_log_probs).exp()
-    squares = torch.sub(given(scored.probability_squares), probabilities, alpha=2, out=probabilities).add_(1)
+    log_probs = given(scored.old_log_probs)
+    squares = torch.exp(log_probs, out=empty(len(log_probs), log_probs))
+    torch.sub(given(scored.probability_squares), squares, alpha=2, out=squares).add_(1)
     if scored.importance_weights is not None:
         squares.mul_(scored.importance_weights).mul_(scored.importance_weights)
     return squares
