@@ -69,9 +69,8 @@ def gated(
     The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
     configuration's to say.
     """
-    positive = tokens.advantages > 0
-    temperature = torch.where(positive, sapo_temperature_positive, sapo_temperature_negative)
-    temperature = temperature.to(tokens.advantages.dtype)
+    temperature = torch.full_like(tokens.advantages, sapo_temperature_negative)
+    temperature = temperature.masked_fill(tokens.advantages > 0, sapo_temperature_positive)
     gate = torch.sigmoid(temperature * (bounded_exp(log_ratio) - 1)) * 4 / temperature
     return TokenLoss(-tokens.advantages * gate, {})
 

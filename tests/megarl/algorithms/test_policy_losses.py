@@ -1,48 +1,182 @@
-import math
-
 import pytest
-import reference_values as verl
 import torch
+import verl_losses as verl
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_losses import LOOPS
+from torch import Tensor
 
-from megarl.algorithms.policy_losses import clip
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.policy_losses import POLICY_LOSSES, Tokens
+from megarl.algorithms.ragged import Ragged
 
-log_prob = st.floats(-6, 0)
-token = st.tuples(log_prob, log_prob, st.floats(-3, 3))
-
-
-def test_the_gradient_of_verl() -> None:
-    log_probs = verl.LOG_PROBS.clone().requires_grad_()
-    result = clip(log_probs, verl.OLD_LOG_PROBS, verl.ADVANTAGES, clip_low=verl.CLIP_LOW, clip_high=verl.CLIP_HIGH)
-    (result.loss.sum() / verl.TOKENS_OF_BATCH).backward()
-    torch.testing.assert_close(log_probs.grad, verl.POLICY_LOSS_GRADIENT, rtol=1e-5, atol=1e-8)
-    cut_off = (verl.POLICY_LOSS_GRADIENT == 0).float()
-    assert torch.equal(result.metrics["policy/clip_fraction"], cut_off)
-    assert torch.equal(result.metrics["policy/clip_fraction_high"], cut_off * (verl.ADVANTAGES > 0))
-    assert torch.equal(result.metrics["policy/clip_fraction_low"], cut_off * (verl.ADVANTAGES < 0))
+OF_VERL = [name for name in POLICY_LOSSES if name != "sppo"]
+# verl averages these so whatever it is told.
+FIXED_AGGREGATION = dict.fromkeys(("gspo", "gmpo", "sapo"), "seq_mean_token_mean")
+LOW, HIGH = verl.OPTIONS["clip_low"], verl.OPTIONS["clip_high"]
 
 
-@given(st.lists(token, min_size=1, max_size=8), st.floats(0, 0.9), st.floats(0, 2))
-def test_the_formula_token_by_token(tokens, clip_low, clip_high) -> None:
-    log_probs, old, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(1)
-    result = clip(log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high)
-    for index, (new, before, advantage) in enumerate(tokens):
-        ratio = math.exp(new - before)
-        bounded = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        expected = -min(ratio * advantage, bounded * advantage)
-        assert result.loss[index].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+def options_of_verl(name: str) -> dict[str, float | None]:
+    # verl has a dual clip in its PPO loss alone.
+    return {**verl.OPTIONS, "dual_clip": verl.OPTIONS["dual_clip"] if name == "clip" else None}
 
 
-def test_a_policy_far_from_the_old_one_gives_finite_numbers() -> None:
-    log_probs = torch.tensor([0.0, -500.0], requires_grad=True)
-    result = clip(log_probs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, -1.0]), clip_low=0.2, clip_high=0.2)
-    result.loss.sum().backward()
-    assert result.loss.isfinite().all()
-    assert log_probs.grad is not None
-    assert log_probs.grad.isfinite().all()
+def chosen_by_verl(case: verl.Case, name: str) -> Tensor | None:
+    """What verl drew (clip_cov) or took (kl_cov), as its gradient shows."""
+    if name not in ("clip_cov", "kl_cov"):
+        return None
+    gradient = case.arrays[f"policy_loss/{name}/token_mean/is0/gradient"] * case.ragged.tokens
+    old, advantages = case.arrays["in/old_log_prob"], case.arrays["in/advantages"]
+    ratio = (case.arrays["in/log_prob"] - old).exp()
+    if name == "kl_cov":
+        return (gradient + advantages * ratio).abs() > 0.25
+    return (gradient == 0) & ~(((advantages > 0) & (ratio > 1 + HIGH)) | ((advantages < 0) & (ratio < 1 - LOW)))
 
 
-def test_a_log_prob_that_is_no_number_shows() -> None:
-    result = clip(torch.tensor([float("nan")]), torch.zeros(1), torch.ones(1), clip_low=0.2, clip_high=0.2)
-    assert result.loss.isnan().all()
+@pytest.mark.parametrize("name", OF_VERL)
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_values_and_gradients_are_those_of_verl(name: str, case_name: str) -> None:
+    case = verl.case(case_name)
+    log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
+    tokens = case.tokens(log_probs, chosen_by_verl(case, name))
+    token_loss = POLICY_LOSSES[name](tokens, options_of_verl(name)).loss
+    compared = set()
+    for label in AGGREGATIONS:
+        aggregation = FIXED_AGGREGATION.get(name, label)
+        weights = AGGREGATIONS[aggregation](case.ragged.lengths, aggregation_tokens=verl.COLUMNS)
+        if name == "gmpo":
+            # verl divides by all rows, by those without a token too.
+            weights = weights * (case.ragged.lengths > 0).float().mean()
+        for suffix, factor in (("is0", 1.0), ("is1", case.arrays["in/rollout_is_weights"])):
+            key = f"policy_loss/{name}/{label}/{suffix}"
+            if name == "gmpo" and suffix == "is1":
+                continue  # verl makes one weight per response of weights per token; here they are refused together
+            if f"{key}/loss" not in case.scalars:
+                continue
+            terms = weights * factor * token_loss
+            error = abs(float(terms.detach().sum()) - case.scalars[f"{key}/loss"])
+            assert error <= 1e-6 * float(terms.detach().abs().sum()), key
+            if f"{key}/gradient" in case.arrays:
+                (gradient,) = torch.autograd.grad(terms.sum(), log_probs, retain_graph=True)
+                verl.assert_equal(gradient, case.arrays[f"{key}/gradient"])
+                compared.add(key)
+    assert compared
+
+
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_clip_fractions_are_those_of_verl(case_name: str) -> None:
+    case = verl.case(case_name)
+
+    def share(name: str, metric: str) -> float:
+        tokens = case.tokens(case.arrays["in/log_prob"])
+        return float(POLICY_LOSSES[name](tokens, options_of_verl(name)).metrics[metric].mean())
+
+    for name in ("clip", "gspo", "cispo", "dppo_tv", "dppo_kl"):
+        expected = case.scalars[f"policy_loss/{name}/pg_clipfrac"]
+        assert share(name, "policy/clip_fraction") == pytest.approx(expected, rel=1e-6), name
+    # verl counts what lies outside the bounds on either side, for gmpo by the sign of the advantage.
+    dual = case.scalars["policy_loss/clip/pg_clipfrac_lower"]
+    assert share("clip", "policy/clip_fraction_dual") == pytest.approx(dual, abs=1e-7)
+
+
+log_probs_of_tokens = st.floats(-6, -1e-3)
+token = st.tuples(
+    log_probs_of_tokens, log_probs_of_tokens, st.floats(-3, 3), log_probs_of_tokens, st.booleans(), st.floats(0.01, 2)
+)
+responses = st.lists(st.lists(token, max_size=7), min_size=1, max_size=5).filter(any)
+bounds = st.fixed_dictionaries(
+    {
+        "clip_low": st.floats(0.01, 0.9),
+        "clip_high": st.floats(0.01, 2),
+        "dual_clip": st.none() | st.floats(1.5, 4),
+        "ratio_cap": st.floats(1, 4),
+        "sapo_temperature_positive": st.floats(0.5, 2),
+        "sapo_temperature_negative": st.floats(0.5, 2),
+        "covariance_kl_coefficient": st.floats(0, 2),
+        "sppo_eta": st.floats(0.5, 2),
+        "dro_beta": st.floats(0.01, 2),
+    }
+)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@given(responses, bounds)
+def test_value_and_gradient_are_those_of_a_loop_over_the_tokens(name: str, rows, options) -> None:
+    table = torch.tensor([t for row in rows for t in row], dtype=torch.float64)
+    ragged = Ragged(torch.tensor([len(row) for row in rows]))
+    weights = table[:, 5]
+    composed, looped = (table[:, 0].clone().requires_grad_() for _ in range(2))
+    tokens = Tokens(composed, table[:, 1], table[:, 2], ragged, table[:, 3], table[:, 4].bool())
+    loss = (weights * POLICY_LOSSES[name](tokens, options).loss).sum()
+    loss.backward()
+
+    expected, at = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        if row:
+            _, old, advantages, reference, chosen, weight = zip(*row, strict=True)
+            losses = LOOPS[name](list(looped[at : at + len(row)]), old, advantages, reference, chosen, options)
+            expected = expected + sum(w * each for w, each in zip(weight, losses, strict=True))
+        at += len(row)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(composed.grad, looped.grad, rtol=1e-9, atol=1e-9)
+
+
+def one_token(log_prob: float, old: float, advantage: float) -> tuple[Tokens, Tensor]:
+    leaf = torch.tensor([log_prob], requires_grad=True)
+    chosen = torch.tensor([False])
+    return Tokens(
+        leaf, torch.tensor([old]), torch.tensor([advantage]), Ragged(torch.tensor([1])), torch.tensor([old]), chosen
+    ), leaf
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize(("log_prob", "old"), [(0.0, -500.0), (-500.0, 0.0)])
+def test_a_policy_far_from_the_old_one_gives_finite_numbers(name: str, log_prob: float, old: float) -> None:
+    tokens, leaf = one_token(log_prob, old, -1.0)
+    loss = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "sppo_eta": 1.0, "dual_clip": None}).loss
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_log_prob_that_is_no_number_shows(name: str) -> None:
+    tokens, _ = one_token(float("nan"), -1.0, 1.0)
+    assert POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "sppo_eta": 1.0}).loss.isnan().all()
+
+
+@pytest.mark.parametrize(("advantage", "moved"), [(1.0, 0.6), (-1.0, -0.6)])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_token_that_has_left_the_trust_region_is_not_pushed_further(
+    name: str, advantage: float, moved: float
+) -> None:
+    old = torch.tensor(0.3 if moved > 0 else 0.7)
+    present = torch.log(old + moved * 0.6)
+    for direction, held in ((advantage, True), (-advantage, False)):
+        tokens, leaf = one_token(float(present), float(old.log()), direction)
+        result = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "clip_low": 0.05, "clip_high": 0.05})
+        result.loss.sum().backward()
+        assert bool(leaf.grad == 0) == held
+        assert float(result.metrics["policy/clip_fraction"]) == held
+
+
+def test_the_bound_of_a_ratio_that_an_advantage_pulls_further_out_is_counted() -> None:
+    tokens, _ = one_token(0.0, -1.0, 1.0)
+    metrics = POLICY_LOSSES["clip"](tokens, verl.OPTIONS).metrics
+    assert float(metrics["policy/clip_fraction_high"]) == 1
+    assert float(metrics["policy/clip_fraction_low"]) == 0
+    tokens, _ = one_token(-2.0, -1.0, -1.0)
+    metrics = POLICY_LOSSES["gmpo"](tokens, verl.OPTIONS).metrics
+    assert float(metrics["policy/clip_fraction_low"]) == 1
+
+
+@given(st.floats(-1, 1), st.floats(-3, -0.1), st.integers(1, 6))
+def test_sppo_rests_where_the_response_has_moved_by_its_advantage(advantage: float, reference: float, length) -> None:
+    references, advantages = torch.tensor([[reference] * length, [advantage] * length], dtype=torch.float64)
+    leaf = (references + 2.0 * advantage / length).requires_grad_()
+    ragged = Ragged(torch.tensor([length]))
+    tokens = Tokens(leaf, references, advantages, ragged, references)
+    POLICY_LOSSES["sppo"](tokens, {"sppo_eta": 2.0}).loss.sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.zeros_like(leaf), rtol=0, atol=1e-9)

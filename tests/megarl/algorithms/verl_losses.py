@@ -1,0 +1,77 @@
+"""Outputs of verl 0.10.0.dev (core_algos.py and rollout_corr_helper.py, float32) for four random batches.
+
+Each has 24 rows of 17 places, of which `mask` says which tokens count: at the end of a row, with holes ("holes"), none
+of one row ("fully_masked"). Values are those of the tokens that count, end to end. Options: clip_ratio_low 0.2,
+clip_ratio_high 0.28, clip_ratio_c 3; covariance fraction 0.05, KL-Cov's coefficient 0.5; dro_beta 0.1; the losses end
+in /is1 with weights `rollout_is_weights`, in /is0 without.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses import Tokens
+from megarl.algorithms.ragged import Ragged
+
+NAMES = ("plain", "holes", "fully_masked", "group_of_one")
+OPTIONS: Mapping[str, float | None] = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "dual_clip": 3.0,
+    "ratio_cap": 3.0,
+    "sapo_temperature_positive": 1.0,
+    "sapo_temperature_negative": 1.05,
+    "covariance_kl_coefficient": 0.5,
+    "dro_beta": 0.1,
+}
+COVARIANCE_FRACTION = 0.05
+COLUMNS = 17
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch: what verl was given and what it gave."""
+
+    mask: Tensor
+    """bool[24, 17]"""
+    arrays: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor]
+    scalars: Mapping[str, float]
+
+    @property
+    def ragged(self) -> Ragged:
+        return Ragged(self.mask.sum(1))
+
+    def tokens(self, log_probs: Tensor, chosen: Tensor | None = None) -> Tokens:
+        """What a policy loss sees, with `log_probs` [T] to differentiate."""
+        old, advantages = self.arrays["in/old_log_prob"], self.arrays["in/advantages"]
+        return Tokens(log_probs, old, advantages, self.ragged, self.arrays["in/ref_log_prob"], chosen)
+
+
+@cache
+def case(name: str) -> Case:
+    """The case of that name."""
+    stored = np.load(Path(__file__).parent / "reference" / "losses.npz")
+    index = json.loads(stored["index"].tobytes())
+    flags = np.unpackbits(stored["flags"]).astype(bool)
+    ours = f"{name}/"
+
+    def mine(entries: dict) -> dict:
+        return {key.removeprefix(ours): value for key, value in entries.items() if key.startswith(ours)}
+
+    masks = {key: torch.from_numpy(flags[start:end].copy()) for key, (start, end) in mine(index["masks"]).items()}
+    arrays = {key: torch.from_numpy(stored["values"][a:b].copy()) for key, (a, b) in mine(index["arrays"]).items()}
+    return Case(masks.pop("mask").view(-1, COLUMNS), arrays, masks, mine(index["scalars"]))
+
+
+def assert_equal(actual: Tensor, expected: Tensor, relative: float = 1e-6) -> None:
+    """Equal to `relative` of the largest value: a sum of many is no more exact than its terms."""
+    expected = torch.as_tensor(expected)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(actual.detach().to(expected.dtype), expected, rtol=relative, atol=relative * largest)
