@@ -6,8 +6,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ GIVEN_IF_NAMED = "response_tokens"
 class Builtin:
     """A reward function of this package.
 
-    `where` is its module and name; `options` those that make it what its name says. What a policy wrote may make it
-    run forever or crash: where `undecided` is given, a sample that takes longer than `limit_s` seconds, or kills the
-    process, has that result.
+    `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
+    raises `ValueError` for values that cannot be. What a policy wrote may make a function run forever, crash or need
+    endless memory: with `undecided` such samples have that result, those of more than `limit_s` seconds among them.
     """
 
     where: str
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    check: str | None = None
     limit_s: float | None = None
     undecided: Mapping[str, float] | None = None
 
@@ -42,13 +43,31 @@ REWARDS: Mapping[str, Builtin] = {
     "exact_match": Builtin("megarl.rewards.text_match:exact_match"),
     "gsm8k": Builtin("megarl.rewards.text_match:gsm8k"),
     "gsm8k_flexible": Builtin("megarl.rewards.text_match:gsm8k", {"method": "flexible"}),
+    "numeric_match": Builtin(
+        "megarl.rewards.text_match:numeric_match", check="megarl.rewards.text_match:check_tolerances"
+    ),
     "math": Builtin("megarl.rewards.math_match:math", limit_s=10.0, undecided=_UNCHECKED),
+    "multiple_choice": Builtin(
+        "megarl.rewards.multiple_choice:multiple_choice", check="megarl.rewards.multiple_choice:check_options"
+    ),
+    "json_match": Builtin("megarl.rewards.json_match:json_match"),
+    "json_schema": Builtin("megarl.rewards.json_match:json_schema", limit_s=10.0, undecided=_UNCHECKED),
+    "tool_call": Builtin("megarl.rewards.json_match:tool_call"),
+    "code": Builtin("megarl.rewards.code:code", check="megarl.rewards.code:check_sandbox", undecided=_UNCHECKED),
+    "format": Builtin(
+        "megarl.rewards.form:format", check="megarl.rewards.form:check_pattern", limit_s=1.0, undecided=_UNCHECKED
+    ),
+    "length_penalty": Builtin("megarl.rewards.form:length_penalty", check="megarl.rewards.form:check_lengths"),
+    "repetition_penalty": Builtin("megarl.rewards.form:repetition_penalty", check="megarl.rewards.form:check_words"),
 }
 """The built-in reward functions."""
 
 
 def load_reward(
-    spec: str, options: Mapping[str, Any] | None = None, key: str = "reward.function", options_key: str = "options"
+    spec: str,
+    options: Mapping[str, Any] | None = None,
+    key: str = "reward.function",
+    options_key: str = "reward.functions.<name>.options",
 ) -> RewardFunction:
     """Return the reward function `spec`: a name of `REWARDS`, or path/to/file.py:name of a user's own.
 
@@ -58,12 +77,13 @@ def load_reward(
     """
     options = dict(options or {})
     file, colon, name = spec.rpartition(":")
-    if colon:
-        function, where = _load_from_file(Path(file), name, key), f"{key}={spec}"
-    else:
-        function, where = _load_builtin(spec, key), f"{key}={spec}"
-        options = {**(REWARDS[spec].options or {}), **options}
+    function = _load_from_file(Path(file), name, key) if colon else _load_builtin(spec, key)
+    where = f"{key}={spec}"
+    if not colon:
+        options = {**REWARDS[spec].options, **options}
     _check_arguments(function, where, options, options_key)
+    if not colon:
+        _check_values(spec, where, options, options_key)
     return partial(function, **options) if options else function
 
 
@@ -83,8 +103,7 @@ def _load_builtin(name: str, key: str) -> RewardFunction:
             f"{key}={name!r} is not known{_did_you_mean(name, REWARDS)}; it must be one of {', '.join(REWARDS)} or "
             "path/to/file.py:name"
         )
-    module, _, attribute = REWARDS[name].where.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return _resolve(REWARDS[name].where)
 
 
 def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
@@ -116,26 +135,38 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
 
 def _check_arguments(function: RewardFunction, where: str, options: Mapping[str, Any], options_key: str) -> None:
     signature = inspect.signature(function)
-    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
-    try:
-        signature.bind(**dict.fromkeys(GIVEN), **dict.fromkeys(_extra(function)))
-    except TypeError as error:
-        if not options:
-            raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but is {shown}: {error}") from error
-    free = [name for name in signature.parameters if name not in (*GIVEN, GIVEN_IF_NAMED)]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    parameters = {name: each for name, each in signature.parameters.items() if name not in (*GIVEN, GIVEN_IF_NAMED)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    names = [name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     for option in options:
-        if option in (*GIVEN, GIVEN_IF_NAMED) or (option not in free and not takes_any):
+        if option not in names and (not takes_any or option in (*GIVEN, GIVEN_IF_NAMED)):
             raise UserError(
-                f"{options_key}.{option} is no option of {where}{_did_you_mean(option, free)}; "
-                f"its options are {', '.join(free) or 'none'}"
+                f"{options_key}.{option} is no option of {where}{_did_you_mean(option, names)}; "
+                f"its options are {', '.join(names) or 'none'}"
             )
     try:
-        signature.bind(**dict.fromkeys(GIVEN), **dict.fromkeys(_extra(function)), **options)
+        signature.bind(**dict.fromkeys((*GIVEN, *_extra(function), *names)))
     except TypeError as error:
-        raise UserError(
-            f"{where} with {options_key}={options} must take {', '.join(GIVEN)} by name, but is {shown}: {error}"
-        ) from error
+        shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but is {shown}: {error}") from error
+    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in options]
+    if missing:
+        raise UserError(f"{where} needs a value for {', '.join(missing)}: give it in {options_key}")
+
+
+def _check_values(name: str, where: str, options: Mapping[str, Any], options_key: str) -> None:
+    check = REWARDS[name].check
+    if check is None:
+        return
+    try:
+        _resolve(check)(**options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{options_key} of {where}: {error}") from error
+
+
+def _resolve(where: str) -> Callable[..., Any]:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _extra(function: RewardFunction) -> tuple[str, ...]:

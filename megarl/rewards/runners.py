@@ -74,6 +74,8 @@ class InProcess:
         try:
             with time_left.running():
                 reply = await asyncio.wait_for(worker.ask(request), limit_s)
+            if reply.get("exhausted"):
+                raise WorkerDied(reply["error"])
         except BaseException:
             await self._pool.end(worker)
             raise

@@ -1,4 +1,4 @@
-"""Rewards that compare texts and numbers: exact_match and gsm8k."""
+"""Rewards that compare texts and numbers: exact_match, gsm8k and numeric_match."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -7,6 +7,7 @@ from typing import Any, Literal
 _NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
+_MEASURE = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?%?")
 _SEARCHED_CHARACTERS = 300
 
 
@@ -37,6 +38,44 @@ def gsm8k(
     pattern = {"strict": _MARKED, "flexible": _ANY}[method]
     found = pattern.findall(solution_str[-_SEARCHED_CHARACTERS:])
     return float(bool(found) and _as_number(found[-1]) == expected)
+
+
+def numeric_match(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,  # noqa: ARG001
+    *,
+    relative: float = 0.0,
+    absolute: float = 0.0,
+) -> float:
+    """Return 1.0 where the response's last number is the ground truth within a tolerance, else 0.0.
+
+    It is taken from the last 300 characters.
+    |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3), a percent sign (12% is
+    0.12) and commas between digits. Raises `ValueError` if the ground truth is no number.
+    """
+    expected = _as_measure(str(ground_truth).strip())
+    if expected is None:
+        raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
+    found = [
+        number
+        for number in map(_as_measure, _MEASURE.findall(solution_str[-_SEARCHED_CHARACTERS:]))
+        if number is not None
+    ]
+    tolerance = max(Decimal(str(relative)) * abs(expected), Decimal(str(absolute)))
+    return float(bool(found) and abs(found[-1] - expected) <= tolerance)
+
+
+def check_tolerances(relative: float = 0.0, absolute: float = 0.0) -> None:
+    """Raise `ValueError` for options of numeric_match that cannot be."""
+    if not (relative >= 0 and absolute >= 0):
+        raise ValueError(f"relative={relative} and absolute={absolute} must be at least 0")
+
+
+def _as_measure(text: str) -> Decimal | None:
+    number = _as_number(text.removesuffix("%"))
+    return number / 100 if number is not None and text.endswith("%") else number
 
 
 def _as_number(text: str) -> Decimal | None:

@@ -17,7 +17,7 @@ _START_TIMEOUT_S = 300.0
 
 
 class WorkerDied(Exception):  # noqa: N818 - says what happened
-    """A function ended its process."""
+    """A function ended its process, or left it without memory."""
 
 
 class Worker:

@@ -54,7 +54,8 @@ def _score(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except BaseException as error:  # noqa: BLE001 - also SystemExit is the function's failure, not the process's end
-        return {"error": f"it raised {_shown(error)}"}
+        exhausted = isinstance(error, MemoryError | RecursionError)
+        return {"error": f"it raised {_shown(error)}", "exhausted": exhausted}
     try:
         score = as_score(result)
     except ValueError as error:

@@ -1,0 +1,148 @@
+"""Rewards for structured output: json_match, json_schema and tool_call."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
+
+from megarl.rewards.fenced import last_block
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DEEPEST = 100
+
+
+def json_match(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,  # noqa: ARG001
+) -> dict[str, float]:
+    """Score 1.0 where the response's JSON equals the ground truth (a value, or a text that holds one), else 0.0.
+
+    Numbers are equal by value, the order of keys does not count. The part "valid" is 1.0 where there is JSON at all;
+    see `response_json`. Raises `ValueError` if a ground truth that is a text is no JSON.
+    """
+    expected = _truth(ground_truth, "json_match")
+    try:
+        found = response_json(solution_str)
+    except ValueError:
+        return {"score": 0.0, "valid": 0.0}
+    return {"score": float(_equal(found, expected)), "valid": 1.0}
+
+
+def json_schema(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,  # noqa: ARG001
+) -> dict[str, float]:
+    """Score 1.0 where the response's JSON obeys the schema that is the ground truth (JSON Schema, draft 2020-12).
+
+    The part "valid" is 1.0 where there is JSON at all; see `response_json`. Raises `ValueError` for a schema that is
+    none.
+    """
+    schema = _truth(ground_truth, "json_schema")
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the ground truth of json_schema is no schema: {error.message}") from error
+    try:
+        found = response_json(solution_str)
+    except ValueError:
+        return {"score": 0.0, "valid": 0.0, "unchecked": 0.0}
+    return {"score": float(Draft202012Validator(schema).is_valid(found)), "valid": 1.0, "unchecked": 0.0}
+
+
+def tool_call(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,  # noqa: ARG001
+) -> dict[str, float]:
+    """Score 1.0 where the response makes exactly the expected tool calls, else 0.0; there is nothing in between.
+
+    A call is {"name": ..., "arguments": {...}}; the ground truth is one or a list of them, in order. In the response
+    each is JSON between <tool_call> and </tool_call>; without these tags the response's JSON is taken (see
+    `response_json`). The part "names" is 1.0 where the names alone are right. Raises `ValueError` for a ground truth
+    without such calls.
+    """
+    expected = _calls(_truth(ground_truth, "tool_call"))
+    if expected is None:
+        raise ValueError(f"the ground truth of tool_call must be calls with name and arguments, found {ground_truth!r}")
+    try:
+        tagged = [_parse(text) for text in _tagged(solution_str)]
+        found = _calls(tagged or response_json(solution_str))
+    except ValueError:
+        found = None
+    if found is None:
+        return {"score": 0.0, "names": 0.0}
+    names = [name for name, _ in found] == [name for name, _ in expected]
+    return {"score": float(names and _equal(found, expected)), "names": float(names)}
+
+
+def response_json(text: str) -> Any:
+    """The JSON value of a response: the last block fenced as json, or as nothing; without one, the whole response.
+
+    Raises `ValueError` if it is no JSON, or nested more than 100 deep. NaN and Infinity are no JSON.
+    """
+    block = last_block(text, ("json",))
+    return _parse(text if block is None else block)
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        _check_depth(value)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+    return value
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise ValueError("the JSON is nested too deeply")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        _check_depth(each, depth + 1)
+
+
+def _tagged(text: str) -> list[str]:
+    parts = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
+    return [inside for inside, close, _ in parts if close]
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _truth(ground_truth: Any, reward: str) -> Any:
+    if not isinstance(ground_truth, str):
+        return ground_truth
+    try:
+        return json.loads(ground_truth)
+    except ValueError as error:
+        raise ValueError(f"the ground truth of {reward} is no JSON: {error}, in {ground_truth!r}") from error
+
+
+def _calls(value: Any) -> list[tuple[str, Any]] | None:
+    calls = value if isinstance(value, list) else [value]
+    found = []
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            return None
+        arguments = call["arguments"]
+        found.append((call["name"], _parse(arguments) if isinstance(arguments, str) else arguments))
+    return found or None
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    """Equality of JSON values: to Python, true is 1."""
+    if isinstance(found, bool) or isinstance(expected, bool):
+        return found is expected
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    return found == expected

@@ -1,0 +1,116 @@
+"""A program in a sandbox, seen from the one that asks for it."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+End = Literal["exited", "timed_out", "too_much_output"]
+
+_FOLDER_OF_PACKAGES = str(Path(__file__).parents[2])
+_SUPERVISOR = """
+import sys
+sys.path.append(sys.argv[1])
+from megarl.sandbox.supervisor import main
+sys.exit(main(*map(int, sys.argv[2:])))
+"""
+_START_ALLOWANCE_S = 10.0
+_READ_BYTES = 65536
+
+
+class SandboxUnavailable(Exception):  # noqa: N818 - says what is wrong
+    """This machine does not allow what the isolation needs."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. Memory is of each process; `file_bytes` of all its files together, and of the largest."""
+
+    wall_s: float = 6.0
+    cpu_s: int = 6
+    memory_bytes: int = 512 * 1024**2
+    processes: int = 8
+    file_bytes: int = 16 * 1024**2
+    open_files: int = 64
+    output_bytes: int = 1024**2
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended.
+
+    `code` is its exit code, or 128 and the number of the signal that ended it; `output` what it wrote to stdout, up to
+    the limit.
+    """
+
+    end: End
+    code: int
+    output: bytes
+
+
+def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
+    """Run Python source with this interpreter; when it returns, none of its processes and files is left.
+
+    `isolation` is a name of `supervisor.ISOLATIONS`. Raises `SandboxUnavailable` if the machine does not allow it.
+    """
+    request = json.dumps({"program": program, "isolation": isolation, **asdict(limits)}).encode()
+    heard, said = os.pipe()
+    with _memory_file(request) as request_file, _memory_file(stdin) as stdin_file, os.fdopen(heard, "rb") as complaint:
+        fds = (request_file.fileno(), said)
+        try:
+            # -I: neither the user's settings nor the folder it runs in have a say in what is imported.
+            supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-c", _SUPERVISOR, _FOLDER_OF_PACKAGES, *map(str, (os.getpid(), *fds))],
+                stdin=stdin_file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        finally:
+            os.close(said)
+        try:
+            end, output = _read(supervisor, limits)
+        finally:
+            code = _end(supervisor)
+        if message := complaint.read():
+            raise SandboxUnavailable(message.decode())
+    return Finished("timed_out" if code == -signal.SIGALRM else end, code, output)
+
+
+def _read(supervisor: "subprocess.Popen[bytes]", limits: Limits) -> tuple[End, bytes]:
+    """What is written until nobody is left to write. The supervisor keeps the time; this is for one that does not."""
+    assert supervisor.stdout is not None
+    stream, output = supervisor.stdout.fileno(), bytearray()
+    deadline = time.monotonic() + limits.wall_s + _START_ALLOWANCE_S
+    while True:
+        ready, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            return "timed_out", bytes(output)
+        data = os.read(stream, _READ_BYTES)
+        if not data:
+            return "exited", bytes(output)
+        output += data
+        if len(output) > limits.output_bytes:
+            return "too_much_output", bytes(output[: limits.output_bytes])
+
+
+def _end(supervisor: "subprocess.Popen[bytes]") -> int:
+    assert supervisor.stdout is not None
+    supervisor.stdout.close()
+    if supervisor.poll() is None:
+        supervisor.send_signal(signal.SIGTERM)  # it ends all of its own
+    return supervisor.wait()
+
+
+def _memory_file(content: bytes) -> BinaryIO:
+    file = os.fdopen(os.memfd_create("sandbox"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file

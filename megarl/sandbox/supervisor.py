@@ -1,0 +1,173 @@
+"""The process over a sandboxed program. It uses the standard library alone, and starts in milliseconds.
+
+It makes the isolation, starts the program, and when that has ended, or its time is over, ends whatever it left behind.
+
+`namespaces`: the program has a file system of its own (the interpreter and the system's libraries to read, an empty
+/tmp in memory to write, nothing else of the machine), sees no process but its own, has no network, and runs as a user
+that owns nothing. Made as root, or in a user namespace.
+
+`limits`: for machines that allow no namespaces. The program sees the machine's files and processes as the user that
+it runs as, and can write where that one can; it gets no sockets and cannot send signals.
+
+In both, rlimits hold for each process, the number of processes is limited, and a filter refuses the system calls that
+would go around all this.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megarl.sandbox import namespaces, process_tree, system_calls
+from megarl.sandbox.libc import call
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_FIRST_USER, _USERS = 10_000, 50_000
+_SIGNALLED = 128
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def main(parent: int, request_fd: int, complaint_fd: int) -> int:
+    """Run the program of the request; return its exit code, or 128 and the number of its signal.
+
+    Where the time is over, this process ends itself by SIGALRM. What the machine does not allow is written to
+    `complaint_fd`.
+    """
+    os.set_inheritable(complaint_fd, False)
+    with os.fdopen(request_fd, "rb") as file:
+        request = json.load(file)
+    try:
+        return ISOLATIONS[request["isolation"]](request, parent)
+    except Exception as error:  # noqa: BLE001 - the asking process raises it
+        os.write(complaint_fd, f"{type(error).__name__}: {error}".encode())
+        return 1
+
+
+def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
+    user = _other_user()
+    namespaces.enter(user)
+    _die_with(parent, signal.SIGTERM)
+    alive, here = os.pipe()
+    child = os.fork()
+    if child:
+        # Neither SIGALRM nor SIGTERM has a handler: this process dies of it, with it the first one of the namespace,
+        # and with that one all others.
+        signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(here)
+    call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if select.select([alive], [], [], 0)[0]:
+        os._exit(1)  # the parent died before it could be followed
+    namespaces.own_root(request["file_bytes"])
+    program = os.fork()
+    if not program:
+        processes = request["processes"] + (0 if user else namespaces.PROCESSES_BESIDE)
+        _become_program(request, Path("/tmp"), user, processes, may_signal=True)
+    while True:  # the first process of a namespace has to collect all that end in it
+        pid, status = os.wait()
+        if pid == program:
+            os._exit(_exit_code(status))
+
+
+def _with_limits(request: Mapping[str, Any], parent: int) -> int:
+    _die_with(parent, signal.SIGTERM)
+    call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, _over)
+    user = _other_user()
+    folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
+    ended_by = None
+    try:
+        if user:
+            os.chown(folder, user, user)
+        signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
+        program = os.fork()
+        if not program:
+            processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
+            _become_program(request, folder, user, processes, may_signal=False)
+        code = _exit_code(os.waitpid(program, 0)[1])
+    except _Over as over:
+        ended_by = over.number
+    finally:
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        process_tree.kill_descendants()
+        subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
+        subprocess.run(["rm", "-rf", folder], check=True)
+    if ended_by is not None:
+        signal.signal(ended_by, signal.SIG_DFL)
+        os.kill(os.getpid(), ended_by)
+    return code
+
+
+ISOLATIONS: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
+    "namespaces": _with_namespaces,
+    "limits": _with_limits,
+}
+"""How a program is kept apart."""
+
+
+class _Over(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _over(number: int, frame: object) -> NoReturn:  # noqa: ARG001
+    raise _Over(number)
+
+
+def _become_program(
+    request: Mapping[str, Any], folder: Path, user: int, processes: int, *, may_signal: bool
+) -> NoReturn:
+    os.setsid()
+    os.chdir(folder)
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    if user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    Path("program.py").write_text(request["program"], encoding="utf-8", errors="surrogatepass")
+    limits = {
+        resource.RLIMIT_AS: request["memory_bytes"],
+        resource.RLIMIT_CPU: request["cpu_s"],
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_FSIZE: request["file_bytes"],
+        resource.RLIMIT_NOFILE: request["open_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    system_calls.forbid(may_signal=may_signal)
+    os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], _ENVIRONMENT)
+
+
+def _other_user() -> int:
+    """A user that owns nothing, and few programs at a time: the kernel counts processes by user. 0 if not root."""
+    return _FIRST_USER + os.getpid() % _USERS if os.geteuid() == 0 else 0
+
+
+def _die_with(parent: int, by: signal.Signals) -> None:
+    call("prctl", _PR_SET_PDEATHSIG, by, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else _SIGNALLED - code
