@@ -1,6 +1,7 @@
 """Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
 
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -8,18 +9,20 @@ from functools import partial
 from pathlib import Path
 
 from converters.errors import UserError
-from megarl.algorithms import PolicyObjective
+from megarl.algorithms import ADVANTAGES, AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.companions import Companions, check_companions, open_companions
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
+from megarl.dynamics.watch import Watch
 from megarl.model import Model, check_layout, check_loadable, read_model
-from megarl.rewards import RewardFunction, load_reward
+from megarl.rewards import Scorer
 from megarl.stages.probe import Probe
 from megarl.stages.refit import Refit, check_machines
-from megarl.tracking import Run, Tracker, open_tracker
+from megarl.tracking import MetricValue, Run, Tracker, open_tracker
 from megatron_ext import checkpoint_folder
 
 CHECKPOINTS = "checkpoints"
@@ -36,7 +39,6 @@ class Task:
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    reward: RewardFunction
 
 
 @dataclass
@@ -45,6 +47,7 @@ class LoopState:
 
     step: int
     sampler: PromptSampler
+    kl: AdaptiveKl
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,33 @@ class Job:
     model: Model
     task: Task
     objective: PolicyObjective
+    scorer: Scorer
     trainer: TrainerGroup
+    companions: Companions
     engines: EngineGroup
     refit: Refit
     tracker: Tracker
+    watch: Watch
     state: LoopState
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Give the metrics of the present step to all loggers."""
-        self.tracker.log(self.state.step, metrics)
+    def needs(self, field: str) -> bool:
+        """Whether the advantage is made from this field of `ScoredResponses`."""
+        return field in ADVANTAGES[self.config.algorithm.advantage].needs
+
+    def log(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""
+        seen = self.watch.observe(self.state.step, metrics)
+        self.tracker.log(self.state.step, {**metrics, **seen.metrics})
+        for warning in seen.warnings:
+            print(warning, file=sys.stderr, flush=True)
 
     def export(self) -> None:
-        """Write the trained model as a HuggingFace folder, in the place of an earlier one of this run."""
-        folder = Path(self.config.output_dir) / EXPORT
-        if folder.exists():
-            shutil.rmtree(folder)
-        self.trainer.export(folder, self.model.folder)
+        """Write the trained models as HuggingFace folders, in the place of earlier ones of this run."""
+        for name, trained in {EXPORT: self.trainer, **self.companions.trained}.items():
+            folder = Path(self.config.output_dir) / name
+            if folder.exists():
+                shutil.rmtree(folder)
+            trained.export(folder, self.model.folder)
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
@@ -78,10 +92,17 @@ class Job:
         folder = checkpoint_folder.begin(root, step)
         try:
             self.trainer.save(folder)
+            for name, companion in self.companions.trained.items():
+                companion.save(folder / name)
         except BaseException:
             checkpoint_folder.abandon(root, step)
             raise
-        controller_state = {"step": step, "engine_version": step, "sampler": self.state.sampler.state_dict()}
+        controller_state = {
+            "step": step,
+            "engine_version": step,
+            "sampler": self.state.sampler.state_dict(),
+            "kl": self.state.kl.state_dict(),
+        }
         checkpoint_folder.commit(root, step, controller_state, keep=self.config.checkpoint.keep)
 
 
@@ -100,8 +121,13 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
     options = megatron_options(config)
     check_layout(model.architecture, options)
     task = _read_task(config, model)
+    check_companions(config, model, task.prompts)
+    objective = PolicyObjective.from_config(config.algorithm)
+    total_steps = config.loop.steps * config.algorithm.updates_per_step
     state, checkpoint = _position(config, len(task.prompts))
     with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward))
+        scorer.check_data_sources({prompt.data_source for prompt in (*task.prompts, *task.eval_prompts)})
         stack.enter_context(ray_cluster(config.cluster))
         logs = Path(config.output_dir) / LOGS
         tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
@@ -117,12 +143,8 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         # The engines start while the ranks read the weights; without any, their first ones come by the first refit.
         starting = engines.begin_start(model.folder, load_weights=is_apart)
         trainer.start()
-        trainer.build(
-            model.folder,
-            model.megatron_checkpoint,
-            total_steps=config.loop.steps * config.algorithm.updates_per_step,
-            reference=config.algorithm.kl_coefficient > 0,
-        )
+        trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
+        companions = open_companions(config, logs, total_steps, stack)
         make_refit = partial(Refit, trainer, engines, model.architecture, config.refit, _probe(config, task))
         if is_apart:
             engines.wait_started(starting)
@@ -130,6 +152,8 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             refit.confirm()
         if checkpoint is not None:
             trainer.load(checkpoint)
+            for name, companion in companions.trained.items():
+                companion.load(checkpoint / name)
         if not is_apart:
             engines.wait_started(starting)
             refit = make_refit()
@@ -137,11 +161,14 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             config=config,
             model=model,
             task=task,
-            objective=PolicyObjective.from_config(config.algorithm),
+            objective=objective,
+            scorer=scorer,
             trainer=trainer,
+            companions=companions,
             engines=engines,
             refit=refit,
             tracker=tracker,
+            watch=Watch.of_run(config.tracking, Path(config.output_dir), state.step),
             state=state,
         )
 
@@ -158,7 +185,6 @@ def _read_task(config: MegarlConfig, model: Model) -> Task:
     return Task(
         prompts=_read_prompts(train, config, model),
         eval_prompts=_read_prompts(held_out, config, model) if held_out else [],
-        reward=load_reward(config.reward.function),
     )
 
 
@@ -172,7 +198,8 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
 
 def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | None]:
     """Where to start: the state, and the checkpoint it comes from."""
-    state = LoopState(step=0, sampler=PromptSampler(prompts, config.data.shuffle, config.loop.seed))
+    sampler = PromptSampler(prompts, config.data.shuffle, config.loop.seed)
+    state = LoopState(step=0, sampler=sampler, kl=AdaptiveKl.from_config(config.algorithm))
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
     if not iterations:
@@ -186,6 +213,7 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     saved = checkpoint_folder.read_controller_state(folder)
     state.step = saved["step"]
     state.sampler.load_state_dict(saved["sampler"])
+    state.kl.load_state_dict(saved["kl"])
     return state, folder
 
 

@@ -1,13 +1,21 @@
 """The training loop: prompts, trajectories, rewards, advantages, update, refit."""
 
+from dataclasses import replace
+from functools import partial
+
 from megarl.clock import Clock
 from megarl.config.schema import MegarlConfig
+from megarl.dynamics import advantage_metrics, group_metrics, response_metrics
 from megarl.job import Job, open_job
-from megarl.stages.advantage import advantage
+from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 from megarl.stages.evaluate import evaluate
-from megarl.stages.reward import reward, reward_metrics
-from megarl.stages.rollout import response_metrics, rollout, sampling_parameters
-from megarl.stages.update import update
+from megarl.stages.gather import Gathered, gather
+from megarl.stages.predictions import with_predictions
+from megarl.stages.reward import Scoring, reward_metrics
+from megarl.stages.rollout import sampling_parameters
+from megarl.stages.sample import Experience, sample, with_model_scores
+from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
+from megarl.tracking import MetricValue
 
 
 def train(config: MegarlConfig) -> None:
@@ -30,42 +38,102 @@ def train(config: MegarlConfig) -> None:
         job.export()
 
 
-def train_step(job: Job, clock: Clock) -> dict[str, float]:
+def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     """What the present version of the weights samples makes the next version."""
-    config, task, state = job.config, job.task, job.state
-    temperature, version = config.rollout.temperature, state.step
+    config, state = job.config, job.state
+    version = state.step
 
-    with clock.stage("rollout"):
-        prompts = [task.prompts[index] for index in state.sampler.next(config.loop.prompts_per_step)]
-        sampling = sampling_parameters(config, job.model.stop_token_ids, version, count=len(prompts))
-        trajectories = rollout(job.engines, prompts, sampling)
-    with clock.stage("reward"):
-        scored = reward(task.reward, trajectories, job.model.tokenizer, config.reward)
+    gathered = gather(partial(_rollout_and_reward, job, clock), config)
+    trajectories = comparable(gathered.trajectories, config.algorithm.advantage)
     with clock.stage("advantage"):
-        batches = advantage(scored, job.trainer, config.algorithm, temperature=temperature)
+        batch = ragged_batch(trajectories, config.algorithm)
+        batch = with_predictions(batch, trajectories, job.trainer, job.companions, job.objective, config)
+        prepared = advantage(trajectories, batch, config, kl_coefficient=state.kl.coefficient)
     with clock.stage("update"):
-        metrics = update(job.trainer, batches, job.objective, temperature=temperature)
+        updated = _update(job, prepared)
     with clock.stage("refit"):
         state.step = version + 1
-        metrics |= job.refit(state.step)
+        refitted = job.refit(state.step)
 
-    metrics |= response_metrics(trajectories, version)
-    metrics |= reward_metrics(scored, dropped=len(trajectories) - len(scored))
-    if task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
+    metrics = {**updated, **refitted, **_dynamics(gathered, prepared, version, config)}
+    if job.task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    return metrics | clock.end_step(tokens=sum(len(batch.tokens) for batch in batches))
+    return metrics | clock.end_step(tokens=len(batch.tokens))
+
+
+def _rollout_and_reward(job: Job, clock: Clock, count: int, refill: int) -> Experience:
+    """Scored responses to the next `count` prompts, for the first time in this step or again."""
+    config = job.config
+    experience = sample(
+        job.engines,
+        Scoring(job.scorer, job.model.tokenizer, max_response_tokens=config.rollout.max_response_tokens),
+        [job.task.prompts[index] for index in job.state.sampler.next(count)],
+        sampling_parameters(config, job.model.stop_token_ids, job.state.step, count=count, refill=refill),
+        clock,
+        with_baselines=job.needs("baseline_rewards"),
+    )
+    if job.companions.reward_model is None:
+        return experience
+    with clock.stage("reward"):
+        scored = with_model_scores(experience.scored, job.companions.reward_model, config.reward_model.weight)
+    return replace(experience, scored=scored)
+
+
+def _update(job: Job, prepared: Prepared) -> dict[str, float]:
+    """The optimizer steps of all models that learn."""
+    config, state, companions = job.config, job.state, job.companions
+    metrics: dict[str, float] = {}
+    if companions.critic:
+        metrics |= update_critic(companions.critic, prepared.batches, config)
+    if companions.implicit_reward_model:
+        metrics |= update_implicit_reward_model(companions.implicit_reward_model, prepared.batches, config)
+    if companions.critic and state.step < config.critic.warmup_steps:
+        return metrics
+    objective = replace(job.objective, kl_coefficient=state.kl.coefficient)
+    metrics |= update_policy(
+        job.trainer,
+        prepared.batches,
+        objective,
+        temperature=config.rollout.temperature,
+        seed=(config.loop.seed, state.step),
+    )
+    if prepared.kl is not None:
+        metrics["policy/kl_to_reference"] = prepared.kl
+    if "policy/kl_to_reference" in metrics:
+        metrics["policy/kl_coefficient"] = state.kl.coefficient
+        state.kl.update(metrics["policy/kl_to_reference"], len(prepared.responses))
+    refresh = config.algorithm.refresh_reference_every
+    if refresh and (state.step + 1) % refresh == 0:
+        job.trainer.refresh_reference()
+    return metrics
+
+
+def _dynamics(gathered: Gathered, prepared: Prepared, version: int, config: MegarlConfig) -> dict[str, MetricValue]:
+    experience = gathered.experience
+    rewards, groups = zip(*((t.reward, t.group) for t in experience.scored), strict=True)
+    return {
+        **response_metrics(experience.sampled, version, config.rollout.max_response_tokens),
+        **reward_metrics(experience.scored, experience.failed + experience.timed_out, experience.timed_out),
+        **group_metrics(rewards, groups),
+        **advantage_metrics(prepared.advantages.numpy()),
+        "groups/rollouts": float(gathered.rollouts),
+    }
 
 
 def _evaluate(job: Job) -> dict[str, float]:
+    loop = job.config.loop
     return evaluate(
         job.engines,
         job.task.eval_prompts,
-        job.task.reward,
+        job.scorer,
         job.model.tokenizer,
         job.config.reward,
         max_tokens=job.config.rollout.max_response_tokens,
         stop_token_ids=job.model.stop_token_ids,
+        samples=loop.eval_samples,
+        temperature=loop.eval_temperature,
+        seed=loop.seed,
     )
 
 

@@ -22,8 +22,9 @@ def check_finite(what: str, values: Tensor, name: Callable[[int], str], response
         return
     place = int(bad[0])
     value = float(values[place])
-    where = name(place)
-    if responses is not None:
+    if responses is None:
+        where = name(place)
+    else:
         index = int((responses.ends > place).nonzero()[0])
         where = f"token {place - int(responses.starts[index])} of {name(index)}"
     raise UserError(f"the {what} of {where} is {value}, not a finite number: this step is not trained on; find out why")

@@ -43,16 +43,20 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     except OmegaConfBaseException as error:
         raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
     assert isinstance(config, MegarlConfig)
-    config.megatron = _check_megatron(config.megatron)
+    config.megatron = _check_megatron("megatron", config.megatron)
+    config.critic.megatron = _check_megatron("critic.megatron", config.critic.megatron)
+    config.reward_model.megatron = _check_megatron("reward_model.megatron", config.reward_model.megatron)
+    for name, teacher in config.teachers.items():
+        teacher.megatron = _check_megatron(f"teachers.{name}.megatron", teacher.megatron)
     check_engine_arguments(config.rollout.engine, config.rollout.engine_args)
     return config
 
 
-def _check_megatron(options: dict[str, Any]) -> dict[str, Any]:
+def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in OWNED:
-            raise UserError(f"megatron.{name} follows from {OWNED[name]}: set {OWNED[name]} instead")
-    return check_options(options)
+            raise UserError(f"{group}.{name} follows from {OWNED[name]}: set {OWNED[name]} instead")
+    return check_options(options, f"{group}.")
 
 
 def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:

@@ -1,5 +1,7 @@
 """The `megatron` group of a configuration as the Megatron ranks take it."""
 
+from typing import Any, Protocol
+
 import torch
 
 from converters.layouts.parallel_sizes import ParallelSizes
@@ -11,17 +13,25 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `model.dtype`."""
 
 
-def parallel_sizes(config: MegarlConfig) -> ParallelSizes:
-    """How the policy is cut. Raises UserError for sizes that do not fit each other."""
-    sizes = {name: value for name, value in config.megatron.items() if name in PARALLEL_FIELDS}
-    return ParallelSizes(world_size=config.cluster.trainer_ranks, **sizes)
+class ModelGroup(Protocol):
+    """A model beside the policy: what the groups `critic`, `reward_model` and those of `teachers` have in common."""
+
+    megatron: dict[str, Any]
+    ranks: int | None
 
 
-def megatron_options(config: MegarlConfig) -> MegatronOptions:
-    """What a checked configuration asks of Megatron. Raises UserError for sizes that do not fit each other."""
-    groups = split_options(config.megatron)
+def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> MegatronOptions:
+    """What a checked configuration asks of Megatron for the policy, or for another model beside it.
+
+    What such a model does not set is as for the policy. Raises UserError for sizes that do not fit each other.
+    """
+    options = {**config.megatron, **(model.megatron if model else {})}
+    ranks = (model.ranks if model else None) or config.cluster.trainer_ranks
+    groups = split_options(options)
     return MegatronOptions(
-        parallel=parallel_sizes(config),
+        parallel=ParallelSizes(
+            world_size=ranks, **{name: value for name, value in options.items() if name in PARALLEL_FIELDS}
+        ),
         params_dtype=DTYPES[config.model.dtype],
         transformer=groups["transformer"],
         optimizer=groups["optimizer"],

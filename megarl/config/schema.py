@@ -149,6 +149,8 @@ class AlgorithmConfig:
     """Of kl_cov: weight of the KL to the old policy at the chosen tokens."""
     sppo_eta: float = 1.0
     """Of sppo: what one unit of win rate is worth as a log-ratio to the earlier self."""
+    dro_beta: float = 0.1
+    """Of dro: weight of the squared log-ratio to the old policy."""
     aggregation: str = "token_mean"
     """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
     aggregation_tokens: int | None = None
@@ -359,6 +361,20 @@ class TrackingConfig:
     """Project in wandb, experiment in mlflow."""
     run_name: str = "run"
     """Name of the run in wandb and mlflow."""
+    warn_after_steps: int = 3
+    """Steps in a row that a metric has to be bad before a warning, and good before it ends."""
+    warn_entropy_fraction: float | None = 0.1
+    """Warn if policy/entropy falls below this share of the run's first; null never does."""
+    warn_kl_to_reference: float | None = 1.0
+    """Warn if policy/kl_to_reference, in nats per token, is above this; null never does."""
+    warn_kl_to_old: float | None = 0.1
+    """Warn if policy/kl_to_old, in nats per token, is above this; null never does."""
+    warn_log_prob_difference: float | None = 0.05
+    """Warn if log_prob_difference/mean, in nats, is above this; null never does."""
+    warn_no_signal: float | None = 0.9
+    """Warn if the share of groups without a difference in reward is above this; null never does."""
+    warn_cut_fraction: float | None = 0.5
+    """Warn if the share of responses that ran into the limit is above this; null never does."""
 
 
 @dataclass

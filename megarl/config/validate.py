@@ -7,7 +7,8 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
-from megarl.config.megatron import parallel_sizes
+from megarl.config.composition import check_composition
+from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.resharding.messages import ALIGNMENT_BYTES
 from megarl.resharding.transports import TRANSPORTS
@@ -22,10 +23,12 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),
     "reward.on_error": ("stop", "drop"),
+    "reward.on_timeout": ("stop", "drop", "zero"),
     "algorithm.advantage": ADVANTAGES,
     "algorithm.policy_loss": POLICY_LOSSES,
     "algorithm.aggregation": AGGREGATIONS,
     "algorithm.kl_estimator": KL_ESTIMATORS,
+    "algorithm.kl_in": ("loss", "reward"),
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }
@@ -34,7 +37,15 @@ _AT_LEAST: Mapping[str, int] = {
     "rollout.max_response_tokens": 1,
     "refit.bucket_bytes": ALIGNMENT_BYTES,
     "reward.workers": 1,
+    "reward.overlong_buffer_tokens": 0,
+    "reward.overlong_penalty": 0,
+    "algorithm.gamma": 0,
+    "algorithm.gae_lambda": 0,
     "algorithm.kl_coefficient": 0,
+    "algorithm.kl_horizon": 1,
+    "algorithm.refresh_reference_every": 0,
+    "algorithm.max_refills": 0,
+    "critic.warmup_steps": 0,
     "algorithm.entropy_coefficient": 0,
     "algorithm.updates_per_step": 1,
     "data.max_prompt_tokens": 1,
@@ -43,6 +54,7 @@ _AT_LEAST: Mapping[str, int] = {
     "loop.samples_per_prompt": 1,
     "loop.max_tokens_per_micro_batch": 1,
     "loop.eval_every": 0,
+    "loop.eval_samples": 1,
     "sft.steps": 1,
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
@@ -55,13 +67,16 @@ _ABOVE_ZERO = (
     "rollout.top_p",
     "algorithm.clip_low",
     "algorithm.clip_high",
+    "reward.timeout_s",
+    "reward_model.beta",
+    "loop.eval_temperature",
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
     "cluster.start_timeout_s",
     "refit.timeout_s",
     "refit.log_prob_tolerance",
 )
-_AT_MOST_ONE = ("rollout.top_p", "algorithm.clip_low")
+_AT_MOST_ONE = ("rollout.top_p", "algorithm.clip_low", "algorithm.gamma", "algorithm.gae_lambda")
 _AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
@@ -71,12 +86,8 @@ def validate(config: MegarlConfig) -> None:
     _check_megatron(config)
     _check_files("data.train_files", config.data.train_files, needed=True)
     _check_files("data.eval_files", config.data.eval_files, needed=False)
+    check_composition(config)
     loop, algorithm = config.loop, config.algorithm
-    if algorithm.advantage == "grpo" and loop.samples_per_prompt < 2:
-        raise UserError(
-            "loop.samples_per_prompt=1 with algorithm.advantage=grpo: an advantage is a reward minus the mean of its"
-            " prompt's group, and in a group of one that is always 0, so nothing would be learned; use 2 or more"
-        )
     if loop.prompts_per_step % algorithm.updates_per_step:
         raise UserError(
             f"loop.prompts_per_step={loop.prompts_per_step} cannot be cut into algorithm.updates_per_step="
@@ -132,7 +143,7 @@ def _check_choice(key: str, value: str, names: Collection[str]) -> None:
 
 
 def _check_megatron(config: MegarlConfig) -> None:
-    parallel_sizes(config)
+    megatron_options(config)
     options = config.megatron
     if not options.get("lr"):
         raise UserError("megatron.lr is not set: give the learning rate, for instance as --lr 1e-6")

@@ -13,7 +13,8 @@ class Trajectory:
 
     `token_ids`, `log_probs` and `versions` have one entry per response token: the token, its log-probability under
     the engine's sampling distribution, and the version of the weights that produced it. `score` is None until the
-    reward stage has run.
+    reward stage has run. `baseline_reward` is that of the greedy response to the same prompt, where the algorithm asks
+    for one.
     """
 
     prompt: Prompt
@@ -23,6 +24,7 @@ class Trajectory:
     versions: list[int]
     finish_reason: Literal["stop", "length", "abort"]
     score: Score | None = None
+    baseline_reward: float | None = None
 
     @property
     def scored(self) -> Score:

@@ -1,73 +1,44 @@
-"""Scored trajectories to a training batch: advantages, weights, and the log-probs the loss compares with."""
+"""Scored trajectories to training batches: advantages, and the weight of every token in the loss."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import AlgorithmConfig
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from megarl.algorithms.advantages import ScoredResponses, estimate
+from megarl.algorithms.finite import check_finite
+from megarl.algorithms.ragged import Ragged
+from megarl.config.schema import AlgorithmConfig, MegarlConfig
 from megarl.data import Trajectory
+from megarl.stages.rollout import sequences
 from megatron_ext.packing import RaggedBatch
 
 
-def advantage(
-    trajectories: Sequence[Trajectory], trainer: TrainerGroup, config: AlgorithmConfig, *, temperature: float
-) -> list[RaggedBatch]:
-    """One batch per optimizer step, with the fields that `PolicyObjective` reads.
+@dataclass(frozen=True)
+class Prepared:
+    """What the advantage stage makes of a step."""
 
-    The log-probs of the policy that sampled are computed only if there are several optimizer steps: in the first, the
-    policy is still the one that sampled, and its own log-probs are the old ones.
+    batches: list[RaggedBatch]
+    """One per optimizer step, with the fields that the objectives read."""
+    responses: Ragged
+    advantages: Tensor
+    """[T] of `responses`."""
+    kl: float | None
+    """Mean over the tokens of the KL to the reference, where it goes into the reward."""
+
+
+def comparable(trajectories: Sequence[Trajectory], advantage: str) -> list[Trajectory]:
+    """Without the responses that dropped rewards have left alone, where responses are compared with each other.
+
+    Raises UserError if none is left.
     """
-    trajectories = _in_company(trajectories)
-    advantages = _advantages(trajectories, config)
-    mini_batches = _mini_batches(trajectories, config.updates_per_step)
-    batches = []
-    for indices in mini_batches:
-        batch = ragged_batch([trajectories[i] for i in indices], advantages[indices], config.aggregation)
-        if config.updates_per_step > 1:
-            old = trainer.log_probs(batch, temperature=temperature)
-            batch = batch.with_fields(old_log_probs=old.log_probs)
-        if config.kl_coefficient > 0:
-            reference = trainer.log_probs(batch, temperature=temperature, reference=True)
-            batch = batch.with_fields(reference_log_probs=reference.log_probs)
-        batches.append(batch)
-    return batches
-
-
-def ragged_batch(trajectories: Sequence[Trajectory], advantages: Tensor, aggregation: str) -> RaggedBatch:
-    """Prompts and responses end to end; every field is 0 on prompt tokens."""
-    tokens, lengths, sampled, log_probs = [], [], [], []
-    for trajectory in trajectories:
-        prompt = len(trajectory.prompt.token_ids)
-        tokens += [*trajectory.prompt.token_ids, *trajectory.token_ids]
-        lengths.append(prompt + len(trajectory.token_ids))
-        sampled += [False] * prompt + [True] * len(trajectory.token_ids)
-        log_probs += [0.0] * prompt + list(trajectory.log_probs)
-    mask = torch.tensor(sampled)
-    response_lengths = torch.tensor([len(trajectory.token_ids) for trajectory in trajectories])
-
-    def on_response(values: Tensor) -> Tensor:
-        return torch.zeros(len(mask)).masked_scatter(mask, values.float())
-
-    return RaggedBatch(
-        tokens=torch.tensor(tokens),
-        lengths=torch.tensor(lengths),
-        fields={
-            "rollout_log_probs": torch.tensor(log_probs),
-            "advantages": on_response(advantages.repeat_interleave(response_lengths)),
-            "weights": on_response(AGGREGATIONS[aggregation](response_lengths)),
-        },
-    )
-
-
-def _in_company(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Without the responses that dropped rewards have left alone: there is nothing to compare them with."""
+    smallest = ADVANTAGES[advantage].smallest_group
     sizes = Counter(trajectory.group for trajectory in trajectories)
-    kept = [trajectory for trajectory in trajectories if sizes[trajectory.group] > 1]
+    kept = [trajectory for trajectory in trajectories if sizes[trajectory.group] >= smallest]
     if not kept:
         raise UserError(
             "no two responses to one prompt are left in this step after dropping failed rewards: repair reward.function"
@@ -75,10 +46,114 @@ def _in_company(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return kept
 
 
-def _advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> Tensor:
-    rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-    groups = torch.tensor([trajectory.group for trajectory in trajectories])
-    return ADVANTAGES[config.advantage](rewards, groups, normalize_by_std=config.normalize_by_std)
+def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> RaggedBatch:
+    """Prompts and responses end to end.
+
+    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on prompt tokens.
+    """
+    trained, log_probs = [], []
+    for trajectory in trajectories:
+        prompt, response = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
+        counts = config.train_on_cut_responses or trajectory.finish_reason != "length"
+        trained += [False] * prompt + [counts] * response
+        log_probs += [0.0] * prompt + list(trajectory.log_probs)
+    fields = {"trained": torch.tensor(trained), "rollout_log_probs": torch.tensor(log_probs)}
+    return RaggedBatch(*sequences(trajectories), fields)
+
+
+def advantage(
+    trajectories: Sequence[Trajectory],
+    batch: RaggedBatch,
+    config: MegarlConfig,
+    *,
+    kl_coefficient: float,
+) -> Prepared:
+    """The batches of the step's optimizer steps, from that of `ragged_batch` with the predictions of the models.
+
+    `kl_coefficient` is that of a KL in the reward. Raises UserError for what is not a finite number, naming the
+    response, and as `estimate` does.
+    """
+    algorithm, trained = config.algorithm, batch.fields["trained"]
+    responses = trained_responses(batch)
+    known = {name: values[trained] for name, values in batch.fields.items()}
+
+    def called(index: int) -> str:
+        prompt = trajectories[index].prompt
+        return f"response {index} of the step, to prompt {prompt.index} ({prompt.data_source})"
+
+    for field in ("rollout_log_probs", "reference_log_probs"):
+        if field in known:
+            check_finite(_LOG_PROBS[field], known[field], called, responses)
+    kl = None
+    if algorithm.kl_in == "reward" and kl_coefficient:
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](known["old_log_probs"], known["reference_log_probs"])
+    scored = ScoredResponses(
+        responses=responses,
+        groups=torch.tensor([trajectory.group for trajectory in trajectories]),
+        rewards=torch.tensor([trajectory.reward for trajectory in trajectories]),
+        parts=_terms(trajectories),
+        token_rewards=None if kl is None else -kl_coefficient * kl,
+        values=known.get("old_values"),
+        baseline_rewards=_baseline_rewards(trajectories),
+        old_log_probs=known.get("old_log_probs"),
+        probability_squares=known.get("probability_squares"),
+        process_rewards=known.get("process_rewards"),
+        teacher_log_probs=known.get("teacher_log_probs"),
+    )
+    estimated = estimate(algorithm.advantage, scored, algorithm, called)
+    fields = {"advantages": _placed(estimated.advantages, trained)}
+    if estimated.returns is not None:
+        fields["returns"] = _placed(estimated.returns, trained)
+    if scored.process_rewards is not None:
+        fields["outcomes"] = _placed(responses.spread(_outcomes(scored.rewards)), trained)
+    batch = batch.with_fields(**fields)
+    parts = [batch.select(indices) for indices in _mini_batches(trajectories, algorithm.updates_per_step)]
+    return Prepared(
+        batches=[weighted(part, algorithm.aggregation, config) for part in parts],
+        responses=responses,
+        advantages=estimated.advantages,
+        kl=None if kl is None else float(kl.mean()),
+    )
+
+
+def trained_responses(batch: RaggedBatch) -> Ragged:
+    """The tokens of `batch` that are trained on."""
+    return Ragged(torch.stack([each.sum() for each in batch.split_field("trained")]))
+
+
+def weighted(batch: RaggedBatch, aggregation: str, config: MegarlConfig) -> RaggedBatch:
+    """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on."""
+    length = config.algorithm.aggregation_tokens or config.rollout.max_response_tokens
+    weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, aggregation_tokens=length)
+    return batch.with_fields(weights=_placed(weights, batch.fields["trained"]))
+
+
+_LOG_PROBS = {"rollout_log_probs": "engine's log-prob", "reference_log_probs": "reference's log-prob"}
+
+
+def _placed(values: Tensor, trained: Tensor) -> Tensor:
+    """Values of the trained tokens at their places in the batch, 0 at all others."""
+    return torch.zeros(len(trained)).masked_scatter(trained, values.float())
+
+
+def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """The weighted, named rewards of all responses; one that a response does not have is 0 there."""
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.scored.terms)
+    return {name: torch.tensor([each.scored.terms.get(name, 0.0) for each in trajectories]) for name in names}
+
+
+def _baseline_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    known = [each.baseline_reward for each in trajectories if each.baseline_reward is not None]
+    return torch.tensor(known) if len(known) == len(trajectories) else None
+
+
+def _outcomes(rewards: Tensor) -> Tensor:
+    if bool(((rewards < 0) | (rewards > 1)).any()):
+        raise UserError(
+            f"algorithm.advantage=prime learns from outcomes between 0 and 1, but a reward is "
+            f"{float(rewards[(rewards < 0) | (rewards > 1)][0]):g}: use a reward function that says right or wrong"
+        )
+    return rewards
 
 
 def _mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[list[int]]:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.cluster.engine_group import EngineGroup
 from megarl.config.schema import MegarlConfig
@@ -45,12 +47,12 @@ def rollout(
     engines: EngineGroup,
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParameters],
-    on_finished: Callable[[int, list[Trajectory]], None] = lambda _place, _trajectories: None,
+    on_finished: Callable[[list[Trajectory]], None] = lambda _trajectories: None,
 ) -> list[Trajectory]:
     """Sample responses to every prompt, with the parameters in its place; samples of one prompt are neighbours.
 
-    `on_finished` gets the place and the responses of each prompt as soon as they are finished, in any order, while the
-    engines go on with the others.
+    `on_finished` gets the responses of each prompt as soon as they are finished, in any order, while the engines go on
+    with the others.
     """
     requests = [
         Request(prompt_token_ids=prompt.token_ids, sampling=parameters)
@@ -59,7 +61,7 @@ def rollout(
     groups: dict[int, list[Trajectory]] = {}
     for place, generations in engines.generate_each(requests):
         groups[place] = [_trajectory(prompts[place], place, generation) for generation in generations]
-        on_finished(place, groups[place])
+        on_finished(groups[place])
     return [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
 
 
@@ -74,14 +76,8 @@ def _trajectory(prompt: Prompt, group: int, generation: Generation) -> Trajector
     )
 
 
-def response_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """What there is to say about the responses before they are scored; `version` is that of the newest weights."""
-    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories])
-    oldest = np.array([min(trajectory.versions, default=version) for trajectory in trajectories])
-    return {
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
-        "response_length/cut_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "staleness/mean": float((version - oldest).mean()),
-    }
+def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """Prompts and responses end to end: tokens long[T], and the length of each pair long[N]."""
+    tokens = [token for each in trajectories for token in (*each.prompt.token_ids, *each.token_ids)]
+    lengths = [len(each.prompt.token_ids) + len(each.token_ids) for each in trajectories]
+    return torch.tensor(tokens), torch.tensor(lengths)

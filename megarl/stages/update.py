@@ -1,24 +1,85 @@
 """A training batch to new weights, and what there is to say about the step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from megarl.algorithms import Metrics
+from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import MegarlConfig
+from megarl.stages.advantage import weighted
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
 
 
-def update(
-    trainer: TrainerGroup, batches: Sequence[RaggedBatch], objective: Objective, *, temperature: float
+def update_policy(
+    trainer: TrainerGroup,
+    batches: Sequence[RaggedBatch],
+    objective: PolicyObjective,
+    *,
+    temperature: float,
+    seed: Sequence[int],
 ) -> dict[str, float]:
-    """One optimizer step per batch; metrics are means over the batches, maxima over all."""
+    """As `update`; where the loss chooses tokens by what the policy says of all of them, that is asked for first.
+
+    Such a choice is random with `seed`.
+    """
+    if not objective.needs_selection:
+        return update(trainer, batches, objective, temperature=temperature)
+    return update(
+        trainer, _selected(trainer, batches, objective, temperature, seed), objective, temperature=temperature
+    )
+
+
+def _selected(
+    trainer: TrainerGroup,
+    batches: Sequence[RaggedBatch],
+    objective: PolicyObjective,
+    temperature: float,
+    seed: Sequence[int],
+) -> Iterator[RaggedBatch]:
+    # A generator, so that each choice is made with the weights that the optimizer step before it left.
+    for number, batch in enumerate(batches):
+        present = trainer.log_probs(batch, temperature=temperature).log_probs
+        yield batch.with_fields(chosen=objective.select(batch, present, seed=(*seed, number)))
+
+
+def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, float]:
+    """As `update`, of a value model: towards the field `returns`, not far from `old_values`."""
+    own = [weighted(batch, "token_mean", config) for batch in batches]
+    return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, of="value")
+
+
+def update_implicit_reward_model(
+    model: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig
+) -> dict[str, float]:
+    """As `update`, of an implicit reward model: towards the field `outcomes`."""
+    own = [
+        weighted(
+            batch.with_fields(reference_log_probs=batch.fields["implicit_reference_log_probs"]),
+            "seq_mean_token_sum",
+            config,
+        )
+        for batch in batches
+    ]
+    objective = ImplicitRewardObjective(config.reward_model.beta)
+    return update(model, own, objective, temperature=1.0, of="prime")
+
+
+def update(
+    trainer: TrainerGroup,
+    batches: Iterable[RaggedBatch],
+    objective: Objective,
+    *,
+    temperature: float,
+    of: str = "policy",
+) -> dict[str, float]:
+    """One optimizer step per batch; metrics are means over the batches, maxima over all.
+
+    `of` names what is trained, for its gradient norm and learning rate.
+    """
     steps = [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
     merged = [Metrics.merge([part for result in step for part in result.metrics]) for step in steps]
-    means = {name: sum(float(m.sums[name]) for m in merged) / len(merged) for name in merged[0].sums}
-    maxima = {name: max(float(m.maxima[name]) for m in merged) for name in merged[0].maxima}
     return {
-        **means,
-        **maxima,
-        "policy/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
-        "policy/learning_rate": steps[-1][0].learning_rate,
+        **Metrics.summary(merged),
+        f"{of}/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
+        f"{of}/learning_rate": steps[-1][0].learning_rate,
     }

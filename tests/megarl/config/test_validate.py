@@ -38,7 +38,7 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["loop.max_tokens_per_micro_batch=23"], "= 24 does not fit .*raise the latter to 24"),
         (["model.dtype=fp16"], "model.dtype=fp16 is none of bf16, fp32; did you mean"),
         (["rollout.engine=vlm"], "rollout.engine=vlm .*did you mean vllm"),
-        (["algorithm.advantage=gae"], "algorithm.advantage=gae is none of grpo"),
+        (["algorithm.advantage=ppo"], "algorithm.advantage=ppo is none of .*"),
         (["algorithm.policy_loss=clp"], "did you mean clip"),
         (["algorithm.aggregation=mean"], "algorithm.aggregation=mean is none of"),
         (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator=k9"),

@@ -1,21 +1,12 @@
-"""From trajectories to the batch of an update."""
+"""From scored trajectories to the batches of an update."""
 
 import pytest
 import torch
+from trajectories import SHORT_RUN, trajectory
 
 from converters.errors import UserError
-from megarl.config.schema import AlgorithmConfig
-from megarl.data import Prompt, Trajectory
-from megarl.rewards import Score
-from megarl.stages.advantage import advantage
-
-
-def trajectory(group: int, prompt: list[int], response: list[int], reward: float) -> Trajectory:
-    log_probs = [-0.1 * token for token in response]
-    return Trajectory(
-        Prompt(0, "source", prompt, "truth", {}), group, response, log_probs, [3] * len(response), "stop", Score(reward)
-    )
-
+from megarl.config.schema import AlgorithmConfig, LoopConfig, MegarlConfig
+from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 
 TRAJECTORIES = [
     trajectory(0, [9, 8], [1, 2], 1.0),
@@ -25,12 +16,17 @@ TRAJECTORIES = [
 ]
 
 
-class NoTrainer:
-    """A single update and no reference model need no log-probs of the trainer."""
+def prepare(trajectories, kl_coefficient=0.0, fields=None, **algorithm) -> Prepared:
+    config = MegarlConfig(
+        rollout=SHORT_RUN, algorithm=AlgorithmConfig(normalize_by_std=False, **algorithm), loop=LoopConfig()
+    )
+    kept = comparable(trajectories, config.algorithm.advantage)
+    batch = ragged_batch(kept, config.algorithm).with_fields(**(fields or {}))
+    return advantage(kept, batch, config, kl_coefficient=kl_coefficient)
 
 
-def test_batch_of_one_update():
-    (batch,) = advantage(TRAJECTORIES, NoTrainer(), AlgorithmConfig(normalize_by_std=False), temperature=1.0)
+def test_batch_of_one_update() -> None:
+    (batch,) = prepare(TRAJECTORIES).batches
     assert batch.tokens.tolist() == [9, 8, 1, 2, 9, 8, 3, 7, 4, 5, 6, 7, 1, 1]
     assert batch.lengths.tolist() == [4, 3, 4, 3]
     advantages = batch.fields["advantages"]
@@ -42,19 +38,72 @@ def test_batch_of_one_update():
     assert "old_log_probs" not in batch.fields
 
 
-def test_response_left_alone_by_a_dropped_reward_is_left_out():
-    (batch,) = advantage(TRAJECTORIES[1:], NoTrainer(), AlgorithmConfig(), temperature=1.0)
+def test_each_optimizer_step_has_weights_of_its_own_and_whole_prompts() -> None:
+    first, second = prepare(TRAJECTORIES, updates_per_step=2).batches
+    assert (first.lengths.tolist(), second.lengths.tolist()) == ([4, 3], [4, 3])
+    assert first.fields["weights"].sum() == pytest.approx(1.0)
+    assert second.fields["weights"].unique().tolist() == pytest.approx([0, 0.2])
+
+
+def test_response_left_alone_by_a_dropped_reward_is_left_out() -> None:
+    (batch,) = prepare(TRAJECTORIES[1:]).batches
     assert batch.lengths.tolist() == [4, 3]
 
 
-def test_nothing_to_compare_is_a_user_error():
+def test_nothing_to_compare_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no two responses to one prompt are left"):
-        advantage(TRAJECTORIES[1:3], NoTrainer(), AlgorithmConfig(), temperature=1.0)
+        prepare(TRAJECTORIES[1:3])
 
 
-def test_same_prompt_twice_in_a_step_makes_two_groups():
+def test_same_prompt_twice_in_a_step_makes_two_groups() -> None:
     again = [trajectory(2, [9, 8], [5], 4.0), trajectory(2, [9, 8], [6], 6.0)]
-    (batch,) = advantage([*TRAJECTORIES, *again], NoTrainer(), AlgorithmConfig(normalize_by_std=False), temperature=1.0)
+    (batch,) = prepare([*TRAJECTORIES, *again]).batches
     # Rewards 4 and 6 are compared with each other, not with the 1 and 0 of the first time.
     assert batch.fields["advantages"][-6:].tolist() == [0, 0, -1, 0, 0, 1]
     assert batch.fields["advantages"][:4].tolist() == [0, 0, 0.5, 0.5]
+
+
+def test_a_response_that_was_cut_counts_for_its_group_and_is_not_trained_on() -> None:
+    cut = [*TRAJECTORIES[:3], trajectory(1, [7], [1, 1], 2.0, finish_reason="length")]
+    (batch,) = prepare(cut, train_on_cut_responses=False).batches
+    assert batch.fields["advantages"].tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.5, 0, -1, -1, -1, 0, 0, 0]
+    assert batch.fields["weights"].tolist() == pytest.approx(
+        [0, 0, *[1 / 6] * 2, 0, 0, 1 / 6, 0, *[1 / 6] * 3, 0, 0, 0]
+    )
+
+
+def test_the_kl_in_the_reward_is_taken_off_token_by_token() -> None:
+    old, reference = torch.zeros(14), torch.zeros(14)
+    old[2], old[12] = 0.5, 0.25
+    prepared = prepare(
+        TRAJECTORIES,
+        kl_coefficient=2.0,
+        fields={"old_log_probs": old, "reference_log_probs": reference},
+        kl_in="reward",
+        kl_estimator="k1",
+    )
+    # Scores: 1 - 2 x 0.5 and 0; 0 and 2 - 2 x 0.25.
+    assert prepared.batches[0].fields["advantages"][[2, 6, 8, 12]].tolist() == [0, 0, -0.75, 0.75]
+    assert prepared.kl == pytest.approx(0.75 / 8)
+
+
+@pytest.mark.parametrize("field", ["rollout_log_probs", "reference_log_probs", "old_log_probs"])
+def test_a_prediction_that_is_no_number_is_named_by_its_response(field: str) -> None:
+    values = torch.zeros(14)
+    values[9] = float("nan")
+    with pytest.raises(UserError, match=r"token 1 of response 2 of the step, to prompt 0 \(source\) is nan"):
+        prepare(TRAJECTORIES, fields={field: values})
+    # On a prompt it does not count.
+    values[9], values[7] = 0.0, float("nan")
+    prepare(TRAJECTORIES, fields={field: values})
+
+
+def test_the_greedy_baseline_is_that_of_the_prompt() -> None:
+    based = [trajectory(t.group, t.prompt.token_ids, t.token_ids, t.reward, baseline=0.25) for t in TRAJECTORIES]
+    (batch,) = prepare(based, advantage="remax").batches
+    assert batch.fields["advantages"][[2, 6, 8, 12]].tolist() == [0.75, -0.25, -0.25, 1.75]
+
+
+def test_prime_needs_outcomes() -> None:
+    with pytest.raises(UserError, match="outcomes between 0 and 1, but a reward is 2"):
+        prepare(TRAJECTORIES, fields={"process_rewards": torch.zeros(14)}, advantage="prime")

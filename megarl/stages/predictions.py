@@ -1,0 +1,65 @@
+"""What the models say about the tokens of a batch, as far as the algorithm asks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import ADVANTAGES, PolicyObjective, implicit_process_rewards
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.companions import Companions
+from megarl.config.schema import MegarlConfig
+from megarl.data import Trajectory
+from megatron_ext.packing import RaggedBatch
+
+_OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs"}
+
+
+def with_predictions(
+    batch: RaggedBatch,
+    trajectories: Sequence[Trajectory],
+    policy: TrainerGroup,
+    companions: Companions,
+    objective: PolicyObjective,
+    config: MegarlConfig,
+) -> RaggedBatch:
+    """`batch` with a field for each prediction that the advantage, the rewards or the loss is made from.
+
+    The policy's own log-probs are computed only where something besides the loss of a single update asks for them:
+    there, the policy is still the one that sampled, and its present log-probs are the old ones.
+    """
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    needs = ADVANTAGES[algorithm.advantage].needs
+    fields: dict[str, Tensor] = {}
+    if algorithm.updates_per_step > 1 or needs & _OF_THE_OLD_POLICY or algorithm.kl_in == "reward":
+        old = policy.log_probs(batch, temperature=temperature)
+        fields["old_log_probs"] = old.log_probs
+        if "probability_squares" in needs:
+            assert old.probability_squares is not None, "a forward without gradient gives them"
+            fields["probability_squares"] = old.probability_squares
+    if objective.needs_reference:
+        fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True).log_probs
+    if companions.critic is not None:
+        fields["old_values"] = companions.critic.values(batch)
+    if companions.teachers:
+        fields["teacher_log_probs"] = _teacher_log_probs(batch, trajectories, companions, temperature)
+    if companions.implicit_reward_model is not None:
+        model = companions.implicit_reward_model
+        now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
+        fields["implicit_reference_log_probs"] = before.log_probs
+        fields["process_rewards"] = implicit_process_rewards(now.log_probs, before.log_probs, config.reward_model.beta)
+    return batch.with_fields(**fields)
+
+
+def _teacher_log_probs(
+    batch: RaggedBatch, trajectories: Sequence[Trajectory], companions: Companions, temperature: float
+) -> Tensor:
+    """Each sequence's log-probs under the teacher of its data source."""
+    pieces: dict[int, Tensor] = {}
+    for teacher in companions.teachers.values():
+        taught = [index for index, each in enumerate(trajectories) if teacher.teaches(each.prompt)]
+        if taught:
+            part = batch.select(taught)
+            log_probs = teacher.group.log_probs(part, temperature=temperature).log_probs
+            pieces |= dict(zip(taught, log_probs.split(part.lengths.tolist()), strict=True))
+    return torch.cat([pieces[index] for index in range(len(trajectories))])

@@ -1,0 +1,30 @@
+"""Trajectories made by hand."""
+
+from typing import Literal
+
+from megarl.config.schema import RolloutConfig
+from megarl.data import Prompt, Trajectory
+from megarl.rewards import Score
+
+SHORT_RUN = RolloutConfig(max_response_tokens=4)
+
+
+def trajectory(
+    group: int,
+    prompt: list[int],
+    response: list[int],
+    reward: float,
+    finish_reason: Literal["stop", "length"] = "stop",
+    baseline: float | None = None,
+) -> Trajectory:
+    log_probs = [-0.1 * token for token in response]
+    return Trajectory(
+        prompt=Prompt(0, "source", prompt, "truth", {}),
+        group=group,
+        token_ids=response,
+        log_probs=log_probs,
+        versions=[3] * len(response),
+        finish_reason=finish_reason,
+        score=Score(reward, {}, {"score": reward}),
+        baseline_reward=baseline,
+    )
