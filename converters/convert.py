@@ -40,7 +40,8 @@ def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architectur
     """`check_checkpoint` without a look at the values of copies."""
     is_block_fp8(checkpoint.config)  # refuses other kinds of quantisation
     shapes = checkpoint.shapes
-    expected = dict(architecture.hf_shapes)
+    missing = architecture.hf_zero_if_missing - shapes.keys()
+    expected = {name: shape for name, shape in architecture.hf_shapes.items() if name not in missing}
     expected |= {copy: expected[original] for copy, original in architecture.hf_copies.items() if copy in shapes}
     expected |= {name: shapes[name] for name in architecture.hf_unused if name in shapes}
     for name, scales in scales_of(checkpoint.folder, shapes, checkpoint.dtypes).items():

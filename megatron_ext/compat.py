@@ -13,22 +13,29 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from megatron_ext import device
 
+_CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+"""Kind of module -> the dimension in which its weight is cut."""
+
 
 def install() -> None:
     """Apply the replacements; idempotent."""
     copy_optimizer_state_by_saved_keys()
     collect_write_results_in_this_process()
-    give_logits_of_a_model_with_multi_token_prediction()
     if not device.has_transformer_engine():
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
@@ -97,28 +104,6 @@ def collect_write_results_in_this_process() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def give_logits_of_a_model_with_multi_token_prediction() -> None:
-    """A GPTModel with multi-token prediction computes the loss of those layers even where no labels are given.
-
-    Every forward pass for the logits alone would end in an AttributeError; now it leaves these layers out.
-    """
-    if hasattr(GPTModel._postprocess, "original"):
-        return
-    original = GPTModel._postprocess
-
-    def postprocess(self: GPTModel, *, labels: Tensor | None, mtp_in_postprocess: bool, **options: Any) -> Tensor:
-        if labels is not None or self.config.mtp_num_layers is None:
-            return original(self, labels=labels, mtp_in_postprocess=mtp_in_postprocess, **options)
-        layers, self.config.mtp_num_layers = self.config.mtp_num_layers, None
-        try:
-            return original(self, labels=None, mtp_in_postprocess=False, **options)
-        finally:
-            self.config.mtp_num_layers = layers
-
-    postprocess.original = original  # type: ignore[attr-defined]
-    GPTModel._postprocess = postprocess
-
-
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Give torch's AdamW its state before the first step.
 
@@ -164,6 +149,20 @@ def mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def mark_tensor_parallel_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the norm of the gradients count the parts that all tensor-parallel ranks have; call before wrapping in DDP.
+
+    megatron-core marks parameters that are cut (`tensor_model_parallel`) only as it initialises them. Where weights are
+    read instead, all would count as copies of those of tensor-parallel rank 0: the norm, and with it the clipping,
+    would be that of a part of the gradient.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for kind, dimension in _CUT_IN.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, kind) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
 
 
 def _torch_adamw(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:

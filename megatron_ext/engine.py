@@ -1,7 +1,8 @@
 """One model on this rank: weights, forward, train step, optimizer."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -10,17 +11,18 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from converters.architectures import Architecture
+from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
 from megatron_ext.distributed_weights import load_distributed
-from megatron_ext.forward import forward_backward, forward_log_probs
+from megatron_ext.forward import forward, forward_backward, predict_labels, predict_values
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.objective import Objective
 from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack, unpack
+from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
+from megatron_ext.reference import ReferenceWeights
 from megatron_ext.step_result import StepResult
 from megatron_ext.weights import export_huggingface, load_huggingface
 
@@ -28,18 +30,24 @@ from megatron_ext.weights import export_huggingface, load_huggingface
 class MegatronEngine:
     """A model cut over the ranks of this job, and everything that is done with it.
 
+    `head` says what the model makes of its last hidden states: the `architecture` is that of a language model, of which
+    a value model is the backbone. `architecture` of the engine is the model's own.
+
     Every method is collective: all ranks of the model call it with the same arguments, except for the batch, of which
     each data-parallel rank gets its own part.
     """
 
-    def __init__(self, architecture: Architecture, options: MegatronOptions, rank: int) -> None:
-        self.architecture = architecture
+    def __init__(
+        self, architecture: Architecture, options: MegatronOptions, rank: int, *, head: Head = "language_model"
+    ) -> None:
+        self.architecture = with_head(architecture, head)
         self.options = options
         self.rank = rank
-        self._bare_chunks: list[torch.nn.Module] = build_model(
-            architecture, options.parallel, params_dtype=options.params_dtype, overrides=options.transformer
+        self._bare_chunks = build_model(
+            self.architecture, options.parallel, params_dtype=options.params_dtype, overrides=options.transformer
         )
-        self._reference: dict[str, Tensor] | None = None
+        self.reference: ReferenceWeights | None = None
+        """Set by `keep_reference`."""
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's weights by the names of its Megatron layout."""
@@ -76,6 +84,11 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
 
+    def freeze(self) -> None:
+        """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""
+        for chunk in self._bare_chunks:
+            chunk.eval().requires_grad_(False)
+
     def log_probs(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, temperature: float
     ) -> LogProbs | None:
@@ -84,17 +97,51 @@ class MegatronEngine:
         `micro_batches` lists the sequences of each micro-batch. None on all but the last pipeline stage.
         """
         packed = self._pack(batch, micro_batches)
-        predictions = forward_log_probs(self._bare_chunks, packed, vocab_size=self._vocab_size, temperature=temperature)
+        predictions = forward(self._bare_chunks, packed, predict_labels(temperature))
         if not predictions:
             return None
-        columns = zip(*((p.log_probs, p.entropy, p.greedy) for p in predictions), strict=True)
-        order = torch.tensor([index for sequences in micro_batches for index in sequences], dtype=torch.long)
-        return LogProbs(*(_unpack_all(values, packed, batch.lengths, order) for values in columns))
+        return LogProbs(
+            **{
+                field.name: _unpack_all(
+                    [getattr(each, field.name) for each in predictions], packed, batch, micro_batches
+                )
+                for field in fields(LogProbs)
+            }
+        )
+
+    def values(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
+        """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens.
+
+        Of a model with a value head. None on all but the last pipeline stage.
+        """
+        packed = self._pack(batch, micro_batches)
+        values = forward(self._bare_chunks, packed, predict_values)
+        return _unpack_all(values, packed, batch, micro_batches) if values else None
+
+    def scores(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
+        """float32[N]: the value at the last token of each sequence of `batch`.
+
+        Of a model with a value head. None on all but the last pipeline stage.
+        """
+        packed = self._pack(batch, micro_batches)
+        values = forward(self._bare_chunks, packed, predict_values)
+        if not values:
+            return None
+        scores = [each[last_tokens(micro_batch)] for each, micro_batch in zip(values, packed, strict=True)]
+        return torch.cat(scores).cpu()[_order(micro_batches).argsort()]
 
     def train_step(
-        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], objective: Objective, *, temperature: float
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
     ) -> StepResult:
-        """One optimizer step on `batch`. Raises RuntimeError, with no weight changed, if a gradient is not finite."""
+        """One optimizer step on `batch`. Raises RuntimeError, with no weight changed, if a gradient is not finite.
+
+        The `temperature` divides logits; a value model has none.
+        """
         learning_rate = self._learning_rate()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -103,8 +150,7 @@ class MegatronEngine:
             self.chunks,
             self._pack(batch, micro_batches),
             objective,
-            vocab_size=self._vocab_size,
-            temperature=temperature,
+            predict_values if self.architecture.head == "value" else predict_labels(temperature),
         )
         updated, gradient_norm, _ = self.optimizer.step()
         if not updated:
@@ -117,40 +163,36 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Remember the present weights as those of the reference model."""
-        self._reference = {name: tensor.detach().clone() for name, tensor in self.local_tensors().items()}
+        self.reference = ReferenceWeights(self.local_tensors())
 
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
+    def refresh_reference(self) -> None:
+        """Make the present weights those of the reference, which checkpoints then hold."""
+        self._kept_reference().refresh(self.local_tensors())
+
+    def reference_weights(self) -> AbstractContextManager[None]:
         """Inside, the model computes with the reference weights."""
-        if self._reference is None:
-            raise RuntimeError("keep_reference was never called")
-        current = self.local_tensors()
-        for name, reference in self._reference.items():
-            _exchange(current[name], reference)
-        try:
-            yield
-        finally:
-            for name, reference in self._reference.items():
-                _exchange(current[name], reference)
+        return self._kept_reference().exchanged(self.local_tensors())
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.architecture.gpt_model["vocab_size"]
+    def _kept_reference(self) -> ReferenceWeights:
+        if self.reference is None:
+            raise RuntimeError("keep_reference was never called")
+        return self.reference
 
     def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
         align = self.options.parallel.tensor_model_parallel_size
         return [pack(batch, sequences, align).to(device.device()) for sequences in micro_batches]
 
 
-def _exchange(left: Tensor, right: Tensor) -> None:
-    with torch.no_grad():
-        kept = left.clone()
-        left.copy_(right)
-        right.copy_(kept)
+def _order(micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    """The sequences of all micro-batches, one after another."""
+    return torch.tensor([index for sequences in micro_batches for index in sequences], dtype=torch.long)
 
 
-def _unpack_all(values: Sequence[Tensor], packed: Sequence[MicroBatch], lengths: Tensor, order: Tensor) -> Tensor:
+def _unpack_all(
+    values: Sequence[Tensor], packed: Sequence[MicroBatch], batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]
+) -> Tensor:
     """Values of packed micro-batches, put back into the order of the batch they were packed from."""
-    in_packed_order = torch.cat([unpack(value, batch) for value, batch in zip(values, packed, strict=True)]).cpu()
-    pieces = in_packed_order.split(lengths[order].tolist())
+    order = _order(micro_batches)
+    in_packed_order = torch.cat([unpack(value, each) for value, each in zip(values, packed, strict=True)]).cpu()
+    pieces = in_packed_order.split(batch.lengths[order].tolist())
     return torch.cat([pieces[position] for position in order.argsort().tolist()])

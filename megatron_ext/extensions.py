@@ -1,4 +1,4 @@
-"""What some families compute beyond megatron-core's GPTModel, as parts of its layer specs and hooks at its ends."""
+"""What some families compute beyond megatron-core's GPTModel, in its layer specs and at its embedding."""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -59,14 +59,11 @@ def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
     return _with(layer, self_attention=attention, mlp=mlp)
 
 
-def extend_ends(model: GPTModel, extensions: Extensions) -> None:
-    """Have the embedding scaled and the logits soft-capped on the stages that compute them, where wanted."""
-    if extensions.embedding_scale is not None and hasattr(model, "embedding"):
+def scale_embedding(model: GPTModel, factor: float | None) -> None:
+    """Have the embedding multiplied by `factor` on the stages that compute it; None leaves it as it is."""
+    if factor is not None and hasattr(model, "embedding"):
         dtype = model.embedding.word_embeddings.weight.dtype
-        scale = torch.tensor(extensions.embedding_scale, dtype=dtype).item()
-        model.embedding.register_forward_hook(partial(_scale, scale))
-    if model.post_process and extensions.output_softcap is not None:
-        model.output_layer.register_forward_hook(partial(_softcap, extensions.output_softcap))
+        model.embedding.register_forward_hook(partial(_scale, torch.tensor(factor, dtype=dtype).item()))
 
 
 def _with(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
@@ -75,8 +72,3 @@ def _with(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
 
 def _scale(scale: float, _module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
     return embedded * scale
-
-
-def _softcap(cap: float, _module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-    logits, bias = output
-    return cap * torch.tanh(logits / cap), bias

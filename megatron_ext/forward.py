@@ -2,29 +2,45 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.log_probs import LogProbs, log_probs_and_entropy
+from megatron_ext.backbone import LanguageModel, ValueModel
+from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.packing import MicroBatch
 
+Predict: TypeAlias = Callable[[Any, Tensor, MicroBatch], Any]
+"""Called on the last stage with the model, its hidden states and the micro-batch."""
 
-def forward_log_probs(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], *, vocab_size: int, temperature: float
-) -> list[LogProbs]:
-    """Log-probabilities of each micro-batch's labels; empty on all but the last pipeline stage."""
 
-    def collect(predictions: LogProbs, _micro_batch: MicroBatch) -> LogProbs:
+def predict_labels(temperature: float) -> Predict:
+    """A language model's predictions of the labels of a micro-batch."""
+
+    def predict(model: LanguageModel, hidden: Tensor, micro_batch: MicroBatch) -> LogProbs:
+        return model.predict_labels(hidden, micro_batch.labels.squeeze(0), temperature=temperature)
+
+    return predict
+
+
+def predict_values(model: ValueModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # noqa: ARG001
+    """A value model's values [T'] of a micro-batch: index i is that of the state in which token i + 1 comes next."""
+    return model.values(hidden)
+
+
+def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
+    """The predictions of each micro-batch; empty on all but the last pipeline stage."""
+
+    def collect(predictions: Any, _micro_batch: MicroBatch) -> Any:
         return predictions
 
-    step = partial(_forward_step, vocab_size=vocab_size, temperature=temperature, consume=collect)
+    step = partial(_forward_step, predict=predict, consume=collect)
     with torch.no_grad():
         return _run_schedule(chunks, micro_batches, step, forward_only=True, collect_non_loss_data=True)
 
@@ -33,20 +49,18 @@ def forward_backward(
     chunks: Sequence[DistributedDataParallel],
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
-    *,
-    vocab_size: int,
-    temperature: float,
+    predict: Predict,
 ) -> list[Any]:
     """Add the gradients of `objective` to the chunks' gradient buffers.
 
     Returns the metrics of each micro-batch; empty on all but the last pipeline stage.
     """
 
-    def lose(predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+    def lose(predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         loss, metrics = objective(predictions, micro_batch)
         return loss, torch.zeros((), dtype=torch.int), metrics
 
-    step = partial(_forward_step, vocab_size=vocab_size, temperature=temperature, consume=lose)
+    step = partial(_forward_step, predict=predict, consume=lose)
     config = chunks[0].config
     config.finalize_model_grads_func = _finalize_without_scaling
     return _run_schedule(chunks, micro_batches, step, forward_only=False)
@@ -78,9 +92,8 @@ def _forward_step(
     micro_batches: Iterator[MicroBatch],
     model: torch.nn.Module,
     *,
-    vocab_size: int,
-    temperature: float,
-    consume: Callable[[LogProbs, MicroBatch], Any],
+    predict: Predict,
+    consume: Callable[[Any, MicroBatch], Any],
 ) -> tuple[Tensor, Callable]:
     micro_batch = next(micro_batches)
     packed = PackedSeqParams(
@@ -92,14 +105,7 @@ def _forward_step(
     )
     output = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=packed)
 
-    def on_last_stage(logits: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
-        predictions = log_probs_and_entropy(
-            logits.squeeze(0),
-            micro_batch.labels.squeeze(0),
-            get_tensor_model_parallel_group(),
-            vocab_size=vocab_size,
-            temperature=temperature,
-        )
-        return consume(predictions, micro_batch)
+    def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
+        return consume(predict(unwrap_model(model), hidden, micro_batch), micro_batch)
 
     return output, on_last_stage

@@ -1,4 +1,7 @@
-"""Log-probabilities and entropy of labels under logits whose vocabulary is cut over tensor-parallel ranks."""
+"""Log-probabilities and entropy of labels, from hidden states: the logits exist a few rows at a time.
+
+The vocabulary of the output layer is cut over tensor-parallel ranks.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters.errors import UserError
+
+_CHUNK_LOGITS = 2**25
+"""Logits that exist at a time, if not chosen: 128 MiB of float32."""
+_BLOCK_ELEMENTS = 2**24
+"""Elements of the weight whose gradient of a chunk exists at a time where it cannot be added in one operation."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,46 @@ class LogProbs:
     """float32[T]: of that distribution, in nats."""
     greedy: Tensor
     """bool[T]: the label is what greedy decoding gives, the first of the largest logits."""
+    probability_squares: Tensor | None = None
+    """float32[T]: sum of p_j^2 over the vocabulary, of that distribution; None where gradients are recorded."""
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+) -> LogProbs:
+    """Log-probability, entropy and greedy flag of every label under logits = hidden @ weight^T.
+
+    `hidden` is [T, H], the same on all ranks of `tp_group`. `weight` [columns, H] is this rank's part of the
+    vocabulary (rank r holds r * columns onwards); `labels` is long[T] in [0, vocab_size). Columns from `vocab_size` on
+    are padding and have probability 0; so has a label there: its log-probability is -inf. Without a group the columns
+    are the whole vocabulary. With `softcap` c the logits become c * tanh(logits / c).
+
+    The logits have the type of the weight, as an output layer gives them; all that follows is float32. They are made
+    for `chunk_tokens` rows at a time (as many as make 2^25 logits, if None), forward and once more backward: beside
+    results and gradients this needs memory for a few copies of those rows. One all-gather of six numbers per token is
+    the only communication, forward. Values that are not finite show in the results.
+
+    Differentiable in `hidden` and `weight`. The gradient of `hidden` is this rank's part: summed over `tp_group` it is
+    the whole (the region that gave every rank the hidden states does that). The gradient of a weight with a float32
+    `main_grad`, Megatron's gradient buffer, is added there; autograd then gets zeros, so that Megatron's hooks run.
+
+    Raises UserError for a temperature that is not above 0.
+    """
+    if not temperature > 0:
+        raise UserError(f"log-probabilities need a temperature above 0, not {temperature}: set rollout.temperature")
+    shard = _Shard.of(weight, tp_group, vocab_size)
+    rows = chunk_tokens or max(1, _CHUNK_LOGITS // max(1, shard.width))
+    output = _OutputLayer(tp_group, shard, temperature, softcap, rows)
+    recorded = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return LogProbs(*_LinearLogProbs.apply(hidden, weight, labels, output, recorded))
 
 
 def log_probs_and_entropy(
@@ -29,26 +77,10 @@ def log_probs_and_entropy(
     *,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int = 256,
 ) -> LogProbs:
-    """Log-probability, entropy and greedy flag of every label, differentiable in the logits.
-
-    `logits` [T, columns] are this rank's columns of the vocabulary (rank r of `tp_group` holds r * columns onwards);
-    `labels` is long[T] in [0, vocab_size). Columns from `vocab_size` on are padding and have probability 0; so has a
-    label there: its log-probability is -inf. Without a group the columns are the whole vocabulary.
-
-    All arithmetic is fp32 whatever the type of the logits, on `chunk_tokens` rows at a time: besides its result it
-    needs memory for a few fp32 copies of that many rows, never of all logits. One all-gather of five numbers per
-    token is the only communication, forward; backward needs none, since every rank computes the same loss. Values
-    that are not finite show in the results.
-
-    Raises UserError for a temperature that is not above 0.
-    """
-    if not temperature > 0:
-        raise UserError(f"log-probabilities need a temperature above 0, not {temperature}: set rollout.temperature")
-    shard = _Shard.of(logits, tp_group, vocab_size)
-    log_probs, entropy, greedy = _LogProbs.apply(logits, labels, tp_group, shard, temperature, chunk_tokens)
-    return LogProbs(log_probs, entropy, greedy)
+    """`linear_log_probs` of logits [T, columns] that are there already."""
+    identity = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
+    return linear_log_probs(logits, identity, labels, tp_group, vocab_size=vocab_size, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -59,8 +91,8 @@ class _Shard:
     width: int
 
     @staticmethod
-    def of(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> "_Shard":
-        columns = logits.shape[-1]
+    def of(weight: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> "_Shard":
+        columns = len(weight)
         start = columns * (dist.get_rank(group) if group is not None else 0)
         width = columns if vocab_size is None else min(max(vocab_size - start, 0), columns)
         return _Shard(start, width)
@@ -72,83 +104,159 @@ class _Shard:
         return columns.masked_fill(~here, 0), here
 
 
-class _LogProbs(torch.autograd.Function):
+@dataclass(frozen=True)
+class _OutputLayer:
+    """How hidden states become distributions."""
+
+    group: dist.ProcessGroup | None
+    shard: _Shard
+    temperature: float
+    softcap: float | None
+    chunk_tokens: int
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """The rows whose logits exist at the same time."""
+        return [slice(start, start + self.chunk_tokens) for start in range(0, tokens, self.chunk_tokens)]
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """A new tensor: the real columns of this rank, in the type of the weight."""
+        logits = hidden @ weight[: self.shard.width].t()
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Float32 logits over the temperature, in the place of `logits` where these are float32."""
+        return logits.float().div_(self.temperature)
+
+    def gradient_of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """From the gradient of the scaled logits to that of hidden @ weight^T, in its type; overwrites `gradient`."""
+        gradient.div_(self.temperature)
+        if self.softcap is not None:
+            gradient.mul_(1 - (logits.float() / self.softcap).square_())
+        return gradient.to(logits.dtype)
+
+
+class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        group: dist.ProcessGroup | None,
-        shard: _Shard,
-        temperature: float,
-        chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = range(0, len(logits), chunk_tokens)
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, output: _OutputLayer, recorded: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         parts = [
-            _summarise(
-                _scaled(logits, shard, start, chunk_tokens, temperature), labels[start : start + chunk_tokens], shard
-            )
-            for start in rows
+            _summarise(output.scaled(output.logits(hidden[chunk], weight)), labels[chunk], output.shard, not recorded)
+            for chunk in output.chunks(len(hidden))
         ]
-        summary = torch.cat(parts) if parts else logits.new_zeros(0, 5, dtype=torch.float64)
-        largest, log_total, log_probs, entropy, best = _combine(_gather(summary, group))
-        ctx.save_for_backward(logits, labels, largest, log_total, entropy)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        summary = torch.cat(parts) if parts else hidden.new_zeros(0, 6, dtype=torch.float64)
+        largest, log_total, log_probs, entropy, best, squares = _combine(_gather(summary, output.group))
+        ctx.save_for_backward(hidden, weight, labels, largest, log_total, entropy)
+        ctx.output, ctx.main_grad = output, getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
         greedy = best == labels
         ctx.mark_non_differentiable(greedy)
-        return log_probs, entropy, greedy
+        return log_probs, entropy, greedy, None if recorded else squares
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _grad_greedy: None
-    ) -> tuple[Tensor | None, None, None, None, None, None]:
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_others: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        logits, labels, largest, log_total, entropy = ctx.saved_tensors
-        shard, size = ctx.shard, ctx.chunk_tokens
-        gradient = torch.zeros_like(logits)
-        for start in range(0, len(logits), size):
-            chunk = slice(start, start + size)
-            log_p = _scaled(logits, shard, start, size, ctx.temperature)
+            return None, None, None, None, None
+        hidden, weight, labels, largest, log_total, entropy = ctx.saved_tensors
+        output: _OutputLayer = ctx.output
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _WeightGradient(weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
+        for chunk in output.chunks(len(hidden)):
+            logits = output.logits(hidden[chunk], weight)
+            # Soft-capping is undone with the logits, which are otherwise not needed again.
+            log_p = output.scaled(logits if output.softcap is None else logits.clone())
             # One after the other: their sum would lose the small log_total beside a large logit.
             log_p.sub_(largest[chunk, None]).sub_(log_total[chunk, None])
-            p = log_p.exp()
-            # d log p(label) / d x_j = [j = label] - p_j;  dH / d x_j = -p_j (log p_j + H).
-            local = torch.zeros_like(p)
-            if grad_entropy is not None:
-                local -= log_p.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
-            if grad_log_probs is not None:
-                local -= grad_log_probs[chunk, None]
-            local *= p
-            if grad_log_probs is not None and shard.width:
-                columns, here = shard.locate(labels[chunk])
-                local.scatter_add_(1, columns[:, None], (grad_log_probs[chunk] * here)[:, None])
-            gradient[chunk, : shard.width] = local.div_(ctx.temperature)
-        return gradient, None, None, None, None, None
+            gradient = _gradient_of_scaled(
+                log_p,
+                labels[chunk],
+                output.shard,
+                None if grad_log_probs is None else grad_log_probs[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+                entropy[chunk],
+            )
+            gradient = output.gradient_of_logits(gradient, logits)
+            if grad_hidden is not None:
+                torch.mm(gradient, weight[: output.shard.width], out=grad_hidden[chunk])
+            if grad_weight is not None:
+                grad_weight.add(gradient, hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.result(), None, None, None
 
 
-def _scaled(logits: Tensor, shard: _Shard, start: int, size: int, temperature: float) -> Tensor:
-    # The division makes a new tensor also where .float() does not, so that callers may write into it.
-    return logits[start : start + size, : shard.width].float() / temperature
+class _WeightGradient:
+    """The gradient of the output layer, added up in float32 over chunks."""
+
+    def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
+        self._weight = weight
+        self._is_main = main_grad is not None and main_grad.dtype == torch.float32
+        self._total = main_grad if self._is_main else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add that of logits with `gradient` [rows, columns], which `hidden` [rows, H] gave; later columns get 0."""
+        assert self._total is not None
+        total = self._total[: gradient.shape[1]]
+        if gradient.dtype == total.dtype:
+            total.addmm_(gradient.t(), hidden)
+            return
+        for start in range(0, len(total), rows := max(1, _BLOCK_ELEMENTS // hidden.shape[1])):
+            total[start : start + rows].add_(gradient[:, start : start + rows].t() @ hidden)
+
+    def result(self) -> Tensor:
+        """What autograd is to be given."""
+        assert self._total is not None
+        if self._is_main:
+            return self._weight.new_zeros(()).expand_as(self._weight)
+        return self._total.to(self._weight.dtype)
 
 
-def _summarise(x: Tensor, labels: Tensor, shard: _Shard) -> Tensor:
-    """Per row: largest x, its index in the vocabulary, sum e, sum e (x - largest), x of the label; float64[rows, 5].
+def _gradient_of_scaled(
+    log_p: Tensor,
+    labels: Tensor,
+    shard: _Shard,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """The gradient of x where log_p = log softmax(x), [rows, columns]; overwrites `log_p`.
 
-    e is exp(x - largest). The x of a label that lies in another shard is -inf.
+    d log p(label) / d x_j = [j = label] - p_j;  dH / d x_j = -p_j (log p_j + H).
+    """
+    p = log_p.exp()
+    if grad_entropy is None:
+        assert grad_log_probs is not None
+        gradient = p.mul_(grad_log_probs[:, None]).neg_()
+    else:
+        factor = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        if grad_log_probs is not None:
+            factor.add_(grad_log_probs[:, None])
+        gradient = p.mul_(factor).neg_()
+    if grad_log_probs is not None and shard.width:
+        columns, here = shard.locate(labels)
+        gradient.scatter_add_(1, columns[:, None], (grad_log_probs * here)[:, None])
+    return gradient
+
+
+def _summarise(x: Tensor, labels: Tensor, shard: _Shard, with_squares: bool) -> Tensor:
+    """Per row: largest x, its index in the vocabulary, sum e, sum e (x - largest), x of the label, sum e^2.
+
+    float64[rows, 6]; e is exp(x - largest). The x of a label that lies in another shard is -inf. Without
+    `with_squares` the last is 0. Overwrites `x`.
     """
     if not shard.width:
         # The lowest finite value, not -inf, whose difference times the sum of 0 would not be a number.
-        empty = (torch.finfo(torch.float32).min, 0.0, 0.0, 0.0, float("-inf"))
-        return x.new_tensor(empty, dtype=torch.float64).expand(len(x), 5)
+        empty = (torch.finfo(torch.float32).min, 0.0, 0.0, 0.0, float("-inf"), 0.0)
+        return x.new_tensor(empty, dtype=torch.float64).expand(len(x), 6)
     largest, best = x.max(dim=-1)
     columns, here = shard.locate(labels)
     label = x.gather(1, columns[:, None]).squeeze(1).masked_fill(~here, float("-inf"))
     x.sub_(largest[:, None])
     e = x.exp()
+    squares = torch.linalg.vector_norm(e, dim=-1).double().square() if with_squares else torch.zeros_like(largest)
     return torch.stack(
-        [values.double() for values in (largest, best + shard.start, e.sum(-1), x.mul_(e).sum(-1), label)], dim=-1
+        [values.double() for values in (largest, best + shard.start, e.sum(-1), x.mul_(e).sum(-1), label, squares)],
+        dim=-1,
     )
 
 
@@ -162,9 +270,9 @@ def _gather(summary: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return gathered.view(shards, *summary.shape)
 
 
-def _combine(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Largest logit and log sum e of the whole vocabulary, log p(label), entropy; and the index of the largest."""
-    largest_of, best_of, sum_of, product_of, label_of = summaries.unbind(-1)
+def _combine(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit and log sum e of the whole vocabulary, log p(label), entropy, index of the largest, sum p^2."""
+    largest_of, best_of, sum_of, product_of, label_of, squares_of = summaries.unbind(-1)
     # The first shard of several with the same largest logit: shards are in the order of the vocabulary.
     largest, winner = largest_of.max(dim=0)
     shift = largest_of - largest
@@ -175,4 +283,5 @@ def _combine(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     log_probs = label_of.amax(0) - largest - log_total
     entropy = log_total - product / total
     best = best_of.gather(0, winner[None]).squeeze(0)
-    return largest.float(), log_total.float(), log_probs.float(), entropy.float(), best.long()
+    squares = (squares_of * scale.square()).sum(0) / total.square()
+    return largest.float(), log_total.float(), log_probs.float(), entropy.float(), best.long(), squares.float()

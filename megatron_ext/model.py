@@ -1,4 +1,4 @@
-"""From an architecture to this rank's part of a megatron-core GPTModel."""
+"""From an architecture to this rank's part of a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -14,7 +13,8 @@ from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device
-from megatron_ext.extensions import extend_ends
+from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
+from megatron_ext.extensions import scale_embedding
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
 
 _PARALLEL_FIELDS = (
@@ -34,10 +34,11 @@ def build_model(
     *,
     params_dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
-) -> list[GPTModel]:
+) -> list[Backbone]:
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
-    Multi-token-prediction layers are on the last chunk; a forward pass without labels leaves them out.
+    `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; a forward pass
+    leaves them out.
     `overrides` are fields of megatron-core's TransformerConfig. Call after `parallel.initialize`.
 
     Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
@@ -50,6 +51,7 @@ def build_model(
         _build_chunk(architecture, parallel, config, chunk).to(device.device()) for chunk in range(parallel.chunks)
     ]
     compat.mark_expert_parameters(chunks)
+    compat.mark_tensor_parallel_parameters(chunks)
     return chunks
 
 
@@ -135,21 +137,26 @@ def _check_overrides(
 
 def _build_chunk(
     architecture: Architecture, parallel: ParallelSizes, config: TransformerConfig, chunk: int
-) -> GPTModel:
+) -> Backbone:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
     block = block_spec(config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        mtp_block_spec=multi_token_prediction_spec(config, block, chunk=stage),
-        pre_process=pipeline_rank == 0 and chunk == 0,
-        post_process=pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1,
-        vp_stage=stage,
-        **{
-            **architecture.gpt_model,
-            "vocab_size": parallel.padded_vocabulary(architecture.gpt_model["vocab_size"]),
-        },
-    )
-    extend_ends(model, architecture.extensions)
+    vocab_size = architecture.gpt_model["vocab_size"]
+    arguments = {
+        **architecture.gpt_model,
+        "config": config,
+        "transformer_layer_spec": block,
+        "mtp_block_spec": multi_token_prediction_spec(config, block, chunk=stage),
+        "pre_process": pipeline_rank == 0 and chunk == 0,
+        "post_process": pipeline_rank == parallel.pipeline_model_parallel_size - 1 and chunk == parallel.chunks - 1,
+        "vp_stage": stage,
+        "vocab_size": parallel.padded_vocabulary(vocab_size),
+    }
+    model: Backbone
+    if architecture.head == "value":
+        model = ValueModel(**arguments)
+    else:
+        softcap = architecture.extensions.output_softcap
+        model = LanguageModel(real_vocab_size=vocab_size, softcap=softcap, **arguments)
+    scale_embedding(model, architecture.extensions.embedding_scale)
     return model

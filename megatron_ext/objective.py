@@ -4,7 +4,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch
 
 
@@ -15,6 +14,11 @@ class Objective(Protocol):
     loss, and no cut of the work into micro-batches or ranks changes a gradient.
     """
 
-    def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
-        """The scalar loss of one micro-batch and its metrics."""
+    def __call__(self, predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
+        """The scalar loss of one micro-batch and its metrics.
+
+        `predictions` are LogProbs of the micro-batch's labels; of a model with a value head float32[T'], the values:
+        index i is that of the state in which token i + 1 comes next, and the score of a sequence that of its last token
+        (`packing.last_tokens`).
+        """
         ...

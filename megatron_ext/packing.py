@@ -216,6 +216,11 @@ def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return result
 
 
+def last_tokens(micro_batch: MicroBatch) -> Tensor:
+    """long[sequences]: the index of the last token of each sequence, without padding's."""
+    return micro_batch.lengths.cumsum(0) - 1
+
+
 def _positions_within(lengths: Tensor) -> Tensor:
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())

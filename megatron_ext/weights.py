@@ -32,13 +32,24 @@ def load_huggingface(
 ) -> None:
     """Fill this rank's chunks from `checkpoint`, reading only the bytes that belong to it.
 
+    A head that the checkpoint lacks and may lack becomes 0.
+
     Raises UserError if the checkpoint's tensors are not those of the architecture.
     """
     check_checkpoint(checkpoint, architecture)
     shard = megatron_layout(architecture, parallel, module_names=module_names()).shard(rank)
     tensors = local_tensors(chunks)
     check_tensors(shard.local_shapes, tensors)
-    read_into(checkpoint, shard.placements, tensors)
+    missing = architecture.hf_zero_if_missing - checkpoint.shapes.keys()
+    absent = {each.local_name for each in shard.placements if each.hf_name in missing}
+    read_into(
+        checkpoint,
+        [each for each in shard.placements if each.hf_name not in missing],
+        {name: tensor for name, tensor in tensors.items() if name not in absent},
+    )
+    with torch.no_grad():
+        for name in absent:
+            tensors[name].zero_()
 
 
 def export_huggingface(
@@ -54,9 +65,9 @@ def export_huggingface(
 ) -> None:
     """Write the weights of all ranks to `folder` as a HuggingFace checkpoint; every rank calls this.
 
-    Each rank writes its own part into files that all of them map; `folder` appears when it is complete. Config and
-    tokenizer come from the model folder `copy_from`. `barrier` waits for all ranks. `dtype` is the type of the written
-    weights; None keeps that of the model.
+    Each rank writes its own part into files that all of them map; `folder` appears when it is complete. The config
+    is that of the architecture, the tokenizer comes from the model folder `copy_from`. `barrier` waits for all ranks.
+    `dtype` is the type of the written weights; None keeps that of the model.
 
     Raises UserError if `folder` exists or the disk is full.
     """
@@ -71,5 +82,5 @@ def export_huggingface(
     copy_transfers([each for each in transfers if each.source_rank == rank], tensors, open_for_writing(partial))
     barrier()
     if rank == 0:
-        finish(partial, folder, copy_from=copy_from)
+        finish(partial, folder, copy_from=copy_from, config=architecture.hf_config)
     barrier()

@@ -5,10 +5,22 @@ from typing import Any
 
 from converters.architectures import deepseek_v2, deepseek_v3, gemma2, glm4_moe, llama, mixtral, qwen2, qwen3
 from converters.architectures.hf_config import HuggingFaceConfig
-from converters.architectures.weight_map import Architecture, Dimension, Kind, Parameter, Part
+from converters.architectures.value_head import with_head, with_value_head
+from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
 from converters.errors import UserError
 
-__all__ = ["FAMILIES", "Architecture", "Dimension", "Kind", "Parameter", "Part", "read_architecture"]
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Dimension",
+    "Head",
+    "Kind",
+    "Parameter",
+    "Part",
+    "read_architecture",
+    "with_head",
+    "with_value_head",
+]
 
 FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
     model_type: family.read

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from converters.architectures.extensions import Extensions
 from converters.layout import Shape
+
+Head = Literal["language_model", "value"]
+"""What is made of the last hidden states: logits over the vocabulary, or one number for each token."""
 
 
 class Kind(Enum):
@@ -101,6 +104,9 @@ class Architecture:
     """HuggingFace tensors a checkpoint may hold that no computation reads, and that are therefore not converted."""
     extensions: Extensions = field(default_factory=Extensions)
     """What the model computes beyond a GPTModel."""
+    head: Head = "language_model"
+    hf_zero_if_missing: frozenset[str] = frozenset()
+    """HuggingFace tensors that a checkpoint may lack, and that are 0 then: a head that is yet to be trained."""
 
     @property
     def num_layers(self) -> int:

@@ -96,7 +96,7 @@ def make_batch(trajectories: list[ReferenceTrajectory]) -> RaggedBatch:
 
 def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: RaggedBatch) -> dict:
     from megatron_ext.engine import MegatronEngine
-    from megatron_ext.forward import forward_backward
+    from megatron_ext.forward import forward_backward, predict_labels
     from megatron_ext.options import MegatronOptions
     from megatron_ext.parallel import parallel_rank
 
@@ -116,8 +116,7 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
         engine.chunks,
         packed,
         PolicyObjective(kl_coefficient=KL_COEFFICIENT),
-        vocab_size=architecture.gpt_model["vocab_size"],
-        temperature=TEMPERATURE,
+        predict_labels(TEMPERATURE),
     )
     speaks = bool(metrics) and parallel_rank().tensor == 0
     return {

@@ -9,6 +9,8 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from converters.architectures import read_architecture
@@ -17,9 +19,10 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
+from megatron_ext.backbone import LanguageModel
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.optimizer import wrap_distributed
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing import MicroBatch, RaggedBatch, pack
 from megatron_ext.parallel import parallel_rank
 from megatron_ext.weights import load_huggingface
 
@@ -56,13 +59,23 @@ def computed_logits(chunks: Sequence[torch.nn.Module], sizes: ParallelSizes) -> 
     """This rank's columns of the logits of each micro-batch; [] before the last stage."""
     collected: list[Tensor] = []
 
-    def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
-        collected.append(output[0])
-        return output
+    def collect(model: LanguageModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        collected.append(_logits(model, hidden)[: micro_batch.real_tokens])
+        return hidden
 
     with torch.no_grad():
         _run(chunks, sizes, sequences(), collect, forward_only=True, collect_non_loss_data=True)
     return collected
+
+
+def _logits(model: LanguageModel, hidden: Tensor) -> Tensor:
+    """What the head makes log-probabilities of, whole: this rank's columns of [tokens, vocabulary]."""
+    head = model.output_layer
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    tied = model.share_embeddings_and_output_weights
+    logits = hidden[:, 0] @ (model.shared_embedding_or_output_weight() if tied else head.weight).T
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
 def of_each(
@@ -85,8 +98,11 @@ def gradients(
         model, None, **groups
     )
 
-    def lose(output: Tensor) -> tuple[Tensor, Tensor, dict]:
-        loss = (output[0].sin() * torch.linspace(0.5, 1.5, len(output[0]))[:, None]).sum()
+    def lose(model: LanguageModel, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
+        predictions = model.predict_labels(hidden, micro_batch.labels[0], temperature=0.5)
+        weights = torch.linspace(0.5, 1.5, micro_batch.real_tokens)
+        real = slice(micro_batch.real_tokens)
+        loss = (predictions.log_probs[real] * weights + predictions.entropy[real] / weights).sum()
         return loss, torch.zeros((), dtype=torch.int), {}
 
     mine = sequences()[parallel_rank().data :: sizes.data_parallel_size]
@@ -142,7 +158,7 @@ def _step(micro_batches: Any, model: torch.nn.Module, *, consume: Any) -> tuple[
     )
     output = model(batch.tokens, batch.position_ids, None, packed_seq_params=parameters)
 
-    def cut_padding(output: Tensor, **arguments: Any) -> Any:
-        return consume(output[:, : batch.real_tokens], **arguments)
+    def on_last_stage(hidden: Tensor, **_options: Any) -> Any:
+        return consume(unwrap_model(model), hidden, batch)
 
-    return output, cut_padding
+    return output, on_last_stage

@@ -1,8 +1,7 @@
 """Each workaround for megatron-core, by what goes wrong without it.
 
 Three are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
-of the rest, and latent attention and selective recompute without Transformer Engine. So are the logits of a model with
-multi-token prediction, in test_deepseek_models.py.
+of the rest, and latent attention and selective recompute without Transformer Engine.
 """
 
 from collections.abc import Mapping

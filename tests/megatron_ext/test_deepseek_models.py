@@ -164,11 +164,20 @@ def predictions(rank: int, sizes: ParallelSizes, folder: Path, tokens: Tensor) -
     batch = pack(RaggedBatch(tokens, torch.tensor([len(tokens)])), [0], sizes.tensor_model_parallel_size)
     ends, longest = batch.cu_seqlens, batch.max_seqlen
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    outputs: list[Tensor] = []
-    model.mtp.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    given: dict[str, Any] = {}
+    model.decoder.register_forward_pre_hook(lambda _module, _inputs, named: given.update(named), with_kwargs=True)
     with torch.no_grad():
-        model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=packed)
-    return torch.stack(outputs[0][:, 0].chunk(1 + len(model.mtp.layers))[1:])
+        hidden = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+        outputs = model.mtp(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=given["rotary_pos_emb"],
+            packed_seq_params=packed,
+            embedding=model.embedding,
+        )
+    return torch.stack(outputs[:, 0].chunk(1 + len(model.mtp.layers))[1:])
 
 
 def expected_predictions(folder: Path, tokens: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,16 +75,16 @@ def open_for_writing(folder_partial: Path) -> Mapping[str, torch.Tensor]:
     return views
 
 
-def finish(folder_partial: Path, folder: Path, *, copy_from: Path) -> None:
+def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mapping[str, Any] | None = None) -> None:
     """Complete the checkpoint and give it its name, when every process has written its part.
 
-    config.json, tokenizer, chat template and generation config come from the model folder `copy_from`;
-    the type that config.json names becomes that of the weights. Everything is on disk before `folder`
+    config.json, unless it is given, tokenizer, chat template and generation config come from the model folder
+    `copy_from`; the type that config.json names becomes that of the weights. Everything is on disk before `folder`
     appears. Raises UserError, leaving nothing behind, where `folder` exists or `copy_from` has no config.json.
     """
     with _nothing_half_written(folder_partial):
         partial_folder(folder)
-        write_config(folder_partial, with_dtype(read_json(copy_from / CONFIG), folder_partial))
+        write_config(folder_partial, with_dtype(config or read_json(copy_from / CONFIG), folder_partial))
         copy_companions(copy_from, folder_partial)
         for path in [*folder_partial.iterdir(), folder_partial]:
             _fsync(path)

@@ -1,0 +1,58 @@
+"""The same model with a value for each token in the place of an output layer: a critic, or a reward model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
+
+_OUTPUT = "output_layer.weight"
+_SCORE = "score.weight"
+_CLASS_ENDS = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification")
+
+
+def with_head(architecture: Architecture, head: Head) -> Architecture:
+    """`architecture`, which has an output layer, with the given head."""
+    return architecture if head == "language_model" else with_value_head(architecture)
+
+
+def with_value_head(architecture: Architecture) -> Architecture:
+    """The backbone of a language model with a linear layer [1, H] on top.
+
+    Its HuggingFace form is that of `...ForSequenceClassification` with one label. A folder may lack `score.weight`,
+    which is 0 then: that of a language model does. The output layer and multi-token prediction, which such a folder
+    holds, are not read.
+    """
+    dropped = [each for each in architecture.weight_map if each.megatron == _OUTPUT or each.part is Part.MTP]
+    value = Parameter("value_head.weight", ((_SCORE, ("labels", "hidden")),), Kind.REPLICATED, Part.LAST)
+    changed = replace(
+        architecture,
+        hf_config=_hf_config(architecture.hf_config),
+        head="value",
+        transformer_config={k: v for k, v in architecture.transformer_config.items() if not k.startswith("mtp_")},
+        gpt_model={**architecture.gpt_model, "share_embeddings_and_output_weights": False},
+        dimensions={**architecture.dimensions, "labels": Dimension("num_labels", 1)},
+        weight_map=(*(each for each in architecture.weight_map if each not in dropped), value),
+        hf_copies={},
+        exported_copies=(),
+        mtp_layers=0,
+        hf_zero_if_missing=frozenset({_SCORE}),
+        extensions=replace(architecture.extensions, output_softcap=None),
+    )
+    # The tensors of the tied or untied output layer and of multi-token prediction.
+    unused = {"lm_head.weight", *architecture.hf_copies, *(architecture.hf_shapes.keys() - changed.hf_shapes.keys())}
+    return replace(changed, hf_unused=architecture.hf_unused | unused)
+
+
+def _hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    classes = [_classifier(name) for name in config.get("architectures") or []]
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    without_mtp = {"num_nextn_predict_layers": 0} if config.get("num_nextn_predict_layers") else {}
+    return {**config, **({"architectures": classes} if classes else {}), **labels, **without_mtp}
+
+
+def _classifier(name: str) -> str:
+    for end in _CLASS_ENDS:
+        if name.endswith(end):
+            return name.removesuffix(end) + "ForSequenceClassification"
+    return name

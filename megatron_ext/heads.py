@@ -1,0 +1,74 @@
+"""What the last stage makes of hidden states: predictions of the next tokens, or a value for each token."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.log_probs import LogProbs, linear_log_probs
+
+
+class LanguageModelHead(ColumnParallelLinear):
+    """The output layer of a GPTModel: log-probabilities of labels, without the logits of all tokens.
+
+    It takes over the weight of `layer`, which has none where it is tied to the embedding of the same stage.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, softcap: float | None) -> None:
+        config = layer.config
+        super().__init__(
+            layer.input_size,
+            layer.output_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=layer.tp_group,
+        )
+        self.weight = layer.weight
+        self.vocab_size = vocab_size
+        self.softcap = softcap
+
+    def forward(self, hidden: Tensor, labels: Tensor, tied_weight: Tensor | None, *, temperature: float) -> LogProbs:
+        """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
+
+        `tied_weight` is the weight where the layer has none.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        weight = self.weight if tied_weight is None else tied_weight
+        return linear_log_probs(
+            hidden.squeeze(1),
+            weight,
+            labels,
+            self.tp_group,
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+            softcap=self.softcap,
+        )
+
+
+class ValueHead(MegatronModule):
+    """One number per token, linear in its hidden state, in float32; the weight is the same on all ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        # Each rank then sees its own tokens: Megatron sums the gradient over tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32[T] of the hidden states [T, 1, H], those of this rank's tokens under sequence parallelism."""
+        values = F.linear(hidden.float(), self.weight.float()).flatten()
+        if self.config.sequence_parallel:
+            # Every rank computes the same loss of all values: of its gradient each takes the part of its own tokens.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values

@@ -1,0 +1,39 @@
+"""The weights of a reference model, which takes turns with the model of the same rank."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class ReferenceWeights:
+    """A copy of a rank's tensors, by their names in the Megatron layout."""
+
+    def __init__(self, present: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: tensor.detach().clone() for name, tensor in present.items()}
+        self.refreshed = False
+        """They are no longer those that the model began with: a checkpoint has to hold them."""
+
+    @torch.no_grad()
+    def refresh(self, present: Mapping[str, Tensor]) -> None:
+        """Become a copy of other tensors of the same names."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(present[name])
+        self.refreshed = True
+
+    @contextmanager
+    def exchanged(self, present: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the `present` tensors hold these values, and this object theirs."""
+        self._exchange(present)
+        try:
+            yield
+        finally:
+            self._exchange(present)
+
+    @torch.no_grad()
+    def _exchange(self, present: Mapping[str, Tensor]) -> None:
+        for name, reference in self.tensors.items():
+            kept = present[name].clone()
+            present[name].copy_(reference)
+            reference.copy_(kept)
