@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
+from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
 from megarl.cluster.worker_group import WorkerGroup
@@ -35,11 +36,21 @@ class _Share:
     micro_batches: list[list[int]]
 
 
-class TrainerGroup(WorkerGroup):
-    """All ranks of one Megatron job."""
+POLICY = "trainer"
+"""The name of the group whose model is the policy."""
 
-    def __init__(self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int) -> None:
-        super().__init__("trainer", options.parallel.world_size, trainer_place(cluster), logs)
+
+class TrainerGroup(WorkerGroup):
+    """All ranks of one Megatron job: one model, trained or frozen.
+
+    There may be several groups, each with processes of its own; `name` is in the names of their logs and in what their
+    errors say.
+    """
+
+    def __init__(
+        self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int, *, name: str = POLICY
+    ) -> None:
+        super().__init__(name, options.parallel.world_size, trainer_place(cluster), logs)
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster
@@ -48,23 +59,53 @@ class TrainerGroup(WorkerGroup):
     def start(self) -> None:
         """Let the ranks meet at an address of rank 0."""
         self.make("megarl.cluster.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
-        address = self.call("rendezvous", self._cluster.rendezvous_port)[0]
+        # Two groups cannot meet at one port: the one that is chosen is the policy's.
+        port = self._cluster.rendezvous_port if self._name == POLICY else 0
+        address = self.call("rendezvous", port)[0]
         self.call("join", self._options, address)
 
-    def build(self, model_path: Path, megatron_checkpoint: Path | None, total_steps: int, *, reference: bool) -> None:
+    def build(
+        self,
+        model_path: Path,
+        megatron_checkpoint: Path | None,
+        total_steps: int,
+        *,
+        reference: bool,
+        head: Head = "language_model",
+    ) -> None:
         """Make the model of a HuggingFace folder, ready for `total_steps` optimizer steps.
 
-        The weights are those of `megatron_checkpoint`, or else of the folder.
+        The weights are those of `megatron_checkpoint`, or else of the folder. With the head "value" the model gives a
+        value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
+        as those of the reference model, too.
         """
-        self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference)
+        self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
+
+    def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
+        """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
+        self.call("build_frozen", model_path, self._options, head)
 
     def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> LogProbs:
         """Log-probabilities of all tokens of `batch`, in its order."""
         shares = self._cut(batch)
         return _restore_order(shares, self._call_shares("log_probs", shares, temperature, reference))
 
-    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float) -> list[StepResult]:
-        """One optimizer step on `batch`; one result per data-parallel rank."""
+    def values(self, batch: RaggedBatch) -> Tensor:
+        """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
+        shares = self._cut(batch)
+        return _in_order_of_tokens(shares, self._call_shares("values", shares))
+
+    def scores(self, batch: RaggedBatch) -> Tensor:
+        """float32[N]: the value at the last token of each sequence of `batch`."""
+        shares = self._cut(batch)
+        return torch.cat(self._call_shares("scores", shares))[_order(shares)]
+
+    def refresh_reference(self) -> None:
+        """Make the present weights those of the reference model; checkpoints then hold them."""
+        self.call("refresh_reference")
+
+    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> list[StepResult]:
+        """One optimizer step on `batch`; one result per data-parallel rank. The `temperature` divides logits."""
         return self._call_shares("train_step", self._cut(batch), objective, temperature)
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
@@ -139,16 +180,26 @@ def _share(batch: RaggedBatch, cut: list[list[int]]) -> _Share:
     return _Share(sequences, batch.select(sequences), micro_batches)
 
 
+def _order(shares: Sequence[_Share]) -> Tensor:
+    """Where each sequence of the batch that was cut is among those of the shares."""
+    return torch.tensor(list(chain.from_iterable(share.sequences for share in shares)), dtype=torch.long).argsort()
+
+
+def _in_order_of_tokens(shares: Sequence[_Share], values: Sequence[Tensor]) -> Tensor:
+    """Join values of the tokens of the shares into those of the batch that was cut."""
+    pieces = [
+        piece
+        for share, of_share in zip(shares, values, strict=True)
+        for piece in of_share.split(share.batch.lengths.tolist())
+    ]
+    return torch.cat([pieces[index] for index in _order(shares).tolist()])
+
+
 def _restore_order(shares: Sequence[_Share], results: Sequence[LogProbs]) -> LogProbs:
     """Join predictions for the shares into those for the batch that was cut."""
-    order = torch.tensor(list(chain.from_iterable(share.sequences for share in shares))).argsort().tolist()
-
-    def join(field: str) -> Tensor:
-        pieces = [
-            piece
-            for share, result in zip(shares, results, strict=True)
-            for piece in getattr(result, field).split(share.batch.lengths.tolist())
-        ]
-        return torch.cat([pieces[index] for index in order])
-
-    return LogProbs(log_probs=join("log_probs"), entropy=join("entropy"), greedy=join("greedy"))
+    return LogProbs(
+        **{
+            field.name: _in_order_of_tokens(shares, [getattr(result, field.name) for result in results])
+            for field in fields(LogProbs)
+        }
+    )

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import ray
 import torch
+from torch import Tensor
 
 from megatron_ext import device
 
 device.install()  # before anything of Megatron is imported
 
-from converters.architectures import read_architecture  # noqa: E402
+from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
@@ -56,10 +57,10 @@ class TrainerWorker:
         options: MegatronOptions,
         total_steps: int,
         reference: bool,
+        head: Head,
     ) -> None:
         """Make the model, read its weights and prepare training; an earlier model is forgotten."""
-        architecture = read_architecture(read_json(model_path / CONFIG))
-        self.engine = MegatronEngine(architecture, options, self.rank)
+        self.engine = self._new_engine(model_path, options, head)
         if megatron_checkpoint:
             self.engine.load_distributed(megatron_checkpoint)
         else:
@@ -68,8 +69,17 @@ class TrainerWorker:
             self.engine.keep_reference()
         self.engine.prepare_training(total_steps)
         self.weights = WeightSource(
-            architecture, options.parallel, self.rank, self.engine.local_tensors(), module_names()
+            self.engine.architecture, options.parallel, self.rank, self.engine.local_tensors(), module_names()
         )
+
+    def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
+        """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""
+        self.engine = self._new_engine(model_path, options, head)
+        self.engine.load_huggingface(HuggingFaceCheckpoint(model_path))
+        self.engine.freeze()
+
+    def _new_engine(self, model_path: Path, options: MegatronOptions, head: Head) -> MegatronEngine:
+        return MegatronEngine(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
 
     def log_probs(
         self, batch: RaggedBatch, micro_batches: list[list[int]], temperature: float, reference: bool
@@ -79,6 +89,18 @@ class TrainerWorker:
             return self.engine.log_probs(batch, micro_batches, temperature=temperature)
         with self.engine.reference_weights():
             return self.engine.log_probs(batch, micro_batches, temperature=temperature)
+
+    def values(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
+        """See `MegatronEngine.values`."""
+        return self.engine.values(batch, micro_batches)
+
+    def scores(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
+        """See `MegatronEngine.scores`."""
+        return self.engine.scores(batch, micro_batches)
+
+    def refresh_reference(self) -> None:
+        """See `MegatronEngine.refresh_reference`."""
+        self.engine.refresh_reference()
 
     def train_step(
         self, batch: RaggedBatch, micro_batches: list[list[int]], objective: Objective, temperature: float
