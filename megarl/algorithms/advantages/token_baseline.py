@@ -1,5 +1,8 @@
 """Advantages with the baseline of least variance at every token."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,18 +25,29 @@ def optimal_token_baseline(scored: ScoredResponses) -> Advantages:
     This is verl's optimal token baseline (docs/algo/otb.md), in its multi-turn form: t counts the trained tokens, so
     that over single turns both are the same, and tools' outputs shift nothing over several.
     """
-    responses = scored.responses
-    returns = scored.rewards if scored.token_rewards is None else returns_to_go(scored)
+    responses, lengths = scored.responses, scored.responses.lengths.tolist()
+    alike = scored.token_rewards is None
+    returns = scored.rewards.unbind() if alike else returns_to_go(scored).split(lengths)
     weights = prefix_sums(_gradient_squares(scored), responses)
-    lengths = responses.lengths.tolist()
     of_weights = weights.split(lengths)
-    of_returns = returns.unbind() if scored.token_rewards is None else returns.split(lengths)
-    members = scored.prompts.ranked(responses.lengths).split(scored.prompts.sizes.tolist())
-    for group in (each.tolist() for each in members):
-        baseline = _baseline([of_returns[i] for i in group], [of_weights[i] for i in group])
-        for i in group:
-            torch.sub(of_returns[i], baseline[: lengths[i]], out=of_weights[i])
+    by_length = scored.prompts.ranked(responses.lengths).split(scored.prompts.sizes.tolist())
+    for group in by_length:
+        members = [_Member(lengths[i], returns[i], of_weights[i]) for i in group.tolist()]
+        baseline = _baseline(members)
+        for member in members:
+            # The weights are not read again: they make room for the advantages.
+            torch.sub(member.returns, baseline[: member.length], out=member.weights)
     return Advantages(weights)
+
+
+class _Member(NamedTuple):
+    """A response of a group."""
+
+    length: int
+    returns: Tensor
+    """float[length], or [] if the same at every token."""
+    weights: Tensor
+    """float[length]"""
 
 
 def _gradient_squares(scored: ScoredResponses) -> Tensor:
@@ -45,12 +59,12 @@ def _gradient_squares(scored: ScoredResponses) -> Tensor:
     return squares
 
 
-def _baseline(returns: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Of one group, whose responses are given from the shortest to the longest: [the longest]."""
-    numerator, denominator = torch.zeros_like(weights[-1]), torch.zeros_like(weights[-1])
-    for each_return, each_weight in zip(returns, weights, strict=True):
-        numerator[: len(each_weight)].addcmul_(each_weight, each_return)
-        denominator[: len(each_weight)].add_(each_weight)
-    second = len(weights[-2]) if len(weights) > 1 else 0
+def _baseline(members: Sequence[_Member]) -> Tensor:
+    """Of one group, from its shortest to its longest response: [the longest]."""
+    numerator, denominator = members[-1].weights.new_zeros(2, members[-1].length)
+    for length, returns, weights in members:
+        numerator[:length].addcmul_(weights, returns)
+        denominator[:length].add_(weights)
+    second = members[-2].length if len(members) > 1 else 0
     numerator[second:] = 0
     return numerator.div_(denominator.add_(_WEIGHT_EPSILON))

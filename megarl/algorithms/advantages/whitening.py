@@ -18,6 +18,8 @@ def whiten_(values: Tensor) -> Tensor:
     A single token has no variance; it becomes 0.
     """
     count = len(values)
+    # First less one of them: what is equal is then exactly 0, whatever the rounding of its mean.
+    values.sub_(values[0].clone())
     mean = sum(float(piece.sum()) for piece in values.split(_PIECE)) / count
     values.sub_(mean)
     squares = sum(float(piece.dot(piece)) for piece in values.split(_PIECE))

@@ -1,57 +1,161 @@
-import statistics
+"""How an estimator is asked, and what is refused."""
+
+from dataclasses import replace
 
 import pytest
-import reference_values as verl
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.algorithms.advantages import ScoredResponses, estimate
+from megarl.algorithms.advantages import ADVANTAGES, Estimator, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
 from megarl.config.schema import AlgorithmConfig
 
+CONFIG = AlgorithmConfig()
+NAN, INFINITY = float("nan"), float("inf")
+OF_GROUPS = [name for name, estimator in ADVANTAGES.items() if estimator.smallest_group > 1]
 
-def grpo(rewards: torch.Tensor, groups: torch.Tensor, *, normalize_by_std: bool) -> torch.Tensor:
-    scored = ScoredResponses(Ragged(torch.ones_like(groups)), groups, rewards)
-    return estimate("grpo", scored, AlgorithmConfig(normalize_by_std=normalize_by_std)).advantages
+
+def complete() -> ScoredResponses:
+    """Three responses to the prompts 4 and 9, of 2, 0 and 3 tokens, with all there is to know of them."""
+    tokens = torch.tensor([0.5, 0.25, 0.125, 0.5, 0.75])
+    rewards = torch.tensor([1.0, 0.0, 0.5])
+    return ScoredResponses(
+        Ragged(torch.tensor([2, 0, 3])),
+        torch.tensor([4, 4, 4]),
+        rewards,
+        {"format": rewards, "answer": rewards.flip(0)},
+        token_rewards=tokens,
+        values=tokens,
+        baseline_rewards=rewards,
+        old_log_probs=-tokens,
+        probability_squares=tokens,
+        importance_weights=tokens,
+        process_rewards=tokens,
+        teacher_log_probs=-tokens,
+    )
 
 
-rewards_in_groups = st.dictionaries(
-    st.integers(-5, 1000), st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=5), min_size=1, max_size=5
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"algorithm\.advantage='rlo' .* did you mean 'rloo'"):
+        estimate("rlo", complete(), CONFIG)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_options_are_keys_of_the_configuration_that_the_function_names(name: str) -> None:
+    assert all(hasattr(CONFIG, option) for option in ADVANTAGES[name].options)
+
+
+def test_the_options_of_the_configuration_arrive() -> None:
+    assert ADVANTAGES["gae"].options == ("gamma", "gae_lambda")
+    scored = complete()
+    halved = estimate("gae", scored, AlgorithmConfig(gamma=0.5, gae_lambda=0.0)).returns
+    assert halved is not None
+    # The reward of the last token; before it, the token's reward and half the next value.
+    assert halved.tolist() == [0.5 + 0.5 * 0.25, 0.25 + 1.0, 0.125 + 0.5 * 0.5, 0.5 + 0.5 * 0.75, 0.75 + 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, estimator in ADVANTAGES.items() for field in sorted(estimator.needs)]
 )
+def test_what_an_estimator_needs_and_does_not_get_is_refused(name: str, field: str) -> None:
+    without = replace(complete(), **{field: {} if field == "parts" else None})
+    with pytest.raises(UserError, match=rf"algorithm\.advantage={name} needs .*, which this run does not have"):
+        estimate(name, without, CONFIG)
 
 
-@pytest.mark.parametrize(("normalize_by_std", "expected"), [(True, verl.GRPO_NORMALIZED), (False, verl.GRPO_CENTRED)])
-def test_the_values_of_verl(normalize_by_std: bool, expected: torch.Tensor) -> None:
-    actual = grpo(verl.REWARDS, verl.GROUPS, normalize_by_std=normalize_by_std)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_nothing_but_what_it_needs_is_missed(name: str) -> None:
+    every = complete()
+    bare = ScoredResponses(every.responses, every.groups, every.rewards)
+    needed = {field: getattr(every, field) for field in ADVANTAGES[name].needs}
+    assert len(estimate(name, replace(bare, **needed), CONFIG).advantages) == 5
 
 
-@given(rewards_in_groups, st.booleans(), st.randoms(use_true_random=False))
-def test_the_formula_whatever_the_order_of_the_responses(by_group, normalize_by_std, random) -> None:
-    expected = []
-    for group, rewards in by_group.items():
-        mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
-        expected += [(group, r, (r - mean) / (std + 1e-6 if normalize_by_std else 1)) for r in rewards]
-    random.shuffle(expected)
-    groups, rewards, advantages = zip(*expected, strict=True)
-    actual = grpo(torch.tensor(rewards), torch.tensor(groups), normalize_by_std=normalize_by_std)
-    torch.testing.assert_close(actual, torch.tensor(advantages), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_group_of_one_is_refused_where_responses_are_compared(name: str) -> None:
+    alone = replace(complete(), groups=torch.tensor([4, 4, 9]))
+    with pytest.raises(UserError, match=rf"{name} compares .* only one response: raise loop\.samples_per_prompt"):
+        estimate(name, alone, CONFIG)
 
 
-@pytest.mark.parametrize("size", [2, 3, 7, 8, 64])
-def test_equal_rewards_have_no_advantage_at_all(size: int) -> None:
-    advantages = grpo(torch.full((size,), 0.1), torch.zeros(size, dtype=torch.long), normalize_by_std=True)
-    assert advantages.tolist() == [0.0] * size
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in OF_GROUPS])
+def test_a_group_of_one_is_like_any_other_where_they_are_not(name: str) -> None:
+    alone = replace(complete(), groups=torch.tensor([4, 9, 5]))
+    assert bool(estimate(name, alone, CONFIG).advantages.isfinite().all())
 
 
-def test_a_group_of_one_is_refused_with_an_explanation() -> None:
-    with pytest.raises(UserError, match=r"only one response: raise loop\.samples_per_prompt"):
-        grpo(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 1, 0]), normalize_by_std=True)
+def test_the_only_response_to_a_prompt_has_no_token_baseline() -> None:
+    alone = replace(complete(), groups=torch.tensor([4, 9, 5]), token_rewards=None)
+    assert estimate("optimal_token_baseline", alone, CONFIG).advantages.tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_refused(bad: float) -> None:
-    with pytest.raises(UserError, match=f"the reward of response 1 to prompt 0 is {bad}, not a finite"):
-        grpo(torch.tensor([1.0, bad]), torch.tensor([0, 0]), normalize_by_std=True)
+@pytest.mark.parametrize("lengths", [[0, 0], []])
+def test_a_batch_without_a_token_is_refused(lengths: list[int]) -> None:
+    count = len(lengths)
+    empty = ScoredResponses(
+        Ragged(torch.tensor(lengths, dtype=torch.long)), torch.zeros(count, dtype=torch.long), torch.zeros(count)
+    )
+    with pytest.raises(UserError, match="no response of this step has a token"):
+        estimate("grpo", empty, CONFIG)
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_a_reward_that_is_no_number_is_refused_by_name(bad: float) -> None:
+    scored = replace(complete(), rewards=torch.tensor([1.0, bad, bad]))
+    with pytest.raises(UserError, match=f"the reward of response 1 to prompt 4 is {bad}, not a finite number"):
+        estimate("grpo", scored, CONFIG)
+    with pytest.raises(UserError, match="the reward of sample 31 of gsm8k"):
+        estimate("grpo", scored, CONFIG, lambda i: f"sample {30 + i} of gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("field", "what"),
+    [
+        ("token_rewards", "reward"),
+        ("values", "value"),
+        ("old_log_probs", "log-prob"),
+        ("probability_squares", "sum of squared probabilities"),
+        ("importance_weights", "importance weight"),
+        ("process_rewards", "process reward"),
+        ("teacher_log_probs", "teacher's log-prob"),
+    ],
+)
+def test_a_value_of_a_token_that_is_no_number_is_refused_by_its_place(field: str, what: str) -> None:
+    scored = replace(complete(), **{field: torch.tensor([0.0, 0.0, 0.0, NAN, INFINITY])})
+    with pytest.raises(UserError, match=f"the {what} of token 1 of response 2 to prompt 4 is nan"):
+        estimate("grpo", scored, CONFIG)
+
+
+def test_a_greedy_reward_and_a_part_that_are_no_numbers_are_refused() -> None:
+    bad = torch.tensor([0.0, 0.0, NAN])
+    with pytest.raises(UserError, match="the reward of the greedy response of response 2 to prompt 4 is nan"):
+        estimate("remax", replace(complete(), baseline_rewards=bad), CONFIG)
+    with pytest.raises(UserError, match="the reward 'answer' of response 2 to prompt 4 is nan"):
+        estimate("gdpo", replace(complete(), parts={"format": torch.zeros(3), "answer": bad}), CONFIG)
+
+
+def test_max_rl_of_negative_rewards_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_rl needs rewards of at least 0, but there is one of -0\.5"):
+        estimate("max_rl", replace(complete(), token_rewards=None, rewards=torch.tensor([1.0, -0.5, 0.0])), CONFIG)
+
+
+def test_max_rl_of_a_group_without_success_learns_nothing() -> None:
+    failed = replace(complete(), token_rewards=None, rewards=torch.zeros(3))
+    assert estimate("max_rl", failed, CONFIG).advantages.tolist() == [0.0] * 5
+
+
+def test_gdpo_weighs_a_reward_after_normalising_it() -> None:
+    base = complete()
+    rewards = torch.tensor([1.0, 0.0, 0.5])
+    heavy = replace(base, parts={"a": rewards, "b": rewards.flip(0)}, part_weights={"b": 3.0})
+    # The parts are each other's opposites: 1 - 3 of the first is left, and whitening keeps its sign alone.
+    light = replace(base, parts={"a": rewards, "b": rewards.flip(0)}, part_weights={"b": 0.1})
+    assert (
+        estimate("gdpo", heavy, CONFIG).advantages.sign() == -estimate("gdpo", light, CONFIG).advantages.sign()
+    ).all()
+
+
+def test_an_estimator_says_what_it_reads() -> None:
+    def function(scored: ScoredResponses, *, gamma: float, clip_low: float) -> None: ...
+
+    assert Estimator(function).options == ("gamma", "clip_low")  # type: ignore[arg-type]

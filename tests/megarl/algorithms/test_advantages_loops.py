@@ -1,0 +1,145 @@
+"""Every estimator against its formula in loops over float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_reference_advantages import LOOPS, Options, Response, gae_returns
+from torch import Tensor
+
+from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
+from megarl.algorithms.ragged import Ragged
+from megarl.config.schema import AlgorithmConfig
+
+TOKEN_FIELDS = (
+    "token_rewards",
+    "values",
+    "old_log_probs",
+    "probability_squares",
+    "importance_weights",
+    "process_rewards",
+    "teacher_log_probs",
+)
+LENGTHS = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 97]))
+REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0, 1.7])
+
+
+@dataclass
+class Case:
+    scored: ScoredResponses
+    loops: list[Response]
+
+
+def cases(smallest_group: int) -> st.SearchStrategy[Case]:
+    group = st.lists(st.tuples(LENGTHS, REWARDS), min_size=smallest_group, max_size=4)
+    return st.builds(
+        build,
+        st.dictionaries(st.integers(-5, 1000), group, min_size=1, max_size=4).filter(
+            lambda by_group: any(length for rows in by_group.values() for length, _ in rows)
+        ),
+        seed=st.integers(0, 2**31),
+        with_token_rewards=st.booleans(),
+    )
+
+
+def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token_rewards: bool) -> Case:
+    """Responses in a random order, with random values at their tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(number, length, reward) for number, group in by_group.items() for length, reward in group]
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+    groups, lengths, rewards = (torch.tensor(column) for column in zip(*rows, strict=True))
+    tokens, count = int(lengths.sum()), len(rows)
+    normal, uniform = (torch.randn(9, tokens, generator=generator), torch.rand(9, tokens, generator=generator))
+    fields = {
+        # Quarters, so that scores which are equal on paper are so in every arithmetic; none below 0.
+        "token_rewards": (uniform[0] * 4).floor() / 4 if with_token_rewards else None,
+        "values": normal[1],
+        "old_log_probs": -uniform[2] * 3,
+        "probability_squares": uniform[3],
+        "importance_weights": uniform[4] + 0.5,
+        "process_rewards": normal[5] / 10,
+        "teacher_log_probs": -uniform[6] * 3,
+    }
+    parts = {"format": torch.rand(count, generator=generator).round(), "answer": rewards}
+    weights = {"format": 0.5}
+    baselines = torch.rand(count, generator=generator)
+    scored = ScoredResponses(Ragged(lengths), groups, rewards, parts, weights, baseline_rewards=baselines, **fields)
+    return Case(scored, as_loops(scored))
+
+
+def as_loops(scored: ScoredResponses) -> list[Response]:
+    lengths = scored.responses.lengths.tolist()
+    zeros = torch.zeros(scored.responses.tokens)
+    columns = {name: getattr(scored, name) for name in TOKEN_FIELDS}
+    by_token = {name: (zeros if v is None else v).double().split(lengths) for name, v in columns.items()}
+    assert scored.baseline_rewards is not None
+    return [
+        Response(
+            group=int(scored.groups[i]),
+            reward=float(scored.rewards[i]),
+            baseline_reward=float(scored.baseline_rewards[i]),
+            parts={name: float(part[i]) for name, part in scored.parts.items()},
+            **{name: values[i].tolist() for name, values in by_token.items()},
+        )
+        for i in range(len(lengths))
+    ]
+
+
+def flat(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+def assert_equal_to_1e_6(actual: Tensor, expected: Tensor) -> None:
+    """Relative to the largest value: where advantages cancel out, so do the digits of what they come from."""
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * max(1.0, float(expected.abs().max())))
+
+
+def check(name: str, case: Case, options: Options) -> None:
+    config = AlgorithmConfig(
+        normalize_by_std=options.normalize_by_std, gamma=options.gamma, gae_lambda=options.gae_lambda
+    )
+    estimated = estimate(name, case.scored, config)
+    assert_equal_to_1e_6(estimated.advantages, flat(LOOPS[name](case.loops, options)))
+    assert (estimated.returns is None) == (name != "gae")
+    if estimated.returns is not None:
+        assert_equal_to_1e_6(estimated.returns, flat(gae_returns(case.loops, options)))
+
+
+def test_every_estimator_has_a_loop() -> None:
+    assert set(LOOPS) == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@settings(max_examples=25)
+@given(st.data(), st.booleans(), st.sampled_from([0.0, 0.9, 0.99, 1.0]), st.sampled_from([0.0, 0.95, 1.0]))
+def test_the_formula(name: str, data: st.DataObject, normalize: bool, gamma: float, gae_lambda: float) -> None:
+    case = data.draw(cases(ADVANTAGES[name].smallest_group))
+    check(name, case, Options(normalize, gamma, gae_lambda, {"format": 0.5}))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_responses_of_thousands_of_tokens(name: str) -> None:
+    by_group = {7: [(3000, 1.0), (1, 0.0), (2048, 0.25)], -2: [(0, 1.0), (777, 0.0)]}
+    case = build(by_group, seed=3, with_token_rewards=True)
+    check(name, case, Options(gamma=0.999, gae_lambda=0.95, part_weights={"format": 0.5}))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_batch_of_one_token(name: str) -> None:
+    case = build({0: [(1, 1.0), (0, 0.25)]}, seed=0, with_token_rewards=False)
+    check(name, case, Options(part_weights={"format": 0.5}))
+
+
+@pytest.mark.parametrize("name", [n for n, e in ADVANTAGES.items() if e.smallest_group > 1 and n != "prime"])
+def test_equal_rewards_have_no_advantage_at_all(name: str) -> None:
+    sizes = (2, 3, 7, 8, 64)
+    groups = torch.tensor([size for size in sizes for _ in range(size)])
+    rewards = groups / 10
+    lengths = torch.arange(len(groups)) % 5
+    scored = ScoredResponses(Ragged(lengths), groups, rewards, {"only": rewards})
+    advantages = estimate(name, scored, AlgorithmConfig()).advantages
+    assert advantages.tolist() == [0.0] * int(lengths.sum())
