@@ -7,6 +7,7 @@ number generators are kept per rank.
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,43 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 
 from converters.errors import UserError
 from megatron_ext import compat, device
 from megatron_ext.engine import MegatronEngine
+from megatron_ext.reference import ReferenceWeights
+
+_REFERENCE = "reference."
 
 
 def save(engine: MegatronEngine, folder: Path) -> None:
     """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
 
+    Also the weights of the reference model, if they are no longer those that the model began with.
+
     Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
     """
     state = _sharded_state(engine, is_loading=False)
+    if engine.reference is not None and engine.reference.refreshed:
+        state |= _sharded_reference(engine, engine.reference)
     _check_room(state, folder)
     dist_checkpointing.save(state, str(folder))
 
 
 def load(engine: MegatronEngine, folder: Path) -> None:
-    """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called."""
+    """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called.
+
+    The reference model, where the engine keeps one, becomes that of the checkpoint, if it holds one.
+    """
     compat.prime_optimizer_state(engine.optimizer)
-    state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(folder))
+    wanted = _sharded_state(engine, is_loading=True)
+    reference = engine.reference if _holds_reference(folder) else None
+    if reference is not None:
+        wanted |= _sharded_reference(engine, reference)
+    state = dist_checkpointing.load(wanted, str(folder))
+    if reference is not None:
+        reference.refresh(_loaded_reference(engine, state))
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(state[name])
     rates = [(group["max_lr"], group["min_lr"]) for group in engine.optimizer.param_groups]
@@ -72,13 +90,17 @@ def _named_chunks(engine: MegatronEngine) -> dict[str, GPTModel]:
     return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
 
 
-def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+def _metadata() -> dict[str, Any]:
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+    metadata = _metadata()
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
     }
@@ -88,6 +110,34 @@ def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any
         "rng_state", _rng_state(), (torch.distributed.get_world_size(),), (torch.distributed.get_rank(),)
     )
     return state
+
+
+def _sharded_reference(engine: MegatronEngine, reference: ReferenceWeights) -> dict[str, Any]:
+    """The parts of the model's state with the tensors of the reference, under keys of their own."""
+    state: dict[str, Any] = {}
+    chunks = _named_chunks(engine)
+    for name, chunk in chunks.items():
+        prefix = f"{name}." if len(chunks) > 1 else ""
+        state[_REFERENCE + name] = {
+            key: replace(part, key=_REFERENCE + part.key, data=reference.tensors[prefix + key])
+            for key, part in chunk.sharded_state_dict(metadata=_metadata()).items()
+            # The rest is no weights.
+            if prefix + key in reference.tensors
+        }
+    return state
+
+
+def _loaded_reference(engine: MegatronEngine, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    chunks = _named_chunks(engine)
+    return {
+        f"{name}.{key}" if len(chunks) > 1 else key: tensor
+        for name in chunks
+        for key, tensor in state[_REFERENCE + name].items()
+    }
+
+
+def _holds_reference(folder: Path) -> bool:
+    return any(key.startswith(_REFERENCE) for key in dist_checkpointing.load_tensors_metadata(str(folder)))
 
 
 def _rng_state() -> dict[str, Any]:

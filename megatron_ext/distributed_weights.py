@@ -29,6 +29,11 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of
     `architecture`.
     """
+    if architecture.head == "value":
+        raise UserError(
+            f"{folder} is a checkpoint in Megatron's format, from which a value model cannot begin: convert it to a"
+            " HuggingFace folder and give that"
+        )
     checkpoint = TorchDistCheckpoint(folder)
     check_distributed(checkpoint, architecture)
     uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in checkpoint.weights)

@@ -46,6 +46,52 @@ def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
             assert torch.equal(tensor, continued_rank["weights"][name]), name
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ParallelSizes(world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2),
+        ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    ],
+    ids=["TP2 EP2", "VPP2"],
+)
+def test_a_refreshed_reference_is_the_same_after_resuming(sizes, tmp_path_factory, tmp_path):
+    model = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
+    written = run_ranks(refresh_and_save, sizes, model, tmp_path)
+    resumed = run_ranks(load_with_reference, sizes, model, tmp_path)
+    for before, after in zip(written, resumed, strict=True):
+        assert after["refreshed"]
+        assert before["reference"].keys() == after["reference"].keys()
+        assert any(not torch.equal(tensor, before["present"][name]) for name, tensor in before["reference"].items())
+        for kind in ("reference", "present"):
+            for name, tensor in before[kind].items():
+                assert torch.equal(tensor, after[kind][name]), (kind, name)
+
+
+def test_a_reference_that_was_never_refreshed_is_not_in_the_checkpoint(folder, tmp_path):
+    run_ranks(train_and_save, ParallelSizes(), folder, tmp_path)
+    assert not any(key.startswith("reference.") for key in keys_of(tmp_path))
+    (resumed,) = run_ranks(load_with_reference, ParallelSizes(), folder, tmp_path)
+    assert not resumed["refreshed"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        (ParallelSizes(world_size=2, tensor_model_parallel_size=2), torch.bfloat16),
+        (ParallelSizes(world_size=2), torch.float32),
+    ],
+    ids=["TP2", "DP2"],
+)
+def test_a_critic_continues_as_if_it_had_not_been_interrupted(folder, sizes, dtype, tmp_path):
+    whole = run_ranks(train_critic_and_save, sizes, folder, tmp_path, dtype)
+    continued = run_ranks(load_and_train_critic, sizes, folder, tmp_path, dtype)
+    for before, after in zip(whole, continued, strict=True):
+        assert before["weights"]["value_head.weight"].any()
+        assert before["norms"] == after["norms"]
+        for name, tensor in before["weights"].items():
+            assert torch.equal(tensor, after["weights"][name]), name
+
+
 def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(folder, tmp_path):
     run_ranks(train_and_save, ParallelSizes(), folder, tmp_path)
     (same,) = run_ranks(load_and_train, ParallelSizes(), folder, tmp_path)
@@ -78,24 +124,35 @@ def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
     assert list(target.iterdir()) == []
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path, rate: float = 1.0):
+def make_engine(
+    rank: int,
+    sizes: ParallelSizes,
+    folder: Path,
+    rate: float = 1.0,
+    *,
+    head: str = "language_model",
+    reference: bool = False,
+    dtype: torch.dtype = torch.float32,
+):
     from megatron_ext.engine import MegatronEngine
     from megatron_ext.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(
         sizes,
-        torch.float32,
+        dtype,
         optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1},
         scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
     )
-    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
+    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank, head=head)
     engine.load_huggingface(checkpoint)
+    if reference:
+        engine.keep_reference()
     engine.prepare_training(STEPS)
     return engine
 
 
-def train(engine, steps: range) -> dict:
+def train(engine, steps: range, objective=sft_objective) -> dict:
     from megatron_ext.parallel import parallel_rank
 
     results = []
@@ -107,7 +164,7 @@ def train(engine, steps: range) -> dict:
         batch = RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, {"weights": weights})
         size = engine.options.parallel.data_parallel_size
         results.append(
-            engine.train_step(batch, assign(lengths, size, 16)[parallel_rank().data], sft_objective, temperature=1.0)
+            engine.train_step(batch, assign(lengths, size, 16)[parallel_rank().data], objective, temperature=1.0)
         )
     return {"norms": [result.gradient_norm for result in results], "rates": [r.learning_rate for r in results]}
 
@@ -137,6 +194,57 @@ def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, 
     engine = make_engine(rank, sizes, folder, rate)
     checkpoint.load(engine, target)
     return outcome(engine, train(engine, range(SAVED_AFTER, STEPS)))
+
+
+def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder, reference=True)
+    train(engine, range(1))
+    engine.refresh_reference()
+    train(engine, range(1, 2))
+    checkpoint.save(engine, target)
+    return with_reference(engine)
+
+
+def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder, reference=True)
+    checkpoint.load(engine, target)
+    return with_reference(engine)
+
+
+def with_reference(engine) -> dict:
+    present = {name: tensor.detach().clone() for name, tensor in engine.local_tensors().items()}
+    return {"present": present, "reference": engine.reference.tensors, "refreshed": engine.reference.refreshed}
+
+
+def keys_of(folder: Path) -> set[str]:
+    from megatron.core import dist_checkpointing
+
+    return set(dist_checkpointing.load_tensors_metadata(str(folder)))
+
+
+def squared_error(values, micro_batch):
+    return ((values - 3).square() * micro_batch.fields["weights"]).sum(), {}
+
+
+def train_critic_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder, head="value", dtype=dtype)
+    train(engine, range(1), squared_error)
+    checkpoint.save(engine, target)
+    return outcome(engine, train(engine, range(1, STEPS), squared_error))
+
+
+def load_and_train_critic(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
+    from megatron_ext import checkpoint
+
+    engine = make_engine(rank, sizes, folder, head="value", dtype=dtype)
+    checkpoint.load(engine, target)
+    return outcome(engine, train(engine, range(1, STEPS), squared_error))
 
 
 def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
