@@ -12,6 +12,9 @@ from converters.errors import UserError
 COMMANDS = {
     "train": "GRPO: prompts, rollouts, rewards, updates",
     "sft": "supervised fine-tuning on the same engine",
+    "dpo": "preferences: the better of two replies (DPO)",
+    "reward-model": "a model that scores replies, from preferences",
+    "spin": "self-play fine-tuning: replies of people against the policy's own",
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
     "convert": "HuggingFace folder to Megatron checkpoint, in a stream",
     "export": "Megatron checkpoint to HuggingFace folder, in a stream",
@@ -37,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"megarl.cli.{name}")
+        module = importlib.import_module(f"megarl.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,

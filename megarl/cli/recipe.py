@@ -1,12 +1,16 @@
-"""What `train` and `sft` share: a recipe, overrides of it, Megatron's flags."""
+"""What the commands that train share: a recipe, overrides of it, Megatron's flags."""
 
 import argparse
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from megarl.config.schema import MegarlConfig
+
+Part: TypeAlias = Callable[["MegarlConfig"], None]
+"""One thing that is done with a configuration: a check, or the whole job."""
 
 _PLAIN_VALUE = re.compile(r"[\w./:+\-]+|\[.*\]|\{.*\}|'.*'|\".*\"")
 
@@ -37,6 +41,20 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
     flags, overrides = parse_flags(options.overrides, flag_hints())
     overrides += [override(f"megatron.{name}", value) for name, value in flags.items()]
     return compose(options.config_name, overrides, options.config_dir)
+
+
+def run(options: argparse.Namespace, parts: Callable[[], Iterator[Part]]) -> int:
+    """Give the configuration of a command line to each of `parts`, or print it.
+
+    They are made one after the other, so that what a check refuses is refused before what comes next is imported.
+    """
+    config = read_config(options)
+    if options.print_config:
+        print_config(config)
+        return 0
+    for part in parts():
+        part(config)
+    return 0
 
 
 def print_config(config: "MegarlConfig") -> None:

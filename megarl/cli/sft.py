@@ -5,6 +5,7 @@ run), options of Megatron also as Megatron's own flags.
 """
 
 import argparse
+from collections.abc import Iterator
 
 from megarl.cli import recipe
 
@@ -24,14 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the fine-tuning to its last step."""
-    config = recipe.read_config(options)
-    if options.print_config:
-        recipe.print_config(config)
-        return 0
+    return recipe.run(options, _parts)
+
+
+def _parts() -> Iterator[recipe.Part]:
     from megarl.config.validate import validate_sft
 
-    validate_sft(config)
+    yield validate_sft
     from megarl.sft import sft
 
-    sft(config)
-    return 0
+    yield sft

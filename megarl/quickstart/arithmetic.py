@@ -5,7 +5,7 @@ follows from those already written. All characters are tokens of `megarl.quickst
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Parquet files of the task: prompts in verl's columns, and the same pairs as conversations in `messages`."""
+    """Parquet files of the task: prompts in verl's columns, the same pairs as conversations in `messages`, and as
+    preferences, with the right answer in `chosen` and a wrong one in `rejected`.
+    """
 
     train: Path
     eval: Path
     sft_train: Path
     sft_eval: Path
+    pairs_train: Path
+    pairs_eval: Path
 
 
 def question(pair: Pair) -> str:
@@ -39,6 +43,14 @@ def answer(pair: Pair) -> str:
     return f"{sum(pair):03d}"[::-1]
 
 
+def wrong_answer(pair: Pair, seed: int) -> str:
+    """Return the answer to another pair, whose sum is not that of `pair`: only the question tells which is right."""
+    generator = np.random.default_rng((seed, *pair))
+    while sum(other := generator.integers(100, size=2).tolist()) == sum(pair):
+        pass
+    return answer(tuple(other))
+
+
 def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
     """Return all 10,000 pairs in the order of `seed`, cut into those to train on and the `held_out` ones."""
     order = np.random.default_rng(seed).permutation(100 * 100).tolist()
@@ -47,14 +59,16 @@ def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[P
 
 
 def write_arithmetic(folder: Path, *, seed: int = 0, held_out: int = HELD_OUT) -> ArithmeticFiles:
-    """Write train.parquet, eval.parquet, sft_train.parquet and sft_eval.parquet to `folder`, made if needed."""
+    """Write the files, each of the name of its field, to `folder`, made if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "eval", "sft_train", "sft_eval")))
+    files = ArithmeticFiles(*(folder / f"{field.name}.parquet" for field in fields(ArithmeticFiles)))
     train, evaluation = split_pairs(seed, held_out)
     _write(files.train, _prompt_rows(train, "train"))
     _write(files.eval, _prompt_rows(evaluation, "eval"))
     _write(files.sft_train, _conversation_rows(train))
     _write(files.sft_eval, _conversation_rows(evaluation))
+    _write(files.pairs_train, _preference_rows(train, seed))
+    _write(files.pairs_eval, _preference_rows(evaluation, seed))
     return files
 
 
@@ -78,6 +92,17 @@ def _conversation_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
                 {"role": "user", "content": question(pair)},
                 {"role": "assistant", "content": answer(pair)},
             ]
+        }
+        for pair in pairs
+    ]
+
+
+def _preference_rows(pairs: Sequence[Pair], seed: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": question(pair)}],
+            "chosen": answer(pair),
+            "rejected": wrong_answer(pair, seed),
         }
         for pair in pairs
     ]

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from megarl.cli.main import COMMANDS, build_parser, main
 
 HEAVY = ("torch", "ray", "hydra", "transformers", "vllm", "megatron.core")
+TRAINING = ("train", "sft", "dpo", "reward-model", "spin")
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_help_shows_every_option_and_examples(command: str, capsys: pytest.Captu
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert f"examples:\n  megarl {command}" in text
-    for flag in ("--config-name", "--config-dir", "--print-config") if command in ("train", "sft") else ():
+    for flag in ("--config-name", "--config-dir", "--print-config") if command in TRAINING else ():
         assert flag in text
 
 
@@ -64,6 +65,9 @@ print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
         ("train --config-name quickstart model.path=m --trainer-ranks 2", "give it as cluster.trainer_ranks=..."),
         ("train --config-name quickstart model.path=m", "model.path=m is not a HuggingFace folder"),
         ("sft --config-name quickstart_sft model.path=m --lr", "--lr needs a value"),
+        ("dpo --config-name quickstart_dpo model.path=m", "model.path=m is not a HuggingFace folder"),
+        ("reward-model --config-name quickstart_dpo preference.stps=1", "did you mean preference.steps?"),
+        ("spin --config-name quickstart_spin model.path=m --lr", "--lr needs a value"),
         ("eval --model m --files e.parquet loop.stps=1", "did you mean loop.steps?"),
         ("eval --model m --files e.parquet", "model.path=m is not a HuggingFace folder"),
         ("doctor --jsn", "megarl doctor does not take --jsn"),
@@ -118,7 +122,7 @@ def test_eval_takes_odd_paths_and_overrides(model: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_what_the_parser_asks_for(command: str) -> None:
-    module = importlib.import_module(f"megarl.cli.{command}")
+    module = importlib.import_module(f"megarl.cli.{command.replace('-', '_')}")
     assert callable(module.run)
     assert isinstance(module.TAKES_OVERRIDES, bool)
 

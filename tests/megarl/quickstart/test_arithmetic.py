@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -66,12 +68,26 @@ def test_conversations_teach_the_answer_and_its_end(files):
         assert tokenizer.decode([token for token, kept in zip(token_ids, mask, strict=True) if kept]) == f"{truth}<end>"
 
 
+def test_a_preference_is_a_right_answer_and_one_to_another_question(files):
+    rows = pq.read_table(files.pairs_train).to_pylist() + pq.read_table(files.pairs_eval).to_pylist()
+    assert len(rows) == 10_000
+    for row in rows:
+        first, second = row["prompt"][0]["content"].rstrip("=").split("+")
+        assert int(row["chosen"][::-1]) == int(first) + int(second) != int(row["rejected"][::-1])
+    # Alone, a wrong answer looks like a right one.
+    for digit in range(3):
+        right, wrong = (Counter(row[kind][digit] for row in rows) for kind in ("chosen", "rejected"))
+        assert all(abs(right[character] - wrong[character]) < 200 for character in "0123456789")
+
+
 def test_the_same_seed_writes_the_same_rows(files, tmp_path):
     again = write_arithmetic(tmp_path, seed=3)
-    for name in ("train", "eval", "sft_train", "sft_eval"):
+    for name in ("train", "eval", "sft_train", "sft_eval", "pairs_train", "pairs_eval"):
         assert pq.read_table(getattr(again, name)).equals(pq.read_table(getattr(files, name)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "eval.parquet",
+        "pairs_eval.parquet",
+        "pairs_train.parquet",
         "sft_eval.parquet",
         "sft_train.parquet",
         "train.parquet",

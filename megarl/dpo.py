@@ -1,0 +1,43 @@
+"""Direct preference optimisation: pairs of replies, of which the policy learns to prefer the chosen one."""
+
+from dataclasses import replace
+from functools import partial
+
+from megarl.algorithms import PreferenceObjective
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import MegarlConfig
+from megarl.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
+from megarl.supervised import HeldOut, Start, Training, open_training
+from megatron_ext.packing import RaggedBatch, pack
+
+
+def dpo(config: MegarlConfig) -> None:
+    """Train `config.model` on the pairs of `config.preference`; its own first weights are the reference.
+
+    The result is a HuggingFace folder below `config.output_dir`.
+    """
+    settings = config.preference
+    start = Start.of(config)
+    train, held_out = read_pairs(start)
+    objective = PreferenceObjective(settings.beta, settings.label_smoothing)
+    with open_training(start, settings.steps) as training:
+        training.build(reference=True)
+        measurement = None
+        if held_out:
+            compared = _compared(training, pair_batch(held_out))
+            measurement = HeldOut(partial(_measure, training.trainer, compared, objective), settings.eval_every)
+        training.learn(draw_pairs(train, config, partial(_compared, training)), objective, measurement)
+        training.export()
+
+
+def _compared(training: Training, batch: RaggedBatch) -> RaggedBatch:
+    with training.clock.stage("reference"):
+        reference = training.trainer.log_probs(batch, temperature=1.0, reference=True)
+    return with_reference(batch, reference.log_probs)
+
+
+def _measure(trainer: TrainerGroup, batch: RaggedBatch, objective: PreferenceObjective) -> dict[str, float]:
+    predictions = trainer.log_probs(batch, temperature=1.0)
+    # A micro-batch has the value of a token where it is predicted.
+    shifted = pack(batch.with_fields(log_probs=predictions.log_probs), range(len(batch))).fields["log_probs"]
+    return held_out_metrics(objective, replace(predictions, log_probs=shifted), batch)

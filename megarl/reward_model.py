@@ -1,0 +1,33 @@
+"""Training a reward model: a value head learns to give the better of two replies the higher score."""
+
+from functools import partial
+
+from megarl.algorithms import reward_model_objective
+from megarl.algorithms.ragged import Ragged
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import MegarlConfig
+from megarl.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
+from megarl.supervised import HeldOut, Start, open_training
+from megatron_ext.packing import RaggedBatch
+
+
+def train_reward_model(config: MegarlConfig) -> None:
+    """Train `config.model`, with a head that gives scores, on the pairs of `config.preference`.
+
+    The result is a HuggingFace folder below `config.output_dir`: a sequence classifier of one label.
+    """
+    settings = config.preference
+    start = Start.of(config)
+    train, held_out = read_pairs(start)
+    with open_training(start, settings.steps) as training:
+        training.build(head="value")
+        measurement = None
+        if held_out:
+            measurement = HeldOut(partial(_measure, training.trainer, pair_batch(held_out)), settings.eval_every)
+        training.learn(draw_pairs(train, config), reward_model_objective, measurement)
+        training.export()
+
+
+def _measure(trainer: TrainerGroup, batch: RaggedBatch) -> dict[str, float]:
+    values = Ragged(batch.lengths).at_last_token(trainer.scores(batch))
+    return held_out_metrics(reward_model_objective, values, batch)

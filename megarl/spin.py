@@ -1,0 +1,159 @@
+"""Self-play fine-tuning (SPIN, arXiv:2401.01335): the policy learns to tell the replies of people from its own.
+
+An iteration has a policy that stays, the opponent: it answers the prompts of conversations, and for some optimizer
+steps the policy learns to prefer the replies in the data to these, with the opponent as the reference. Then the policy
+is the next opponent. It ends where the two replies are the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from converters.errors import UserError
+from megarl.algorithms import PreferenceObjective
+from megarl.cluster.engine_group import EngineGroup
+from megarl.config.schema import MegarlConfig
+from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
+from megarl.job import LOGS
+from megarl.model import check_loadable
+from megarl.preferences import pair_batch, with_reference
+from megarl.rollout.protocol import Request
+from megarl.sft import exact_match_share
+from megarl.stages.probe import Probe
+from megarl.stages.refit import Refit, check_machines
+from megarl.stages.rollout import sampling_parameters
+from megarl.supervised import Draw, HeldOut, Start, Training, open_training
+
+
+class Turn(NamedTuple):
+    """What an opponent is asked, and what was said in the data: token ids, the reply with its end token."""
+
+    prompt: list[int]
+    reply: list[int]
+
+
+def spin(config: MegarlConfig) -> None:
+    """Train `config.model` on the conversations of `config.preference`, the last reply of each.
+
+    The result is a HuggingFace folder below `config.output_dir`.
+    """
+    settings = config.preference
+    start = Start.of(config)
+    turns = [last_turn(conversation) for conversation in _read(start, settings.train_files)]
+    held_out = _read(start, settings.eval_files) if settings.eval_files else []
+    _check_lengths(turns, config)
+    objective = PreferenceObjective(settings.beta, settings.label_smoothing)
+    with (
+        open_training(start, settings.steps) as training,
+        EngineGroup(config.rollout, config.cluster, Path(config.output_dir) / LOGS) as engines,
+    ):
+        refit = _start(training, engines, [turn.prompt for turn in turns])
+        measurement = HeldOut(
+            lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
+        )
+        draws = _draws(training, engines, refit, turns)
+        training.learn(draws, objective, measurement if held_out else None)
+        training.export()
+
+
+def last_turn(conversation: Conversation) -> Turn:
+    """The last reply of a conversation, and all before it."""
+    token_ids, mask = conversation
+    end = len(mask) - mask[::-1].index(True)
+    begin = end - mask[end - 1 :: -1].index(False)
+    return Turn(token_ids[:begin], token_ids[begin:end])
+
+
+def pairs_against(turns: Sequence[Turn], replies: Sequence[list[int]]) -> list[PreferencePair]:
+    """The reply in the data against the opponent's, for all turns where they differ: nothing else can be learned."""
+    return [
+        PreferencePair(_conversation(turn.prompt, turn.reply), _conversation(turn.prompt, reply))
+        for turn, reply in zip(turns, replies, strict=True)
+        if turn.reply != reply
+    ]
+
+
+def _conversation(prompt: list[int], reply: list[int]) -> Conversation:
+    return Conversation([*prompt, *reply], [False] * len(prompt) + [True] * len(reply))
+
+
+def _read(start: Start, files: list[str]) -> list[Conversation]:
+    config = start.config
+    limit = config.loop.max_tokens_per_micro_batch
+    return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit)
+
+
+def _check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
+    """Raise UserError if a reply with the longest answer of an opponent beside it has no place in a micro-batch."""
+    longest_answer, limit = config.rollout.max_response_tokens, config.loop.max_tokens_per_micro_batch
+    longest = max(2 * len(turn.prompt) + len(turn.reply) for turn in turns) + longest_answer
+    if longest > limit:
+        raise UserError(
+            f"the longest pair of a conversation and an answer of rollout.max_response_tokens={longest_answer} has "
+            f"{longest} tokens, more than loop.max_tokens_per_micro_batch={limit}: raise the latter to {longest}, or "
+            f"shorten the conversations of preference.train_files"
+        )
+
+
+def _start(training: Training, engines: EngineGroup, prompts: Sequence[list[int]]) -> Refit:
+    """Start ranks and engines side by side; the way of the weights from the ones to the others."""
+    config, model, trainer = training.start.config, training.start.model, training.trainer
+    machines = len({*trainer.nodes(), *engines.nodes()})
+    check_machines(machines, config.refit)
+    # Between machines nothing goes by name: engines and ranks begin with the same weights, and are compared.
+    if is_apart := machines > 1:
+        check_loadable(model, machines)
+    starting = engines.begin_start(model.folder, load_weights=is_apart)
+    training.build()
+    engines.wait_started(starting)
+    probe = None
+    if config.refit.verify == "logprobs":
+        probe = Probe(prompts, config.rollout.max_response_tokens, config.refit.log_prob_tolerance)
+    refit = Refit(trainer, engines, model.architecture, config.refit, probe, has_loaded=is_apart)
+    if is_apart:
+        refit.confirm()
+    return refit
+
+
+def _draws(training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn]) -> Iterator[Draw]:
+    """Batches of pairs, iteration after iteration, until the opponent's replies are those in the data."""
+    config, clock = training.start.config, training.clock
+    settings = config.preference
+    sampler = PromptSampler(len(turns), config.data.shuffle, config.loop.seed)
+    step = 0
+    while True:
+        with clock.stage("refit"):
+            metrics = refit(step)
+        with clock.stage("rollout"):
+            drawn = [turns[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
+            pairs = pairs_against(drawn, _replies(training, engines, drawn, step))
+        if not pairs:
+            print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
+            return
+        metrics["spin/equal"] = 1 - len(pairs) / len(drawn)
+        # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
+        with clock.stage("reference"):
+            batches = [
+                with_reference(batch, training.trainer.log_probs(batch, temperature=1.0).log_probs)
+                for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
+            ]
+        for number, batch in enumerate(batches):
+            yield Draw(batch, metrics if number == 0 else {})
+        step += len(batches)
+
+
+def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[PreferencePair]]:
+    """The pairs in `count` shares of nearly the same size, or in fewer where there are fewer pairs."""
+    count = min(count, len(pairs))
+    return [pairs[len(pairs) * i // count : len(pairs) * (i + 1) // count] for i in range(count)]
+
+
+def _replies(training: Training, engines: EngineGroup, turns: Sequence[Turn], step: int) -> list[list[int]]:
+    """What the opponent of the iteration that begins after `step` answers, one reply to each prompt."""
+    config, stop = training.start.config, training.start.model.stop_token_ids
+    sampling = sampling_parameters(config, stop, step, count=len(turns))
+    requests = [
+        Request(turn.prompt, replace(parameters, samples=1)) for turn, parameters in zip(turns, sampling, strict=True)
+    ]
+    return [generations[0].token_ids for generations in engines.generate(requests)]

@@ -1,0 +1,51 @@
+"""What training on preferences refuses, each with its reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.config.compose import compose
+from megarl.config.schema import MegarlConfig
+from megarl.config.validate_preference import validate_preference
+
+RECIPES = ("quickstart_dpo", "quickstart_reward_model", "quickstart_spin")
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "data.parquet").touch()
+    given = [
+        f"model.path={tmp_path}",
+        f"output_dir={tmp_path}/out",
+        f"preference.train_files=[{tmp_path}/data.parquet]",
+    ]
+    return lambda recipe, *overrides: compose(recipe, [*given, *overrides])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipes_are_valid(make_config: Callable[..., MegarlConfig], recipe: str) -> None:
+    validate_preference(make_config(recipe))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("preference.steps=0", "preference.steps=0 is too small: it must be at least 1"),
+        ("preference.pairs_per_step=0", "preference.pairs_per_step=0"),
+        ("preference.eval_every=0", "preference.eval_every=0"),
+        ("preference.steps_per_generation=0", "preference.steps_per_generation=0"),
+        ("preference.beta=0", "preference.beta=0.0 must be above 0"),
+        ("preference.label_smoothing=0.5", "preference.label_smoothing=0.5 must be"),
+        ("preference.train_files=[]", "preference.train_files is empty"),
+        ("preference.train_files=[gone.parquet]", "preference.train_files: there is no file gone.parquet"),
+        ("preference.eval_files=[gone.parquet]", "preference.eval_files: there is no file gone.parquet"),
+        ("megatron.lr=null", "megatron.lr is not set"),
+        ("model.path=nowhere", "model.path=nowhere is not a HuggingFace folder"),
+    ],
+)
+def test_training_is_refused(make_config: Callable[..., MegarlConfig], override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        validate_preference(make_config("quickstart_dpo", override))
