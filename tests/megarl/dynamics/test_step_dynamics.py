@@ -67,6 +67,7 @@ def test_groups_are_counted_once_whatever_their_size():
         "groups/all_wrong": 0.25,
     }
     assert group_metrics([0.5, 1.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 0}
+    assert group_metrics([0.5, 0.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 1}
 
 
 def test_advantages_are_told_by_their_moments_and_signs():
