@@ -4,11 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
-from megarl.algorithms.ragged import Ragged
+from megarl.algorithms.advantages.scored import Advantages
 
 
 @dataclass(frozen=True)
@@ -27,8 +23,3 @@ class Estimator:
         """The fields of AlgorithmConfig that it reads."""
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-    def __call__(self, rewards: Tensor, groups: Tensor, **options: object) -> Tensor:
-        """Advantages per response, of an estimator that needs rewards alone: [N] to [N]."""
-        one_token_each = Ragged(torch.ones_like(groups))
-        return self.function(ScoredResponses(one_token_each, groups, rewards), **options).advantages

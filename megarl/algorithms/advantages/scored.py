@@ -30,9 +30,9 @@ class ScoredResponses:
     rewards: Tensor
     """float[N]: the whole reward of a response; it falls due at its last trained token."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """float[N] each: the named rewards, before their weights."""
+    """float[N] each: the weighted, named rewards that `rewards` is the sum of."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the named rewards; 1 without."""
+    """The weights that are in `parts`; 1 without."""
     token_rewards: Tensor | None = None
     """float[T]: rewards of single tokens, beyond `rewards`: the KL penalty, shaping."""
     values: Tensor | None = None

@@ -20,12 +20,14 @@ def gdpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
     """Several rewards, each normalised within its group by itself, so that none drowns the others.
 
     A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6)) over the named rewards k with the weights w, whitened
-    over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242, section 3). A weight
-    must come after the normalisation, which would divide it out: `parts` are the rewards before their weights.
-    Rewards of single tokens belong to no part and change nothing.
+    over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242, section 3). The
+    normalisation would divide a weight out, so it is taken out of the part before and put in after. Rewards of single
+    tokens belong to no part and change nothing.
     """
     total = torch.zeros_like(scored.scores)
     for name, part in scored.parts.items():
-        own = standardised(part.double(), scored.prompts, normalize_by_std=normalize_by_std)
-        total += scored.part_weights.get(name, 1.0) * own
+        weight = scored.part_weights.get(name, 1.0)
+        if weight:
+            bare = part.double() / weight
+            total += weight * standardised(bare, scored.prompts, normalize_by_std=normalize_by_std)
     return scored.alike(whitened_by_token(total, scored.responses))

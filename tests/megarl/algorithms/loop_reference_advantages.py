@@ -146,8 +146,9 @@ def gdpo(responses: Sequence[Response], options: Options) -> Tokens:
     for i, response in enumerate(responses):
         total = 0.0
         for name, value in response.parts.items():
-            values = [other.parts[name] for other in peers(responses, i)]
-            total += options.part_weights.get(name, 1.0) * standardised(value, values, options.normalize_by_std)
+            weight = options.part_weights.get(name, 1.0)
+            values = [other.parts[name] / weight for other in peers(responses, i)]
+            total += weight * standardised(value / weight, values, options.normalize_by_std)
         of_response.append(total)
     return whiten(alike(responses, of_response))
 

@@ -144,18 +144,18 @@ def test_max_rl_of_a_group_without_success_learns_nothing() -> None:
     assert estimate("max_rl", failed, CONFIG).advantages.tolist() == [0.0] * 5
 
 
-def test_gdpo_weighs_a_reward_after_normalising_it() -> None:
-    base = complete()
+@pytest.mark.parametrize(("weight", "sign"), [(3.0, -1.0), (0.1, 1.0), (0.0, 1.0), (-1.0, 1.0)])
+def test_gdpo_weighs_a_reward_after_normalising_it(weight: float, sign: float) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5])
-    heavy = replace(base, parts={"a": rewards, "b": rewards.flip(0)}, part_weights={"b": 3.0})
-    # The parts are each other's opposites: 1 - 3 of the first is left, and whitening keeps its sign alone.
-    light = replace(base, parts={"a": rewards, "b": rewards.flip(0)}, part_weights={"b": 0.1})
-    assert (
-        estimate("gdpo", heavy, CONFIG).advantages.sign() == -estimate("gdpo", light, CONFIG).advantages.sign()
-    ).all()
+    # Bare, the parts are each other's opposites; whitening leaves the sign of the heavier one.
+    parts = {"a": rewards, "b": weight * rewards.flip(0)}
+    scored = replace(complete(), parts=parts, part_weights={"b": weight})
+    only = replace(complete(), parts={"a": rewards})
+    expected = sign * estimate("gdpo", only, CONFIG).advantages
+    torch.testing.assert_close(estimate("gdpo", scored, CONFIG).advantages, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_estimator_says_what_it_reads() -> None:
     def function(scored: ScoredResponses, *, gamma: float, clip_low: float) -> None: ...
 
-    assert Estimator(function).options == ("gamma", "clip_low")  # type: ignore[arg-type]
+    assert Estimator(function).options == ("gamma", "clip_low")

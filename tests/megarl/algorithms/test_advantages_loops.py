@@ -63,7 +63,7 @@ def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token
         "process_rewards": normal[5] / 10,
         "teacher_log_probs": -uniform[6] * 3,
     }
-    parts = {"format": torch.rand(count, generator=generator).round(), "answer": rewards}
+    parts = {"format": torch.rand(count, generator=generator).round() / 2, "answer": rewards}
     weights = {"format": 0.5}
     baselines = torch.rand(count, generator=generator)
     scored = ScoredResponses(Ragged(lengths), groups, rewards, parts, weights, baseline_rewards=baselines, **fields)
