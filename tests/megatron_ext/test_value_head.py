@@ -1,5 +1,6 @@
 """A backbone with a value head: the scores of transformers, the gradients of plain torch, under every parallel size."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 from launch import run_ranks
 from parity import sequences
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Gemma2Config, Gemma2ForCausalLM
 
-from converters.architectures import read_architecture
-from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.architectures import read_architecture, with_value_head
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens
@@ -99,17 +103,10 @@ def predictions_and_gradients(rank: int, sizes: ParallelSizes, folders: Mapping[
             "values": values,
             "scores": scores,
             "norm": step.gradient_norm,
-            "head gradient": _main_grad(engine),
             "moved": {key: not torch.equal(tensor, before[key]) for key, tensor in engine.local_tensors().items()},
             "names": set(before),
         }
     return results
-
-
-def _main_grad(engine: MegatronEngine) -> Tensor | None:
-    heads = [p for n, p in engine.chunks[-1].module.named_parameters() if n == "value_head.weight"]
-    # After the step the buffer holds the reduced gradient of the rank's shard alone: the parameter is small enough.
-    return heads[0].main_grad.clone() if heads else None
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +131,6 @@ def expected(folders: Mapping[str, Path]) -> Mapping[str, dict[str, Any]]:
             "values": [torch.cat([torch.zeros(1), v.detach()[:-1]]) for v in values],
             "scores": torch.stack(scores).detach(),
             "norm": float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()),
-            "head gradient": model.score.weight.grad,
         }
     return results
 
@@ -160,3 +156,96 @@ def test_values_scores_and_gradients_are_those_of_transformers(
             torch.testing.assert_close(result["scores"], wanted["scores"][result["chosen"]], atol=TOLERANCE, rtol=0)
             assert result["values"].dtype == result["scores"].dtype == torch.float32
         assert seen == set(range(5))
+
+
+def load_and_export(rank: int, sizes: ParallelSizes, folder: Path, exported: Path) -> dict[str, Tensor]:
+    engine = make_engine(rank, sizes, folder)
+    engine.export_huggingface(exported, folder)
+    return dict(engine.local_tensors())
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", "PP2"), ("qwen3_moe", "TP2")])
+def test_an_export_is_the_classifier_that_was_loaded_and_transformers_reads_it(
+    name: str, sizes: str, folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    exported = tmp_path / "exported"
+    run_ranks(load_and_export, SIZES[sizes], folders[name], exported)
+    original, written = load_file(folders[name] / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert written["score.weight"].shape == (1, read_json(exported / "config.json")["hidden_size"])
+    for key, tensor in original.items():
+        assert torch.equal(tensor, written[key]), key
+    model = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert type(model).__name__ in read_json(exported / "config.json")["architectures"]
+    assert torch.equal(model.score.weight, original["score.weight"])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "deepseek_v3_mtp"])
+def test_a_language_model_is_read_without_its_output_layer_and_its_values_begin_at_zero(
+    name: str, language_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    folder, exported = language_models[name], tmp_path / "exported"
+    (held,) = run_ranks(load_and_export, SIZES["one"], folder, exported)
+    assert not held["value_head.weight"].any()
+    assert not [key for key in held if "output_layer" in key or key.startswith("mtp.")]
+    original, written = load_file(folder / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert written.keys() - original.keys() == {"score.weight"}
+    for key in written.keys() & original.keys():
+        assert torch.equal(written[key], original[key]), key
+    config = read_json(exported / "config.json")
+    assert [each.partition("For")[2] for each in config["architectures"]] == ["SequenceClassification"]
+    again = run_ranks(load_and_export, SIZES["one"], exported, tmp_path / "again")[0]
+    for key, tensor in held.items():
+        assert torch.equal(tensor, again[key]), key
+
+
+@pytest.fixture(scope="module")
+def language_models(tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Untied, tied, with soft-capped logits, and with multi-token prediction."""
+    torch.manual_seed(5)
+    gemma2 = tmp_path_factory.mktemp("gemma2")
+    fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=63, num_key_value_heads=2, head_dim=8, **fields)).save_pretrained(gemma2)
+    return {
+        "qwen3": tiny_models["qwen3"],
+        "llama": tiny_models["llama"],
+        "gemma2": gemma2,
+        "deepseek_v3_mtp": with_prediction_layer(tiny_models["deepseek_v3"], tmp_path_factory.mktemp("mtp")),
+    }
+
+
+def with_prediction_layer(source: Path, folder: Path) -> Path:
+    """The model with one more layer, for multi-token prediction, made of the last one."""
+    config, tensors = read_json(source / "config.json"), load_file(source / "model.safetensors")
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    extra = {
+        k.replace(f"layers.{last}.", f"layers.{last + 1}."): v.clone()
+        for k, v in tensors.items()
+        if f"layers.{last}." in k
+    }
+    prefix = f"model.layers.{last + 1}."
+    extra |= {prefix + name: torch.ones(width) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    extra[prefix + "eh_proj.weight"] = torch.ones(width, 2 * width)
+    extra[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    extra[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    for path in source.glob("*.json"):
+        if path.name != "config.json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
+def test_a_classifier_of_several_labels_is_refused(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(folders["qwen3"] / "model.safetensors")
+    tensors["score.weight"] = torch.cat([tensors["score.weight"]] * 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders["qwen3"] / "config.json").read_text())
+    with pytest.raises(RuntimeError, match=r"UserError: .*score\.weight"):
+        run_ranks(make_engine, SIZES["one"], tmp_path)
+
+
+def test_a_megatron_checkpoint_is_no_beginning_of_a_value_model(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    architecture = with_value_head(read_architecture(HuggingFaceCheckpoint(folders["qwen3"]).config))
+    with pytest.raises(UserError, match="HuggingFace folder"):
+        load_distributed([], architecture, tmp_path)

@@ -1,0 +1,63 @@
+"""The norm that gradients are clipped by is that of the whole gradient, however the model is cut."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+from parity import sequences
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import sft_objective
+from megatron_ext.engine import MegatronEngine
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+from megatron_ext.parallel import parallel_rank
+
+ONE = ParallelSizes()
+TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
+SIZES = {
+    "TP2": (ParallelSizes(**TP2), ("llama", "qwen3", "qwen3_moe", "deepseek_v3")),
+    "TP2 ETP1": (ParallelSizes(**TP2, expert_tensor_parallel_size=1), ("qwen3_moe",)),
+    "TP2 EP2": (
+        ParallelSizes(**TP2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        ("qwen3_moe", "deepseek_v3"),
+    ),
+    "EP2": (ParallelSizes(world_size=2, expert_model_parallel_size=2), ("qwen3_moe",)),
+    "PP2": (ParallelSizes(world_size=2, pipeline_model_parallel_size=2), ("llama", "qwen3")),
+}
+
+
+def norms(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[str, float]:
+    """By model, the norm of the gradient of the summed log-probabilities, as the optimizer takes it."""
+    batches = sequences()[0]
+    mine = batches[parallel_rank().data :: sizes.data_parallel_size]
+    total = sum(len(tokens) for tokens in mine)
+    lengths = torch.tensor([len(tokens) for tokens in mine])
+    batch = RaggedBatch(torch.cat(mine), lengths, {"weights": torch.ones(total)})
+    result = {}
+    for name, folder in folders.items():
+        checkpoint = HuggingFaceCheckpoint(folder)
+        options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
+        engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
+        engine.load_huggingface(checkpoint)
+        engine.prepare_training(1)
+        step = engine.train_step(batch, [list(range(len(mine)))], sft_objective)
+        result[name] = step.gradient_norm
+    return result
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tiny_models: Mapping[str, Path]) -> Mapping[str, float]:
+    names = {name for _, names in SIZES.values() for name in names}
+    return run_ranks(norms, ONE, {name: tiny_models[name] for name in sorted(names)})[0]
+
+
+@pytest.mark.parametrize("sizes", list(SIZES))
+def test_it_is_that_of_one_rank(sizes: str, tiny_models: Mapping[str, Path], of_one_rank: Mapping[str, float]) -> None:
+    parallel, names = SIZES[sizes]
+    for rank in run_ranks(norms, parallel, {name: tiny_models[name] for name in names}):
+        assert rank == pytest.approx({name: of_one_rank[name] for name in names}, rel=1e-5)
