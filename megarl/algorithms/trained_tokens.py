@@ -11,7 +11,7 @@ from megatron_ext.packing import MicroBatch
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The T tokens with a weight, of the N sequences of a micro-batch; a sequence may have none.
+    """The T tokens with a weight, of the N sequences of a micro-batch, padding's included; a sequence may have none.
 
     What stands at other places, prompts, padding and masked tokens, is taken out, so that nothing there, not even
     what is not a number, can reach a loss.
@@ -31,9 +31,9 @@ class TrainedTokens:
         """Those of `micro_batch` at which its field `weights` is not 0 (what is not a number is not 0)."""
         weights = micro_batch.fields["weights"]
         trained = weights != 0
-        before = trained.cumsum(0)
-        # How many there are up to the end of each sequence; the difference is each sequence's own.
-        ends = before[micro_batch.lengths.cumsum(0) - 1]
+        # How many there are up to the end of each sequence; the difference is each sequence's own. Padding is the last
+        # of them, so there is one even where no sequence is.
+        ends = trained.cumsum(0)[micro_batch.cu_seqlens[1:].long() - 1]
         lengths = ends.diff(prepend=ends.new_zeros(1))
         indices = trained.nonzero().squeeze(1)
         return cls(indices, Ragged(lengths), weights[indices], micro_batch.fields)

@@ -1,0 +1,80 @@
+import pytest
+import torch
+import verl_losses as verl
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_batches import random_batch, sequences
+
+from megarl.algorithms import PolicyObjective
+from megarl.algorithms.policy_losses.covariance import covariances, drawn_between, largest
+
+
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_kl_cov_holds_the_tokens_that_verl_holds(case_name: str) -> None:
+    case = verl.case(case_name)
+    tokens = case.tokens(case.arrays["in/log_prob"])
+    gradient = case.arrays["policy_loss/kl_cov/token_mean/is0/gradient"] * case.ragged.tokens
+    held = (gradient + tokens.advantages * (tokens.log_probs - tokens.old_log_probs).exp()).abs() > 0.25
+    chosen = largest(tokens, torch.Generator(), covariance_fraction=verl.COVARIANCE_FRACTION)
+    assert torch.equal(chosen, held)
+
+
+@given(sequences, st.integers(0, 50), st.floats(0.01, 1), st.floats(-1, 0.5))
+def test_clip_cov_draws_a_share_of_the_tokens_between_its_bounds(drawn, seed, fraction, low) -> None:
+    objective = PolicyObjective("clip_cov", covariance_fraction=fraction, covariance_low=low, covariance_high=2.0)
+    batch, log_probs = random_batch(drawn, seed)
+    chosen = objective.select(batch, log_probs, seed=(1, 2))
+    trained = (batch.fields["weights"] != 0).nonzero().squeeze(1).tolist()
+    advantages, old = batch.fields["advantages"], batch.fields["old_log_probs"]
+    mean_advantage = sum(float(advantages[i]) for i in trained) / len(trained)
+    mean_log_prob = sum(float(log_probs[i]) for i in trained) / len(trained)
+    candidates = set()
+    for i in trained:
+        covariance = (float(advantages[i]) - mean_advantage) * (float(log_probs[i]) - mean_log_prob)
+        ratio = float((log_probs[i] - old[i]).exp())
+        clipped = (advantages[i] > 0 and ratio > 1.2) or (advantages[i] < 0 and ratio < 0.8)
+        if low < covariance < 2.0 and not clipped:
+            candidates.add(i)
+    drawn_tokens = set(chosen.nonzero().squeeze(1).tolist())
+    assert drawn_tokens <= candidates
+    assert len(drawn_tokens) == min(len(candidates), max(1, int(fraction * len(trained))))
+
+
+def test_the_draw_is_the_same_for_the_same_seed_alone() -> None:
+    objective = PolicyObjective("clip_cov", covariance_fraction=0.2, covariance_low=-9.0, covariance_high=9.0)
+    batch, log_probs = random_batch([(1, [True] * 40)], 0)
+    draws = [objective.select(batch, log_probs, seed=seed) for seed in ((0, 1), (0, 1), (0, 2))]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_without_old_log_probs_the_present_ones_are_the_old() -> None:
+    objective = PolicyObjective("kl_cov", covariance_fraction=0.1)
+    batch, log_probs = random_batch([(2, [True] * 20), (1, [False] * 3)], 0)
+    fields = {name: values for name, values in batch.fields.items() if name != "old_log_probs"}
+    bare = type(batch)(batch.tokens, batch.lengths, fields)
+    chosen = objective.select(bare, log_probs, seed=(0,))
+    assert int(chosen.sum()) == 2
+    assert not bool(chosen[batch.fields["weights"] == 0].any())
+    assert torch.equal(chosen, objective.select(batch, log_probs, seed=(5,))), "nothing is drawn"
+
+
+def test_of_equal_covariances_the_first_are_taken() -> None:
+    case = verl.case("plain")
+    tokens = case.tokens(torch.zeros(case.ragged.tokens))
+    chosen = largest(tokens, torch.Generator(), covariance_fraction=0.02)
+    assert chosen.nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
+
+
+def test_covariances_sum_to_the_covariance() -> None:
+    log_probs, advantages = torch.tensor([[1.0, 2.0, 4.0], [0.5, -1.0, 2.0]])
+    expected = float(torch.cov(torch.stack([log_probs, advantages]), correction=0)[0, 1]) * 3
+    assert float(covariances(log_probs, advantages).sum()) == pytest.approx(expected)
+
+
+def test_no_candidate_gives_no_choice() -> None:
+    case = verl.case("plain")
+    tokens = case.tokens(case.arrays["in/log_prob"])
+    options = {"clip_low": 0.2, "clip_high": 0.2, "covariance_fraction": 0.5}
+    chosen = drawn_between(tokens, torch.Generator(), **options, covariance_low=1e3, covariance_high=1e4)
+    assert not bool(chosen.any())

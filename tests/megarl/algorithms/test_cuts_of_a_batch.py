@@ -1,0 +1,78 @@
+"""No cut of a step into micro-batches and ranks changes a loss, a gradient or a metric: every loss, every part."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_batches import random_batch, run, sequences
+
+from megarl.algorithms import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.config.schema import CorrectionConfig
+from megatron_ext.packing import assign
+
+
+def corrections(names: list[str]) -> tuple[CorrectionConfig, ...]:
+    return tuple(CorrectionConfig(name, 0.7 if CORRECTIONS[name].takes_low else None, 1.4) for name in names)
+
+
+def everything(policy_loss: str, **fields) -> PolicyObjective:
+    whole = POLICY_LOSSES[policy_loss].of_response
+    chain = ["sequence_importance", "sequence_mean_band"] if whole else ["token_importance", "sequence_max_kl"]
+    return PolicyObjective(
+        policy_loss=policy_loss,
+        kl_coefficient=0.1,
+        entropy_coefficient=0.05,
+        covariance_fraction=0.3,
+        covariance_low=0.0,
+        corrections=corrections(chain),
+        **fields,
+    )
+
+
+def assert_same_for_the_cut(objective: PolicyObjective, drawn, seed: int, aggregation: str, place: list[int]) -> None:
+    batch, log_probs = random_batch(drawn, seed, aggregation)
+    if objective.needs_selection:
+        batch = batch.with_fields(chosen=objective.select(batch, log_probs, seed=(seed,)))
+    cut = [[index for index in range(len(batch)) if place[index] == number] for number in range(4)]
+    ranks = assign(batch.lengths, 2, int(batch.lengths.max()) + 3)
+    whole_loss, whole_gradient, whole = run(objective, batch, log_probs, [list(range(len(batch)))])
+    for micro_batches in (cut, [members for rank in ranks for members in rank]):
+        loss, gradient, metrics = run(objective, batch, log_probs, micro_batches)
+        torch.testing.assert_close(loss, whole_loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(gradient, whole_gradient, rtol=1e-9, atol=1e-9)
+        assert metrics.values().keys() == whole.values().keys()
+        for name, value in metrics.values().items():
+            assert value == pytest.approx(whole.values()[name], rel=1e-6, abs=1e-9, nan_ok=True), name
+
+
+places = st.lists(st.integers(0, 3), min_size=7, max_size=7)
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@settings(max_examples=12)
+@given(sequences, st.integers(0, 100), places)
+def test_every_policy_loss(policy_loss: str, drawn, seed: int, place: list[int]) -> None:
+    aggregation = "seq_mean_token_mean" if POLICY_LOSSES[policy_loss].of_response else "token_mean"
+    assert_same_for_the_cut(everything(policy_loss), drawn, seed, aggregation, place)
+
+
+@settings(max_examples=12)
+@given(sequences, st.integers(0, 100), places, st.sampled_from(sorted(AGGREGATIONS)))
+def test_every_aggregation(drawn, seed: int, place: list[int], aggregation: str) -> None:
+    assert_same_for_the_cut(everything("clip"), drawn, seed, aggregation, place)
+
+
+@settings(max_examples=12)
+@given(sequences, st.integers(0, 100), places, st.sampled_from(sorted(KL_ESTIMATORS)))
+def test_every_kl_estimator(drawn, seed: int, place: list[int], estimator: str) -> None:
+    assert_same_for_the_cut(everything("clip", kl_estimator=estimator), drawn, seed, "token_mean", place)
+
+
+@settings(max_examples=12)
+@given(sequences, st.integers(0, 100), places, st.lists(st.sampled_from(sorted(CORRECTIONS)), min_size=1, max_size=3))
+def test_every_chain_of_corrections(drawn, seed: int, place: list[int], names: list[str]) -> None:
+    objective = replace(everything("clip"), corrections=corrections(names))
+    assert_same_for_the_cut(objective, drawn, seed, "seq_mean_token_sum", place)
