@@ -94,8 +94,12 @@ class Scorer:
     def score(self, samples: Sequence[RewardSample]) -> Scored:
         """Score `samples` and wait for it; raises what `Batch.finish` raises."""
         batch = self.begin()
-        for sample in samples:
-            batch.add(sample)
+        try:
+            for sample in samples:
+                batch.add(sample)
+        except BaseException:
+            batch.cancel()
+            raise
         return batch.finish()
 
     def submit(self, sample: RewardSample, batch: "Batch") -> "Future[Outcome]":

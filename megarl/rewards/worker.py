@@ -5,8 +5,11 @@ import json
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,33 @@ class WorkerDied(Exception):  # noqa: N818 - says what happened
 
 
 class Worker:
-    """One process with all functions loaded; it answers one question at a time."""
+    """One process with all functions loaded; it answers one question at a time.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    It dies with the thread that made it, and so with its process.
+    """
+
+    def __init__(self) -> None:
+        # Not asyncio's own subprocesses: one whose start is cancelled is never waited for to its end (Python 3.11).
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            # -P keeps the folder of the program, and with it this package's own files, off the child's import path. A
+            # session of its own keeps Ctrl-C for the parent.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)],
+                stdin=theirs,
+                stdout=theirs,
+                start_new_session=True,
+            )
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
 
     async def load(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Load the functions, each a spec of `load_reward` and its options. Raises RuntimeError if that fails."""
+        self._streams = await asyncio.open_connection(sock=self._channel, limit=_LONGEST_REPLY_BYTES)
         setup = {"path": sys.path, "functions": [(spec, dict(options)) for spec, options in functions]}
         reply = await asyncio.wait_for(self.ask(setup), _START_TIMEOUT_S)
         if "error" in reply:
@@ -35,42 +58,28 @@ class Worker:
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply. Raises `WorkerDied` if there will be none."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._streams is not None
+        reader, writer = self._streams
         body = pickle.dumps(request)
         try:
-            self._process.stdin.write(len(body).to_bytes(8) + body)
-            await self._process.stdin.drain()
-            reply = await self._process.stdout.readline()
+            writer.write(len(body).to_bytes(8))
+            writer.write(body)
+            await writer.drain()
+            reply = await reader.readline()
         except ConnectionError:  # it died while it read
             reply = b""
         if not reply.endswith(b"\n"):
-            raise WorkerDied(_manner(await self._process.wait()))
+            raise WorkerDied(_manner(await asyncio.to_thread(self._process.wait)))
         return json.loads(reply)
 
-    def kill(self) -> None:
-        """End the process, and what it started in its session."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     async def end(self) -> None:
-        """`kill`, and wait until nothing is left of it."""
-        self.kill()
-        await self._process.wait()
-
-
-async def start_worker() -> Worker:
-    """Start a process. It dies with the thread that this event loop runs in, thus with its process."""
-    # -P keeps the folder of the program, and with it this package's own files, off the child's import path. A session
-    # of its own keeps Ctrl-C for the parent.
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        limit=_LONGEST_REPLY_BYTES,
-    )
-    return Worker(process)
+        """End the process, and what it started in its session; when this returns, it is gone."""
+        with suppress(ProcessLookupError):  # it may be gone, and what it started still be there
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._streams is not None:
+            self._streams[1].close()
+        self._channel.close()
+        await asyncio.to_thread(self._process.wait)
 
 
 class WorkerPool:
@@ -85,10 +94,10 @@ class WorkerPool:
         """A worker that is ready."""
         while self._idle:
             worker = self._idle.pop()
-            if worker._process.returncode is None:
+            if worker.is_alive:
                 return worker
             await self.end(worker)
-        worker = await start_worker()
+        worker = Worker()
         self._all.add(worker)
         try:
             await worker.load(self._functions)

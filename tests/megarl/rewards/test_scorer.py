@@ -1,0 +1,321 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.config.schema import RewardConfig, RewardTermConfig
+from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
+
+ROOT = Path(__file__).parents[3]
+MINE = """
+import asyncio, ctypes, os, re, subprocess, sys, time
+
+def act(data_source, solution_str, ground_truth, extra_info):
+    return eval(solution_str)
+
+def forever():
+    while True: pass
+
+def deep():
+    return deep()
+
+def memory_hog():
+    kept = []
+    while True: kept.append(bytearray(2**28))
+
+def family():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", "child-of-a-reward"])
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(float(solution_str))
+    return 1.0
+
+async def blocks(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(2.0)
+    return 1.0
+
+def length(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "last": ord(solution_str[-1])}
+
+def tokens(data_source, solution_str, ground_truth, extra_info, response_tokens):
+    return response_tokens
+
+def imports(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0, **{name: float(name in sys.modules) for name in ("torch", "vllm", "ray", "transformers")}}
+
+def descriptors(data_source, solution_str, ground_truth, extra_info):
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    kinds = [os.readlink(link) for link in links if os.path.islink(link)]
+    return {"score": 0, "inherited": sum("secret-of-the-parent" in kind for kind in kinds), "all": len(kinds)}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+def sample(solution, data_source="any", **more):
+    return RewardSample(data_source, solution, "7", {}, **more)
+
+
+def scorer_of(file, name, **config):
+    return Scorer(RewardConfig(function=f"{file}:{name}", **{"workers": 2, **config}))
+
+
+def value(score):
+    return score and score.value
+
+
+def processes():
+    """The processes that score for this one."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "worker_main" in line]
+
+
+def wait_until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come")
+
+
+HANGS = {
+    "a catastrophic regex": "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "an endless loop": "forever()",
+    "a long sleep": "time.sleep(99)",
+    "a computation in C": "len(str(9**(9**9)))",
+}
+DIES = {
+    "sys.exit": ("sys.exit(0)", "it raised SystemExit: 0"),
+    "os._exit": ("os._exit(3)", "it ended its process with exit code 3"),
+    "a quiet os._exit": ("os._exit(0)", "it ended its process with exit code 0"),
+    "a crash": ("ctypes.string_at(0)", "ended by SIGSEGV"),
+    "a killed process": ("os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    "endless memory": ("memory_hog()", "it raised MemoryError"),
+    "recursion": ("deep()", "it raised RecursionError"),
+    "an exception": ("1 / 0", "it raised ZeroDivisionError: division by zero"),
+    "an interrupt": ("(_ for _ in ()).throw(KeyboardInterrupt)", "it raised KeyboardInterrupt"),
+    "no number": ("'text'", "'score' must be a finite number, found 'text'"),
+    "nothing finite": ("float('nan')", "'score' must be a finite number, found nan"),
+}
+
+
+def test_what_hangs_is_ended_and_counted_and_the_others_are_scored(file):
+    samples = [text for act in HANGS.values() for text in (act, "1.5")]
+    with scorer_of(file, "act", timeout_s=1.0, on_timeout="drop") as scorer:
+        scored = scorer.score([sample(text) for text in samples])
+    assert [value(score) for score in scored.scores] == [None, 1.5] * len(HANGS)
+    assert (scored.failed, scored.timed_out) == (0, len(HANGS))
+    assert processes() == []
+
+
+def test_what_times_out_may_score_zero_or_stop(file):
+    with scorer_of(file, "act", timeout_s=0.5, on_timeout="zero") as scorer:
+        scored = scorer.score([sample("forever()"), sample("1")])
+    assert ([value(score) for score in scored.scores], scored.timed_out) == ([0.0, 1.0], 1)
+    said = r"(?s)longer than reward\.timeout_s.*'forever\(\)'.*on_timeout"
+    with scorer_of(file, "act", timeout_s=0.5, on_timeout="stop") as scorer, pytest.raises(RewardTimedOut, match=said):
+        scorer.score([sample("1"), sample("forever()")])
+
+
+def test_what_ends_its_process_fails_with_the_manner_of_its_end_and_the_others_are_scored(file):
+    with scorer_of(file, "act", workers=1) as scorer:
+        for act, said in DIES.values():
+            with pytest.raises(RewardFailed) as raised:
+                scorer.score([sample("2.5"), sample(act)])
+            assert said in raised.value.reason
+    with scorer_of(file, "act", on_error="drop") as scorer:
+        scored = scorer.score([sample(text) for text in ("1.5", "os._exit(3)", "2.5", "1 / 0")])
+    assert [value(score) for score in scored.scores] == [1.5, None, 2.5, None]
+    assert (scored.failed, scored.timed_out) == (2, 0)
+
+
+def test_after_a_failure_no_further_sample_is_begun(file, tmp_path):
+    samples = [sample("1 / 0")] + [sample(f"open({str(tmp_path / str(n))!r}, 'w').write('x')") for n in range(30)]
+    with scorer_of(file, "act", workers=1) as scorer:
+        with pytest.raises(RewardFailed, match="ZeroDivisionError"):
+            scorer.score(samples)
+        assert list(tmp_path.iterdir()) == []
+        assert value(scorer.score([sample("2")]).scores[0]) == 2.0
+
+
+def test_processes_of_a_function_end_with_it(file):
+    with scorer_of(file, "act", timeout_s=0.7, on_error="drop", workers=2) as scorer:
+        scored = scorer.score([sample("family() or forever()"), sample("family() or os._exit(0)"), sample("1")])
+    assert (scored.timed_out, scored.failed) == (1, 1)
+    listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert "child-of-a-reward" not in listed
+
+
+def test_at_most_so_many_processes_score(file):
+    with scorer_of(file, "act", workers=2) as scorer:
+        scorer.score([sample("time.sleep(0.02) or 1")] * 10)
+        assert 1 <= len(processes()) <= 2
+    assert processes() == []
+
+
+def test_the_processes_are_light_and_hold_nothing_of_the_parent(file, tmp_path):
+    with (tmp_path / "secret-of-the-parent").open("w") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        with scorer_of(file, "descriptors") as scorer:
+            (score,) = scorer.score([sample("")]).scores
+    assert score.parts["inherited"] == 0
+    assert score.parts["all"] < 8
+    with scorer_of(file, "imports") as scorer:
+        (score,) = scorer.score([sample("")]).scores
+    assert score.parts == {"torch": 0.0, "vllm": 0.0, "ray": 0.0, "transformers": 0.0}
+
+
+def test_the_processes_die_with_a_killed_parent(file, tmp_path):
+    note = tmp_path / "pid"
+    act = f"(open({str(note)!r}, 'w').write(str(os.getpid())), forever())"
+    program = (
+        "from megarl.rewards import *\nfrom megarl.config.schema import RewardConfig\n"
+        f"scorer = Scorer(RewardConfig(function='{file}:act'))\n"
+        f"scorer.score([RewardSample('', {act!r}, '', {{}})])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: note.exists() and note.read_text())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not Path("/proc", note.read_text()).exists())
+
+
+def test_async_functions_run_side_by_side(file):
+    start = time.monotonic()
+    with scorer_of(file, "later", workers=20) as scorer:
+        assert scorer.score([sample("0.5")] * 20).scores == [Score(1.0, {}, {"score": 1.0})] * 20
+        assert processes() == []
+    assert time.monotonic() - start < 5  # one after the other, 10
+
+
+def test_async_functions_time_out_also_if_they_block(file):
+    with scorer_of(file, "later", timeout_s=1.5) as scorer:
+        scored = scorer.score([sample("99"), sample("0")])
+    assert ([value(score) for score in scored.scores], scored.timed_out) == ([None, 1.0], 1)
+    with scorer_of(file, "blocks", timeout_s=0.3) as scorer:
+        assert scorer.score([sample("")]).timed_out == 1
+
+
+def test_samples_are_scored_while_others_come(file):
+    with scorer_of(file, "act") as scorer:
+        batch = scorer.begin()
+        batch.add(sample("1"))
+        wait_until(lambda: batch._futures[0].done())
+        batch.add(sample("2"))
+        assert [value(score) for score in batch.finish().scores] == [1.0, 2.0]
+
+
+def test_a_cancelled_batch_is_not_scored_and_the_next_one_is(file):
+    with scorer_of(file, "act", workers=1) as scorer:
+        batch = scorer.begin()
+        for _ in range(3):
+            batch.add(sample("forever()"))
+        batch.cancel()
+        assert value(scorer.score([sample("2")]).scores[0]) == 2.0
+
+
+def test_a_long_response_is_scored_by_its_end(file):
+    long = "a" * 200_000_000 + "z"
+    with scorer_of(file, "length") as scorer:
+        (score,) = scorer.score([sample(long)]).scores
+    assert (score.value, score.parts["last"]) == (LONGEST_SCORED_CHARACTERS, ord("z"))
+
+
+def test_a_function_that_asks_for_it_gets_the_length_in_tokens(file):
+    with scorer_of(file, "tokens") as scorer:
+        assert value(scorer.score([sample("text", response_tokens=5)]).scores[0]) == 5.0
+
+
+def test_a_scorer_that_is_closed_leaves_no_thread(file):
+    before = threading.active_count()
+    with scorer_of(file, "act") as scorer:
+        scorer.score([sample("1")])
+    assert threading.active_count() == before
+
+
+def terms(file, **more):
+    return {
+        "right": RewardTermConfig("exact_match", weight=2.0, data_sources=["sums"]),
+        "form": RewardTermConfig("format", weight=0.5, options={"pattern": "[0-9]+"}),
+        "size": RewardTermConfig(f"{file}:length", weight=-0.1),
+        **more,
+    }
+
+
+def test_several_rewards_are_summed_by_their_weights(file):
+    with Scorer(RewardConfig(functions=terms(file), workers=2)) as scorer:
+        one, two = scorer.score([sample("7", "sums"), sample("seven", "words")]).scores
+    assert one.terms == {"right": 2.0, "form": 0.5, "size": -0.1}
+    assert one.parts == {**one.terms, "form/unchecked": 0.0, "size/last": ord("7")}
+    assert one.value == pytest.approx(2.4)
+    assert two.terms == {"form": 0.0, "size": -0.5}
+    assert two.value == pytest.approx(-0.5)
+
+
+def test_a_single_reward_is_the_term_score(file):
+    with scorer_of(file, "length") as scorer:
+        assert scorer.score([sample("ab")]).scores == [Score(2.0, {"last": ord("b")}, {"score": 2.0})]
+
+
+def test_a_hanging_format_scores_zero_in_its_term_only(file):
+    evil = RewardTermConfig("format", options={"pattern": "(a+)+"})
+    config = RewardConfig(functions={"form": evil, "size": RewardTermConfig(f"{file}:length")}, workers=1, timeout_s=5)
+    with Scorer(config) as scorer:
+        scored = scorer.score([sample("a" * 60 + "b")])
+    assert scored.scores[0].terms == {"form": 0.0, "size": 61.0}
+    assert scored.scores[0].parts["form/unchecked"] == 1.0
+    assert scored.timed_out == 0
+
+
+def test_a_sample_that_no_term_is_for_is_refused(file):
+    only = {"right": RewardTermConfig("exact_match", data_sources=["sums"])}
+    with Scorer(RewardConfig(functions=only)) as scorer:
+        with pytest.raises(UserError, match=r"no term of reward\.functions is for the data_source 'words'.*right"):
+            scorer.score([sample("7", "sums"), sample("7", "words")])
+        with pytest.raises(UserError, match="'words'"):
+            scorer.check_data_sources(["sums", "words"])
+        scorer.check_data_sources(["sums"])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"function": "math", "functions": {"a": RewardTermConfig("math")}},
+            r"reward\.function=math and reward\.func.*",
+        ),
+        ({"functions": {"a/b": RewardTermConfig("math")}}, "cannot be named 'a/b'"),
+        ({"functions": {"overlong": RewardTermConfig("math")}}, "cannot be named 'overlong'"),
+        ({"functions": {"a": RewardTermConfig("math", weight=float("inf"))}}, r"functions\.a\.weight=inf must be"),
+        ({"functions": {"a": RewardTermConfig("mth")}}, r"reward\.functions\.a\.function='mth' .* mean 'math'"),
+        (
+            {"functions": {"a": RewardTermConfig("format", options={"patern": "a"})}},
+            r"reward\.functions\.a\.options\.patern is no option of reward\.functions\.a\.function=format",
+        ),
+        ({"on_timeout": "retry"}, r"reward\.on_timeout is 'retry'; it must be 'stop', 'drop' or 'zero'"),
+    ],
+)
+def test_bad_configurations_are_refused(config, said):
+    with pytest.raises(UserError, match=said):
+        Scorer(RewardConfig(**config))
+
+
+def test_a_file_that_changed_for_the_worse_is_said(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def one(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
+    with Scorer(RewardConfig(function=f"{file}:one")) as scorer:
+        file.write_text("1 / 0")
+        with pytest.raises(RuntimeError, match=r"could not load the reward functions: UserError.*ZeroDivisionError"):
+            scorer.score([sample("")])
