@@ -1,0 +1,106 @@
+import statistics
+
+import pytest
+import torch
+import verl_losses as verl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_batches import random_batch, sequences
+from torch import Tensor
+
+from megarl.algorithms import Metrics, ValueObjective
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megatron_ext.packing import RaggedBatch, pack
+
+
+def run(objective: ValueObjective, batch: RaggedBatch, values: Tensor, cut) -> tuple[Tensor, Tensor, Metrics]:
+    values = values.clone().requires_grad_()
+    total, pieces = torch.zeros((), dtype=torch.float64), []
+    for members in cut:
+        micro_batch = pack(batch, members, align=2)
+        loss, metrics = objective(values[micro_batch.fields["place"]], micro_batch)
+        loss.backward()
+        total += loss.detach()
+        pieces.append(metrics)
+    assert values.grad is not None
+    return total, values.grad, Metrics.merge(pieces)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_the_values_and_gradients_of_verl(case_name: str, aggregation: str) -> None:
+    case = verl.case(case_name)
+    # One more place before each row, as of a prompt: what comes first in a sequence is never predicted.
+    mask = torch.cat([torch.zeros(24, 1, dtype=torch.bool), case.mask], 1).flatten()
+
+    def placed(values: Tensor) -> Tensor:
+        return torch.zeros(len(mask)).masked_scatter(mask, values)
+
+    old = case.arrays["in/values"]
+    batch = RaggedBatch(
+        torch.zeros(len(mask), dtype=torch.long),
+        torch.full((24,), 18),
+        {
+            "weights": placed(AGGREGATIONS[aggregation](case.ragged.lengths, aggregation_tokens=verl.COLUMNS)),
+            "old_values": placed(old),
+            "returns": placed(old + case.arrays["in/token_level_rewards"]),
+            "place": torch.arange(len(mask)),
+        },
+    )
+    loss, gradient, metrics = run(ValueObjective(0.2), batch, placed(case.arrays["in/vpreds"]), [range(24)])
+    assert float(loss) == pytest.approx(case.scalars[f"value/{aggregation}/loss"], rel=1e-6)
+    assert metrics.values()["value/loss"] == pytest.approx(float(loss))
+    clipped = case.scalars["value/clip_fraction"]
+    assert metrics.values()["value/clip_fraction"] == pytest.approx(clipped, rel=1e-6)
+    if f"value/{aggregation}/gradient" in case.arrays:
+        verl.assert_equal(gradient[mask], case.arrays[f"value/{aggregation}/gradient"])
+        assert not bool(gradient[~mask].any())
+
+
+@settings(max_examples=25)
+@given(sequences, st.integers(0, 100), st.none() | st.floats(0.05, 2), st.lists(st.integers(0, 3), min_size=7))
+def test_value_gradient_and_metrics_token_by_token_for_every_cut(drawn, seed, clip, place) -> None:
+    batch, values = random_batch(drawn, seed, "seq_mean_token_sum", spread=1.0)
+    cut = [[index for index in range(len(batch)) if place[index] == number] for number in range(4)]
+    loss, gradient, metrics = run(ValueObjective(clip), batch, values, cut)
+    leaf, expected, clipped = values.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), 0
+    trained = (batch.fields["weights"] != 0).nonzero().squeeze(1).tolist()
+    for i in trained:
+        target, old = float(batch.fields["returns"][i]), float(batch.fields["old_values"][i])
+        squared = (leaf[i] - target) ** 2
+        if clip is not None:
+            bounded = min(max(float(leaf[i]), old - clip), old + clip)
+            if (bounded - target) ** 2 > float(squared):
+                clipped += 1
+                squared = 0 * leaf[i] + (bounded - target) ** 2
+        expected = expected + float(batch.fields["weights"][i]) * squared / 2
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradient, leaf.grad)
+    returns = [float(batch.fields["returns"][i]) for i in trained]
+    errors = [float(batch.fields["returns"][i] - values[i]) for i in trained]
+    spread = statistics.pvariance(returns)
+    numbers = metrics.values()
+    assert numbers["value/clip_fraction"] == pytest.approx(clipped / len(trained))
+    assert numbers["value/mean"] == pytest.approx(statistics.mean(float(values[i]) for i in trained))
+    assert numbers["value/return_mean"] == pytest.approx(statistics.mean(returns))
+    if spread > 1e-9:
+        explained = 1 - statistics.pvariance(errors) / spread
+        assert numbers["value/explained_variance"] == pytest.approx(explained, rel=1e-6, abs=1e-6)
+
+
+def test_a_perfect_critic_explains_everything_and_equal_returns_nothing() -> None:
+    batch, _ = random_batch([(1, [True] * 5)], 0)
+    batch = batch.with_fields(returns=torch.arange(6).double())
+    _, _, metrics = run(ValueObjective(None), batch, torch.arange(6).double(), [[0]])
+    assert metrics.values()["value/explained_variance"] == 1
+    batch = batch.with_fields(returns=torch.ones(6).double())
+    _, _, metrics = run(ValueObjective(None), batch, torch.arange(6).double(), [[0]])
+    assert metrics.values()["value/explained_variance"] == 0
+
+
+def test_a_value_that_is_no_number_shows() -> None:
+    batch, values = random_batch([(1, [True] * 3)], 0)
+    values[2] = float("nan")
+    _, _, metrics = run(ValueObjective(), batch, values, [[0]])
+    assert metrics.sums["value/loss"].isnan()
