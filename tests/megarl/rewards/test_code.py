@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from converters.errors import UserError
+from megarl.rewards import load_reward
+from megarl.rewards.code import code
+from megarl.sandbox.run import SandboxUnavailable
+
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+SUMS = {"inputs": ["1 2", "3 4\n", "0 0"], "outputs": ["3", "7\n", "0"]}
+ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
+
+
+def fenced(program, language="python"):
+    return f"Here it is:\n```{language}\n{program}\n```\nas you asked."
+
+
+def score(solution, ground_truth, **options):
+    return code("any", solution, ground_truth, {}, **options)
+
+
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "value"),
+    [
+        (fenced(ADDS), SUMS, 1.0),
+        (fenced(ADDS, ""), json.dumps(SUMS), 1.0),
+        (fenced(ADDS.replace("+", "-")), SUMS, 0.0),
+        (fenced("1 / 0") + fenced(ADDS), SUMS, 1.0),
+        (fenced(ADDS) + fenced("my sh", "sh"), SUMS, 1.0),
+        (ADDS, SUMS, 0.0),
+        (fenced(ADDS)[:-20], SUMS, 0.0),  # the fence is never closed
+        (fenced("print('3  \\n\\n')"), {"inputs": [""], "outputs": ["3"]}, 1.0),
+        (fenced("print('1\\n 2')"), {"inputs": [""], "outputs": ["1\n2"]}, 0.0),
+        (fenced("print(3)\nraise SystemExit(1)"), {"inputs": [""], "outputs": ["3"]}, 0.0),
+        (fenced("def add(a, b):\n    return a + b"), ASSERTS, 1.0),
+        (fenced("def add(a, b):\n    return a - b"), ASSERTS, 0.0),
+        (fenced("def add(a, b):\n    print('chatty')\n    return a + b"), ASSERTS, 1.0),
+        (fenced("import sys\nsys.exit(0)"), ASSERTS, 0.0),
+        (fenced("import os\nos._exit(0)"), ASSERTS, 0.0),
+        (fenced("def add(a, b): return 3\nprint('"), ASSERTS, 0.0),
+        (fenced("\ud800"), SUMS, 0.0),
+        (fenced("#" * 2**21), SUMS, 0.0),
+    ],
+)
+def test_a_program_is_judged_by_its_tests(solution, ground_truth, value):
+    assert score(solution, ground_truth)["score"] == value
+
+
+def test_the_share_of_passed_tests_counts_where_asked_for():
+    two_of_three = fenced("print(3 if input() == '1 2' else 0)")
+    assert score(two_of_three, SUMS, partial=True)["score"] == pytest.approx(2 / 3)
+    # All or nothing: what follows the first failure is not run.
+    assert score(two_of_three, SUMS) == {
+        "score": 0.0,
+        "passed": pytest.approx(1 / 3),
+        "timed_out": 0.0,
+        "unchecked": 0.0,
+    }
+
+
+def test_what_takes_too_long_fails_and_is_counted():
+    slow = fenced("import time\nif input() == '1 2': time.sleep(60)\nprint(7)")
+    result = score(slow, SUMS, partial=True, timeout_s=0.7)
+    assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 1.0, "unchecked": 0.0}
+
+
+def test_the_limits_are_the_options():
+    hungry = fenced("x = bytearray(200 * 2**20)\nprint(len(x))")
+    truth = {"inputs": [""], "outputs": [str(200 * 2**20)]}
+    assert score(hungry, truth, memory_mb=512)["score"] == 1.0
+    assert score(hungry, truth, memory_mb=128)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    ["", 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"inputs": "1", "outputs": "1"}, "{1"],
+)
+def test_other_ground_truths_are_refused(ground_truth):
+    with pytest.raises(ValueError, match=r"ground truth of code must be|Expecting"):
+        score(fenced(ADDS), ground_truth)
+
+
+def test_a_machine_without_isolation_is_told_when_the_reward_is_loaded(monkeypatch):
+    def refuse(*arguments):
+        raise SandboxUnavailable("unshare failed: Operation not permitted")
+
+    monkeypatch.setattr("megarl.rewards.code.run", refuse)
+    with pytest.raises(UserError, match=r"isolation=namespaces on this machine: unshare failed.*isolation=limits"):
+        load_reward("code")

@@ -1,0 +1,216 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.fenced import Block, fenced_blocks, last_block
+from megarl.rewards.form import format as matches
+from megarl.rewards.form import length_penalty, repetition_penalty
+from megarl.rewards.json_match import json_match, json_schema, tool_call
+from megarl.rewards.multiple_choice import multiple_choice
+from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
+from megarl.rewards.text_match import numeric_match
+
+
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "options", "value"),
+    [
+        ("about 3.14", "3.14159", {"absolute": 0.01}, 1.0),
+        ("about 3.14", "3.14159", {}, 0.0),
+        ("so 1.1", 1, {"absolute": 0.1}, 1.0),  # 0.1 and 1.1 as they are written, not as binary fractions
+        ("9900 it is", "10,000", {"relative": 0.01}, 1.0),
+        ("9899", "10,000", {"relative": 0.01}, 0.0),
+        ("-5", "-5.0", {"relative": 0.01}, 1.0),
+        ("1.5e-3", "0.0015", {}, 1.0),
+        ("12%", "0.12", {}, 1.0),
+        ("first 3, then 4.", "4", {}, 1.0),
+        ("first 3, then 4.", "3", {}, 0.0),
+        ("1e999", "1", {}, 0.0),
+        ("1e99999999999", "1", {}, 0.0),
+        ("none", "1", {}, 0.0),
+        ("3" + "." * 400, "3", {}, 0.0),
+    ],
+)
+def test_numeric_match(solution, ground_truth, options, value):
+    assert numeric_match("any", solution, ground_truth, **options) == value
+
+
+@given(st.text() | st.text("0123456789.,eE+-%"))
+def test_numeric_match_takes_any_text(text):
+    assert numeric_match("any", text, "7") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("solution", "chosen"),
+    [
+        ("Answer: B", "B"),
+        ("**Answer:** B", "B"),
+        ("answer is (B).", "B"),
+        ("The answer is **B**", "B"),
+        ("The correct answer is: B) because", "B"),
+        ("the correct option is [B]", "B"),
+        ("Final answer: option B", "B"),
+        (r"\boxed{B}", "B"),
+        (r"so $\boxed{\text{B}}$", "B"),
+        (r"\boxed{(B)}", "B"),
+        ("Answer: A. No, wait.\nAnswer: B", "B"),
+        ("It is (A) or (C), and I take (B)", "B"),
+        ("Of (A) and (C), Answer: B. See (C).", "B"),  # a stated answer before a letter in brackets
+        ("thinking\n\nB", "B"),
+        ("thinking\n**B.**\n", "B"),
+        ("Answer: Because", None),
+        ("A cat sat", None),
+        ("Answer: E", None),
+        ("", None),
+    ],
+)
+def test_multiple_choice_takes_the_option_that_is_stated_last(solution, chosen):
+    for truth in "ABCD":
+        assert multiple_choice("any", solution, truth) == float(truth == chosen)
+
+
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "score", "valid"),
+    [
+        ('{"b": [1, 2.0], "a": null}', '{"a": null, "b": [1.0, 2]}', 1.0, 1.0),
+        ('so:\n```json\n{"a": 1}\n```\nvoilà', {"a": 1}, 1.0, 1.0),
+        ('```json\n{"a": 2}\n```\n```json\n{"a": 1}\n```', {"a": 1}, 1.0, 1.0),
+        ("true", "1", 0.0, 1.0),
+        ("[true]", [True], 1.0, 1.0),
+        ('{"a": 1}', {"a": 1, "b": 2}, 0.0, 1.0),
+        ("[1]", [1, 2], 0.0, 1.0),
+        ("NaN", [1], 0.0, 0.0),
+        ('so: {"a": 1}', {"a": 1}, 0.0, 0.0),
+        ("", {"a": 1}, 0.0, 0.0),
+        ("[" * 10**5, [1], 0.0, 0.0),
+        ("[" * 150 + "]" * 150, [1], 0.0, 0.0),
+        ("9" * 10**5, [1], 0.0, 0.0),
+    ],
+)
+def test_json_match(solution, ground_truth, score, valid):
+    assert json_match("any", solution, ground_truth) == {"score": score, "valid": valid}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("solution", "score", "valid"),
+    [
+        ('{"name": "Ada", "age": 36}', 1.0, 1.0),
+        ('{"name": "Ada"}', 1.0, 1.0),
+        ('{"name": "Ada", "age": -1}', 0.0, 1.0),
+        ('{"name": "Ada", "x": 1}', 0.0, 1.0),
+        ("{}", 0.0, 1.0),
+        ("name: Ada", 0.0, 0.0),
+    ],
+)
+def test_json_schema(solution, score, valid):
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert json_schema("any", solution, schema) == {"score": score, "valid": valid, "unchecked": 0.0}
+
+
+CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
+
+
+@pytest.mark.parametrize(
+    ("solution", "ground_truth", "score", "names"),
+    [
+        (f"I look.<tool_call>\n{json.dumps(CALL)}\n</tool_call>", CALL, 1.0, 1.0),
+        (json.dumps(CALL), json.dumps(CALL), 1.0, 1.0),
+        (json.dumps({**CALL, "arguments": json.dumps(CALL["arguments"])}), CALL, 1.0, 1.0),
+        (json.dumps({**CALL, "arguments": {"city": "Rome", "days": 2}}), CALL, 0.0, 1.0),
+        (json.dumps({**CALL, "name": "time"}), CALL, 0.0, 0.0),
+        (f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2, CALL, 0.0, 0.0),
+        (f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2, [CALL, CALL], 1.0, 1.0),
+        (f"<tool_call>{json.dumps(CALL)}</tool_call><tool_call>{{</tool_call>", CALL, 0.0, 0.0),
+        (f"<tool_call>{json.dumps(CALL)}", CALL, 0.0, 0.0),
+        ('{"name": "weather"}', CALL, 0.0, 0.0),
+        ('{"name": "weather", "arguments": "{"}', CALL, 0.0, 0.0),
+        ("[]", CALL, 0.0, 0.0),
+        ("no call", CALL, 0.0, 0.0),
+    ],
+)
+def test_tool_call(solution, ground_truth, score, names):
+    assert tool_call("any", solution, ground_truth) == {"score": score, "names": names}
+
+
+@pytest.mark.parametrize(
+    ("function", "ground_truth", "said"),
+    [
+        (numeric_match, "seven", "must be a number, found 'seven'"),
+        (multiple_choice, "E", "must be one of ABCD, found 'E'"),
+        (multiple_choice, "", "must be one of ABCD"),
+        (json_match, "{", "ground truth of json_match is no JSON"),
+        (json_schema, {"type": "strin"}, "ground truth of json_schema is no schema: 'strin' is not valid"),
+        (tool_call, {"name": "f"}, "must be calls with name and arguments"),
+        (tool_call, [], "must be calls with name and arguments"),
+    ],
+)
+def test_a_ground_truth_that_cannot_be_one_is_an_error(function, ground_truth, said):
+    with pytest.raises(ValueError, match=said):
+        function("any", "7", ground_truth)
+
+
+THINKS = r"<think>.*?</think>\s*<answer>.*?</answer>"
+
+
+@pytest.mark.parametrize(
+    ("solution", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>7</answer>\n", 1.0),
+        ("<think>a</think><answer>7</answer> and more", 0.0),
+        ("<answer>7</answer>", 0.0),
+    ],
+)
+def test_format_is_of_the_whole_response(solution, value):
+    assert matches("any", solution, None, pattern=THINKS) == {"score": value, "unchecked": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "value"), [(0, 0.0), (100, 0.0), (125, -0.25), (150, -0.5), (200, -1.0), (999, -1.0)]
+)
+def test_length_penalty_grows_between_two_lengths(tokens, value):
+    assert length_penalty("any", "", None, response_tokens=tokens, free_tokens=100, max_tokens=200) == value
+
+
+@pytest.mark.parametrize(
+    ("solution", "value"), [("a b c", 0.0), ("", 0.0), ("a b a b", -1 / 3), ("a a a a", -2 / 3), ("one", 0.0)]
+)
+def test_repetition_penalty_is_the_share_of_repeated_runs(solution, value):
+    assert repetition_penalty("any", solution, None, words=2) == pytest.approx(value)
+
+
+def test_blocks_between_fences():
+    text = "a\n```python\nx\n```\n```\ny\n\n```\n  ```JSON  \nz\n  ```\n```py\nnever closed"
+    assert list(fenced_blocks(text)) == [Block("python", "x\n"), Block("", "y\n\n"), Block("json", "z\n")]
+    assert last_block(text, ("python", "py")) == "x\n"
+    assert last_block(text, ("ruby",)) == "y\n\n"
+    assert last_block("no fence", ("python",)) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "python", "sh"]), st.text(st.characters(exclude_characters="`")))))
+def test_every_block_is_found(blocks):
+    text = "".join(f"```{language}\n{body}\n```\n" for language, body in blocks)
+    assert [(found.language, found.text) for found in fenced_blocks(text)] == [
+        (language, f"{body}\n") for language, body in blocks
+    ]
+
+
+EVIL = ["<tool_call>", "```json\n", "```", "(A", "\\boxed{", "answer: ", " \n", "1,", "[", '{"a":', "9e9 ", "*"]
+
+
+@pytest.mark.parametrize("piece", EVIL)
+def test_the_longest_responses_are_judged(piece):
+    # With the square of the length, any of these would run into the time limit of the tests.
+    text = piece * (LONGEST_SCORED_CHARACTERS // len(piece))
+    assert numeric_match("any", text, "7") == 0.0
+    assert multiple_choice("any", text, "B") == 0.0
+    assert json_match("any", text, "[7]")["score"] == 0.0
+    assert tool_call("any", text, CALL)["score"] == 0.0
