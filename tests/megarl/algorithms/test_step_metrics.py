@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from megarl.algorithms import Metrics
+from megarl.algorithms.metrics import Mean
 
 
 def test_pieces_merge_by_sum_and_by_maximum() -> None:
@@ -16,3 +19,37 @@ def test_pieces_merge_by_sum_and_by_maximum() -> None:
 def test_pieces_with_different_names_are_refused() -> None:
     with pytest.raises(ValueError, match="different metrics"):
         Metrics.merge([Metrics({"loss": torch.tensor(1.0)}), Metrics({})])
+
+
+def test_means_are_over_all_elements_of_all_pieces() -> None:
+    pieces = [Metrics(means={"length": Mean.of(torch.tensor(values))}) for values in ([1.0, 2.0, 6.0], [], [7.0])]
+    assert Metrics.merge(pieces).values() == {"length": 4.0}
+
+
+def test_a_formula_is_of_the_means_of_the_whole_batch() -> None:
+    def variance(mean: torch.Tensor, mean_square: torch.Tensor) -> torch.Tensor:
+        return mean_square - mean.square()
+
+    values = torch.tensor([1.0, 2.0, 6.0, 7.0])
+    pieces = [Mean.of(part, part.square(), formula=variance) for part in values.split([1, 3])]
+    assert (pieces[0] + pieces[1]).value == pytest.approx(float(values.var(correction=0)))
+
+
+def test_a_mean_of_nothing_is_no_number() -> None:
+    assert math.isnan(Mean.of(torch.zeros(0)).value)
+
+
+def test_metrics_of_one_piece_join() -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    joined = Metrics({"a": one}, {"b": two}) | Metrics({"c": two}, {"d": one}, {"e": Mean.of(torch.ones(3))})
+    assert joined.values() == {"a": 1.0, "b": 2.0, "c": 2.0, "d": 1.0, "e": 1.0}
+
+
+def test_steps_are_averaged_and_of_maxima_the_largest_is_taken() -> None:
+    steps = [
+        Metrics(
+            {"loss": torch.tensor(value)}, {"largest": torch.tensor(value)}, {"mean": Mean.of(torch.tensor([value]))}
+        )
+        for value in (1.0, 5.0, 3.0)
+    ]
+    assert Metrics.summary(steps) == {"loss": 3.0, "largest": 5.0, "mean": 3.0}
