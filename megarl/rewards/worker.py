@@ -37,8 +37,8 @@ class Worker:
             # session of its own keeps Ctrl-C for the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 start_new_session=True,
             )
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None

@@ -71,7 +71,7 @@ ATTEMPTS = {
     "many files": "for n in range(9999): open(f'/tmp/{n}', 'w')",
     "many open files": "kept = [open('/dev/null') for _ in range(200)]",
     "much memory": "x = bytearray(10**9)",
-    "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)",
+    "deep recursion": "x = ()\nfor _ in range(10**6): x = (x,)\nhash(x)",
 }
 
 
@@ -204,6 +204,29 @@ system_calls.forbid(may_signal=True)
 sys.exit(supervisor.main(*map(int, sys.argv[2:])))
 """
 """One that the kernel forbids to unshare."""
+
+
+AS_ROOT = """
+import os
+from megarl.sandbox import namespaces
+namespaces.enter(1)
+if os.fork() == 0:
+    namespaces.own_root(2**20)
+    for path in ("/usr/megarl-was-here", "/megarl-was-here", os.path.join(os.path.dirname(os.__file__), "was-here")):
+        try:
+            open(path, "w")
+            os.unlink(path)
+        except OSError as error:
+            print(error.strerror, flush=True)
+else:
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_what_is_taken_over_cannot_be_written_even_by_root():
+    ran = subprocess.run([sys.executable, "-c", AS_ROOT], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert ran.stdout == "Read-only file system\n" * 3
 
 
 # In what follows, a plain user has to be able to run the interpreter; the system's own is as good as any.
