@@ -15,7 +15,7 @@ class ValueObjective:
     """loss = sum_t weight_t max((v_t - R_t)^2, (clamp(v_t, o_t - value_clip, o_t + value_clip) - R_t)^2) / 2.
 
     v is the value that the critic gives now, o the one it gave before the step's first update, R the return (the
-    clipping of PPO's implementations, arXiv:2005.12729, section 2). Without `value_clip` it is the squared error
+    clipping of PPO's implementations, arXiv:2005.12729). Without `value_clip` it is the squared error
     alone.
     """
 

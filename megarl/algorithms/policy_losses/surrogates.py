@@ -19,7 +19,7 @@ def clipped(
     """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, where A < 0, at most -A c.
 
     PPO (arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476, equation 8); the dual clip is
-    that of arXiv:1912.09729, equation 5, off unless it is set, since it is in neither paper. Metrics: the tokens whose
+    that of arXiv:1912.09729, off unless it is set, since it is in neither paper. Metrics: the tokens whose
     gradient a bound cuts off, as 0 or 1.
     """
     ratio, advantages = bounded_exp(log_ratio), tokens.advantages
@@ -34,7 +34,7 @@ def clipped(
 def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
 
-    GMPO (arXiv:2507.20673, equation 4): the geometric mean over the response of ratios that are clipped token by
+    GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by
     token. verl averages it over all rows of a micro-batch, empty ones included, so that it depends on how the batch
     was cut; here it is at each token of the response, and the aggregation seq_mean_token_mean makes it the paper's
     mean over responses.
@@ -64,7 +64,7 @@ def clipped_likelihood(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, cl
 def gated(
     log_ratio: Tensor, tokens: Tokens, *, sapo_temperature_positive: float, sapo_temperature_negative: float
 ) -> TokenLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347, equation 6).
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
 
     The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
     configuration's to say.
@@ -76,7 +76,7 @@ def gated(
 
 
 def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., TokenLoss]:
-    """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879, sections 4, 5.4).
+    """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879; section 5.4 for the cap).
 
     A token leaves it when its update goes on in the direction in which its probability has already moved by more than
     `clip_high` (up, A > 0) or `clip_low` (down, A <= 0) of the `divergence` between the old and the present policy,
@@ -133,7 +133,7 @@ def held_where_chosen(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coeffi
 
 
 def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, sppo_eta: float) -> TokenLoss:
-    """(log ratio - sppo_eta A)^2, one per response: SPPO (arXiv:2405.00675, equation 4.6).
+    """(log ratio - sppo_eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
 
     The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
     responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by sppo_eta A.

@@ -31,7 +31,10 @@ from megarl.config.schema import AlgorithmConfig, CorrectionConfig
         ({"kl_horizon": 0}, r"algorithm\.kl_horizon must be above 0"),
         ({"entropy_coefficient": float("inf")}, r"algorithm\.entropy_coefficient must be a finite number"),
         ({"kl_target": 0.1}, r"algorithm\.kl_target=0\.1 multiplies algorithm\.kl_coefficient, which is 0"),
-        ({"kl_estimator": "k1", "kl_coefficient": 0.1}, r"kl_estimator=k1 with kl_in=loss .* k1\+, .* kl_in=reward"),
+        (
+            {"kl_estimator": "k1", "kl_coefficient": 0.1},
+            r"kl_estimator=k1 with kl_in=loss .* kl_estimator=k1\+, .* kl_in=reward",
+        ),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, r"dual_clip=3\.0 has no meaning with policy_loss=cispo"),
     ],
 )
