@@ -42,7 +42,7 @@ def spin(config: MegarlConfig) -> None:
     start = Start.of(config)
     turns = [last_turn(conversation) for conversation in _read(start, settings.train_files)]
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
-    _check_lengths(turns, config)
+    check_lengths(turns, config)
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with (
         open_training(start, settings.steps) as training,
@@ -52,7 +52,7 @@ def spin(config: MegarlConfig) -> None:
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
-        draws = _draws(training, engines, refit, turns)
+        draws = draw_self_play(training, engines, refit, turns)
         training.learn(draws, objective, measurement if held_out else None)
         training.export()
 
@@ -84,7 +84,7 @@ def _read(start: Start, files: list[str]) -> list[Conversation]:
     return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit)
 
 
-def _check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
+def check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
     """Raise UserError if a reply with the longest answer of an opponent beside it has no place in a micro-batch."""
     longest_answer, limit = config.rollout.max_response_tokens, config.loop.max_tokens_per_micro_batch
     longest = max(2 * len(turn.prompt) + len(turn.reply) for turn in turns) + longest_answer
@@ -116,7 +116,7 @@ def _start(training: Training, engines: EngineGroup, prompts: Sequence[list[int]
     return refit
 
 
-def _draws(training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn]) -> Iterator[Draw]:
+def draw_self_play(training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn]) -> Iterator[Draw]:
     """Batches of pairs, iteration after iteration, until the opponent's replies are those in the data."""
     config, clock = training.start.config, training.clock
     settings = config.preference

@@ -81,6 +81,7 @@ class Training:
 
     def learn(self, draws: Iterable[Draw], objective: Objective, held_out: HeldOut | None) -> None:
         """One optimizer step per draw, until there are `steps`, no more draws, or it is enough."""
+        self.clock.end_step(tokens=0)  # what the start took is no step's
         for step, draw in enumerate(islice(draws, self.steps), 1):
             with self.clock.stage("update"):
                 metrics = {**update(self.trainer, [draw.batch], objective, temperature=1.0), **draw.metrics}

@@ -46,8 +46,8 @@ class PreferenceObjective:
         """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs.
 
         Fields [T']: `weights` and `reference_log_probs`. Metrics are means over the pairs: the loss, the share with a
-        positive margin (ties count half, so that a policy that is its reference has 0.5), the margin and its two
-        log-ratios, in nats.
+        positive margin (ties count half, so that a policy that is its reference has 0.5), beta times the margin, and
+        the two log-ratios in nats.
         """
         sequences = Sequences(micro_batch)
         chosen, rejected = _of_pairs(sequences.log_ratio(predictions.log_probs))
@@ -59,7 +59,7 @@ class PreferenceObjective:
             loss,
             {
                 "preference/accuracy": halves(margin),
-                "preference/margin": margin,
+                "preference/margin": self.beta * margin,
                 "preference/chosen_log_ratio": chosen,
                 "preference/rejected_log_ratio": rejected,
             },

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.ragged import Ragged
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing import MicroBatch, last_tokens
 
 
 class Sequences:
@@ -21,7 +21,7 @@ class Sequences:
         self._count = len(micro_batch.lengths)
         # Padding is the last of these, so there is one even where no sequence is.
         self._all = Ragged(micro_batch.cu_seqlens.diff().long())
-        self._last = micro_batch.cu_seqlens[1 : self._count + 1].long() - 1
+        self._last = last_tokens(micro_batch)
 
     @property
     def weights(self) -> Tensor:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from echo_task import write_echo
-from transformers import AutoModelForCausalLM
+import torch
+from echo_task import EchoFiles, write_echo
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.cli.main import main
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.schema import ClusterConfig
+from megarl.config.schema import ClusterConfig, PreferenceConfig
+from megarl.data import load_pairs
 from megarl.quickstart.tiny_models import write_tiny_model
 
 
@@ -26,19 +28,24 @@ def given(tmp_path_factory):
     return write_tiny_model("qwen3", folder / "model", fields={"num_hidden_layers": 2}), write_echo(folder / "data")
 
 
-def run(command: str, output: Path, given, *overrides: str) -> list[dict[str, float]]:
+@pytest.fixture(scope="module")
+def fine_tuned(given, tmp_path_factory):
+    """The folder of a run that ended when a part of the replies was right, and its metrics."""
+    folder = tmp_path_factory.mktemp("fine_tuned")
+    return folder, run("sft", folder, *given, "sft.steps=100", "sft.eval_every=2", "sft.stop_at_exact_match=0.1")
+
+
+def run(command: str, output: Path, model: Path, files: EchoFiles, *overrides: str) -> list[dict[str, float]]:
     """Metrics of every step of a run of `command` on the task."""
-    model, files = given
-    group, train, held_out = {
-        "sft": ("sft", files.train, files.eval),
-        "dpo": ("preference", files.pairs_train, files.pairs_eval),
-        "reward-model": ("preference", files.pairs_train, files.pairs_eval),
-    }[command]
+    group = "sft" if command == "sft" else "preference"
+    conversations = command in ("sft", "spin")
+    train, held_out = files[:2] if conversations else files[2:]
     arguments = [
         *(command, "--config-name", f"quickstart_{command.replace('-', '_')}"),
         *(f"model.path={model}", f"output_dir={output}"),
-        *(f"{group}.train_files=[{train}]", f"{group}.eval_files=[{held_out}]", f"{group}.eval_every=10"),
+        *(f"{group}.train_files=[{train}]", f"{group}.eval_files=[{held_out}]"),
         *("megatron.expert_model_parallel_size=1", "megatron.lr=3e-3", "megatron.lr_decay_style=constant"),
+        *("sft.sequences_per_step=64", "preference.pairs_per_step=64", "preference.eval_every=10"),
         "tracking.loggers=[jsonl]",
         *overrides,
     ]
@@ -46,30 +53,75 @@ def run(command: str, output: Path, given, *overrides: str) -> list[dict[str, fl
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_fine_tuning_stops_where_enough_replies_are_right(given, tmp_path):
-    steps = run("sft", tmp_path, given, "sft.steps=100", "sft.sequences_per_step=64", "sft.stop_at_exact_match=0.8")
-    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:
+    """The values of a metric by step."""
+    return {int(line["step"]): line[name] for line in steps if name in line}
+
+
+def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned):
+    folder, steps = fine_tuned
+    assert list(series(steps, "sft/loss")) == list(range(1, len(steps) + 1))
     assert len(steps) < 100
     assert steps[-1]["sft/loss"] < 0.5 * steps[0]["sft/loss"]
-    measured = {line["step"]: line["sft/exact_match"] for line in steps if "sft/exact_match" in line}
-    assert list(measured) == list(range(10, len(steps) + 1, 10))
-    assert [step for step, share in measured.items() if share >= 0.8] == [len(steps)]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    measured = series(steps, "sft/exact_match")
+    assert list(measured) == list(range(2, len(steps) + 1, 2))
+    assert [step for step, share in measured.items() if share >= 0.1] == [len(steps)]
+    AutoModelForCausalLM.from_pretrained(folder / "huggingface")
 
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
 def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
-    steps = run(
-        "dpo",
-        tmp_path,
-        given,
-        *("preference.steps=40", "preference.pairs_per_step=64", "loop.max_tokens_per_micro_batch=512"),
-    )
+    steps = run("dpo", tmp_path, *given, "preference.steps=20", "loop.max_tokens_per_micro_batch=512")
     # Before the first step the policy is its reference.
     assert steps[0]["preference/accuracy"] == 0.5
     assert steps[0]["preference/margin"] == pytest.approx(0, abs=1e-3)
     assert steps[0]["preference/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["preference/eval_accuracy"] > 0.8
     assert steps[-1]["preference/eval_loss"] < 0.5
-    assert steps[-1]["preference/eval_margin"] > 2
+    assert steps[-1]["preference/eval_margin"] > 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+
+
+def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
+    model, files = given
+    steps = run("reward-model", tmp_path, model, files, "preference.steps=30")
+    # The head begins at 0.
+    assert steps[0]["preference/accuracy"] == 0.5
+    assert steps[0]["preference/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert steps[-1]["preference/eval_accuracy"] > 0.8
+    assert steps[-1]["preference/eval_loss"] < 0.5
+    assert_scores_are_those_of_transformers(tmp_path / "huggingface", files.pairs_eval, steps[-1])
+
+
+def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last: dict[str, float]) -> None:
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    pairs = load_pairs([pairs_file], AutoTokenizer.from_pretrained(folder), PreferenceConfig(), 100)
+    with torch.no_grad():
+        margins = [
+            float(classifier(torch.tensor([pair.chosen.token_ids])).logits)
+            - float(classifier(torch.tensor([pair.rejected.token_ids])).logits)
+            for pair in pairs
+        ]
+    assert last["preference/eval_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
+    assert last["preference/eval_accuracy"] == sum(margin > 0 for margin in margins) / len(margins)
+
+
+def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_path):
+    folder, before = fine_tuned
+    steps = run(
+        "spin",
+        tmp_path,
+        folder / "huggingface",
+        given[1],
+        *("preference.steps=15", "preference.steps_per_generation=5", "megatron.lr=1e-3", "preference.eval_every=5"),
+    )
+    assert list(series(steps, "preference/loss")) == list(range(1, 16))
+    # At the beginning of an iteration the policy is its own opponent.
+    for step in (1, 6, 11):
+        assert steps[step - 1]["preference/accuracy"] == 0.5
+        assert steps[step - 1]["preference/margin"] == pytest.approx(0, abs=1e-3)
+    equal, exact = series(steps, "spin/equal"), series(steps, "spin/exact_match")
+    assert list(equal) == list(series(steps, "refit/bytes")) == [1, 6, 11]
+    assert equal[11] > 2 * equal[1]
+    assert exact[15] > before[-1]["sft/exact_match"] + 0.1
     AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")

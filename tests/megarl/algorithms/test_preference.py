@@ -50,7 +50,7 @@ def preference_by_the_formula(batch: RaggedBatch, log_probs: Tensor, beta: float
     expected = {
         "preference/loss": float(loss),
         "preference/accuracy": right / len(losses),
-        "preference/margin": float(sum(chosen) - sum(rejected)) / len(losses),
+        "preference/margin": beta * float(sum(chosen) - sum(rejected)) / len(losses),
         "preference/chosen_log_ratio": float(sum(chosen)) / len(losses),
         "preference/rejected_log_ratio": float(sum(rejected)) / len(losses),
     }
