@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -135,15 +136,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("act", HOSTILE)
 def test_what_does_not_end_is_ended(act):
-    start = time.monotonic()
     finished = finish(HOSTILE[act], wall_s=0.7, cpu_s=30)
-    assert finished.end == "timed_out"
-    assert time.monotonic() - start < 9  # well below what would be waited for without the supervisor's clock
+    assert (finished.end, finished.code) == ("timed_out", -signal.SIGALRM)  # by the supervisor's clock
     assert own_children() == 0
 
 
 def test_what_is_left_behind_is_ended():
-    mark = "left-behind-by-a-test"
+    mark = f"left-behind-by-{os.getpid()}"
     program = (
         "import os, sys, time\n"
         "for _ in range(3):\n"
@@ -159,18 +158,16 @@ def test_what_is_left_behind_is_ended():
 
 
 def test_endless_output_is_cut():
-    start = time.monotonic()
     finished = finish("while True: print('a' * 10**6)", output_bytes=2**20)
     assert (finished.end, finished.output) == (
         "too_much_output",
         (b"a" * 10**6 + b"\n")[: 2**20] + b"a" * (2**20 - 10**6 - 1),
     )
-    assert time.monotonic() - start < 9
     assert own_children() == 0
 
 
 def test_a_supervisor_dies_with_the_one_that_asked():
-    mark = "orphan-of-a-test"
+    mark = f"orphan-of-{os.getpid()}"
     program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'while True: pass', '{mark}'])"
     ask = "import sys\nfrom megarl.sandbox.run import *\nrun(sys.stdin.read(), b'', Limits(wall_s=60), 'namespaces')"
     asking = subprocess.Popen([sys.executable, "-c", ask], env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE)
@@ -235,7 +232,7 @@ USERS = {"root": [], "user": ["setpriv", "--reuid", "12345", "--regid", "12345",
 BY_USER = """
 import sys
 from megarl.sandbox.run import *
-print(run(sys.argv[2], b'', Limits(wall_s=1.5, processes=5), sys.argv[1]))
+print(run(sys.argv[2], b'', Limits(wall_s=float(sys.argv[3]), processes=5), sys.argv[1]))
 """
 ELSEWHERE = {
     "ends": ("print(7)", "end='exited', code=0, output=b'7\\n'"),
@@ -262,7 +259,16 @@ def test_other_users_and_limits_alone(user, isolation, act):
     program, said = ELSEWHERE[act]
     before = set(Path("/tmp").glob("megarl-sandbox-*"))
     ran = subprocess.run(
-        [*USERS[user], str(SYSTEM_PYTHON), "-B", "-c", BY_USER, isolation, program],
+        [
+            *USERS[user],
+            str(SYSTEM_PYTHON),
+            "-B",
+            "-c",
+            BY_USER,
+            isolation,
+            program,
+            "1.5" if "while True" in program else "20",
+        ],
         env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         cwd="/",
         capture_output=True,

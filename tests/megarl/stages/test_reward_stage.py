@@ -64,7 +64,7 @@ def test_what_was_left_out_is_counted(tmp_path):
         "import time\ndef act(data_source, solution_str, ground_truth, extra_info):\n"
         "    time.sleep(99 if solution_str == 'slow' else 0)\n    return float(solution_str)\n"
     )
-    config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=0.7, on_error="drop")
+    config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop")
     with Scorer(config) as scorer:
         scoring = Scoring(scorer, Letters())
         scoring.add([trajectory(text) for text in ("1", "x", "slow", "2")])
