@@ -18,7 +18,7 @@ from megarl.rewards.text_match import numeric_match
     [
         ("about 3.14", "3.14159", {"absolute": 0.01}, 1.0),
         ("about 3.14", "3.14159", {}, 0.0),
-        ("so 1.1", 1, {"absolute": 0.1}, 1.0),  # 0.1 and 1.1 as they are written, not as binary fractions
+        ("so 1.3", 1, {"absolute": 0.3}, 1.0),  # 0.3 and 1.3 as they are written, not as binary fractions
         ("9900 it is", "10,000", {"relative": 0.01}, 1.0),
         ("9899", "10,000", {"relative": 0.01}, 0.0),
         ("-5", "-5.0", {"relative": 0.01}, 1.0),
