@@ -1,4 +1,5 @@
 import functools
+import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -12,12 +13,21 @@ from transformers import AutoModelForCausalLM
 
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
+from megarl.rollout.vllm.arguments import prepare_environment
 
 
 @pytest.fixture(scope="session")
 def engines():
     with running_engines() as engines:
         yield engines
+
+
+@pytest.fixture(scope="session")
+def vllm_process():
+    """Calls a function in a process that has vLLM and never an engine: nothing is corrected but by the function."""
+    # Not waited for at the end, as a ProcessPoolExecutor is: vLLM's process takes seconds to end by itself.
+    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+        yield lambda function, *arguments: process.apply(function, arguments)
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,8 @@
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
 from converters.errors import UserError
-from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
-
-
-@pytest.fixture(scope="module")
-def process():
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=prepare_environment) as process:
-        yield process
+from megarl.rollout.vllm.arguments import make_engine_config
 
 
 def _config(folder, given):
@@ -20,10 +10,10 @@ def _config(folder, given):
     return config.model_config.dtype, config.scheduler_config.max_num_seqs, config.model_config.skip_tokenizer_init
 
 
-def test_the_models_own_dtype_is_the_default(process, model_folder):
+def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
     folder = model_folder("qwen3", 0)
-    assert process.submit(_config, folder, {}).result() == (torch.float32, 512, True)
-    assert process.submit(_config, folder, {"dtype": "bfloat16", "max_num_seqs": 7}).result() == (
+    assert vllm_process(_config, folder, {}) == (torch.float32, 512, True)
+    assert vllm_process(_config, folder, {"dtype": "bfloat16", "max_num_seqs": 7}) == (
         torch.bfloat16,
         7,
         True,
@@ -39,6 +29,6 @@ def test_the_models_own_dtype_is_the_default(process, model_folder):
         ({"dtype": "float13"}, r"vLLM refuses rollout\.engine_args=.*float13"),
     ],
 )
-def test_arguments_that_do_not_exist_or_are_refused(process, model_folder, given, message):
+def test_arguments_that_do_not_exist_or_are_refused(vllm_process, model_folder, given, message):
     with pytest.raises(UserError, match=message):
-        process.submit(make_engine_config, model_folder("qwen3", 0), given).result()
+        vllm_process(make_engine_config, model_folder("qwen3", 0), given)

@@ -3,8 +3,6 @@
 What they are for is tested on whole models in test_vllm_models.py (weights, rotary) and test_vllm_sampling.py (seeds).
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.vllm import cpu
-from megarl.rollout.vllm.arguments import prepare_environment
-
-
-@pytest.fixture
-def in_new_process():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        yield lambda function: process.submit(function).result()
 
 
 def _linear_weights():
-    prepare_environment()
     from vllm.model_executor.layers import utils
 
     def after_dispatch():
@@ -39,14 +29,13 @@ def _linear_weights():
     return tuple(stock.weight.shape), corrected.cpu_linear(torch.ones(1, 64), corrected.weight, None).tolist()
 
 
-def test_linear_weights_stay(in_new_process):
-    stock_shape, product = in_new_process(_linear_weights)
+def test_linear_weights_stay(vllm_process):
+    stock_shape, product = vllm_process(_linear_weights)
     assert stock_shape == (0,)
     assert product == [[128.0] * 32]
 
 
 def _rotary():
-    prepare_environment()
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -66,8 +55,8 @@ def _rotary():
     return stock, list(errors())
 
 
-def test_rotary_embeddings_of_split_heads(in_new_process):
-    stock, corrected = in_new_process(_rotary)
+def test_rotary_embeddings_of_split_heads(vllm_process):
+    stock, corrected = vllm_process(_rotary)
     assert max(stock) > 0.1
     assert max(corrected) < 1e-5
 
