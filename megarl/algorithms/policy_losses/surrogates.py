@@ -76,7 +76,7 @@ def gated(
 
 
 def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., TokenLoss]:
-    """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879; the cap: section 5.4).
+    """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879; cap: section 5.4).
 
     A token leaves it when its update goes on in the direction in which its probability has already moved by more than
     `clip_high` (up, A > 0) or `clip_low` (down, A <= 0) of the `divergence` between the old and the present policy,
