@@ -1,0 +1,122 @@
+"""Several groups of Megatron ranks side by side: a policy that is trained, a critic, and a frozen reward model."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from converters.errors import UserError
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import sft_objective
+from megarl.algorithms.value_loss import ValueObjective
+from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.schema import ClusterConfig
+from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+
+DP2 = ParallelSizes(world_size=2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with ray_cluster(ClusterConfig()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module")
+def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one label, with the backbone of the language model."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("classifier")
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def batch() -> RaggedBatch:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.tensor([7, 2, 11, 1, 5])
+    total = int(lengths.sum())
+    fields = {"weights": torch.ones(total), "returns": torch.full((total,), 3.0)}
+    return RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, fields)
+
+
+def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes) -> TrainerGroup:
+    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
+    started = stack.enter_context(TrainerGroup(options, ClusterConfig(), logs, max_tokens=12, name=name))
+    started.start()
+    return started
+
+
+@pytest.mark.usefixtures("cluster")
+def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        policy = group(stack, "trainer", tmp_path, ParallelSizes())
+        critic = group(stack, "critic", tmp_path, DP2)
+        policy.build(model, None, 2, reference=True)
+        critic.build(model, None, 2, reference=False, head="value")
+        predictions_are_in_the_order_of_the_batch(critic, policy, classifier)
+        the_critic_learns(critic, model)
+        the_reference_becomes_the_policy(policy)
+    assert {path.name for path in tmp_path.glob("*.log")} == {"trainer_0.log", "critic_0.log", "critic_1.log"}
+
+
+def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: TrainerGroup, classifier: Path) -> None:
+    """First as a frozen reward model: the scores are those of transformers, the values end before them."""
+    critic.build_frozen(classifier, head="value")
+    whole = batch()
+    reference = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    sequences = whole.tokens.split(whole.lengths.tolist())
+    with torch.no_grad():
+        of_tokens = [reference.score(reference.model(each[None]).last_hidden_state)[0, :, 0] for each in sequences]
+    scores, values = critic.scores(whole), critic.values(whole)
+    torch.testing.assert_close(scores, torch.stack([each[-1] for each in of_tokens]), atol=1e-5, rtol=0)
+    shifted = torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in of_tokens])
+    torch.testing.assert_close(values, shifted, atol=1e-5, rtol=0)
+    squares = policy.log_probs(whole, temperature=1.0).probability_squares
+    assert squares is not None
+    assert squares.shape == whole.tokens.shape
+    assert (squares[1:7] > 0).all()
+
+
+def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
+    critic.build(model, None, 2, reference=False, head="value")
+    assert not critic.values(batch()).any()
+    steps = [critic.train_step(batch(), ValueObjective(value_clip=None)) for _ in range(2)]
+    first, second = (
+        sum(float(each.sums["value/loss"]) for result in step for each in result.metrics) for step in steps
+    )
+    assert second < first
+    assert critic.values(batch()).any()
+
+
+def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
+    def log_probs(*, reference: bool) -> Tensor:
+        return policy.log_probs(batch(), temperature=1.0, reference=reference).log_probs
+
+    before = log_probs(reference=True)
+    policy.train_step(batch(), sft_objective)
+    present = log_probs(reference=False)
+    assert not torch.equal(present, before)
+    assert torch.equal(log_probs(reference=True), before)
+    policy.refresh_reference()
+    assert torch.equal(log_probs(reference=True), present)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_wrong_with_a_companions_folder_is_said(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with ExitStack() as stack:
+        frozen = group(stack, "teacher_math", tmp_path, ParallelSizes())
+        with pytest.raises(UserError, match=str(tmp_path)):
+            frozen.build_frozen(tmp_path)
