@@ -6,6 +6,7 @@ less what was there before the computation and less the two gradients that it gi
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -58,8 +59,8 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(size.tokens, size.hidden, generator=generator)
     weight = torch.randn(size.vocabulary, size.hidden, generator=generator).div_(size.hidden**0.5)
     labels = torch.randint(size.vocabulary, (size.tokens,), generator=generator)
-    place = {"device": device.device(), "dtype": DTYPES[size.dtype]}
-    return hidden.to(**place).requires_grad_(), weight.to(**place).requires_grad_(), labels.to(device.device())
+    place, dtype = device.device(), DTYPES[size.dtype]
+    return hidden.to(place, dtype).requires_grad_(), weight.to(place, dtype).requires_grad_(), labels.to(place)
 
 
 def megarl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -77,9 +78,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The sum of the log-probabilities alone: no entropy, and no value for each token."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
+    loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return loss(weight, hidden, labels)
 
 
 COMPUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"megarl": megarl, "plain": plain, "Liger": liger}

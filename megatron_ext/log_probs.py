@@ -70,19 +70,6 @@ def linear_log_probs(
     return LogProbs(*_LinearLogProbs.apply(hidden, weight, labels, output, recorded))
 
 
-def log_probs_and_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    *,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-) -> LogProbs:
-    """`linear_log_probs` of logits [T, columns] that are there already."""
-    identity = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
-    return linear_log_probs(logits, identity, labels, tp_group, vocab_size=vocab_size, temperature=temperature)
-
-
 @dataclass(frozen=True)
 class _Shard:
     """This rank's part of the vocabulary: real columns [start, start + width)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, Metrics, PolicyObjective
 from megarl.config.schema import AlgorithmConfig, CorrectionConfig
-from megatron_ext.log_probs import log_probs_and_entropy
+from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 
 OBJECTIVE = PolicyObjective(clip_low=0.1, clip_high=0.2, kl_coefficient=0.3, entropy_coefficient=0.05)
@@ -44,7 +44,8 @@ def run(batch: RaggedBatch, table: Tensor, split: list[list[int]], objective: Po
     pieces = []
     for sequences in split:
         micro_batch = pack(batch, sequences, align=2)
-        predictions = log_probs_and_entropy(table[micro_batch.tokens[0]], micro_batch.labels[0], None)
+        logits, identity = table[micro_batch.tokens[0]], torch.eye(table.shape[1])
+        predictions = linear_log_probs(logits, identity, micro_batch.labels[0], None)
         loss, metrics = objective(predictions, micro_batch)
         loss.backward()
         pieces.append(metrics)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
-from megatron_ext.log_probs import log_probs_and_entropy
+from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, KL_COEFFICIENT = 0.9, 0.1, 0.15, 0.3
@@ -72,8 +72,14 @@ def test_the_objective_on_micro_batches_gives_the_references_loss_and_gradients(
     batch, total, pieces = as_batch(given), 0.0, []
     for index in range(len(batch)):
         micro_batch = pack(batch, [index], align=1)
-        predictions = log_probs_and_entropy(
-            model(micro_batch.tokens).logits[0], micro_batch.labels[0], None, temperature=TEMPERATURE
+        hidden = model.model(micro_batch.tokens).last_hidden_state[0]
+        predictions = linear_log_probs(
+            hidden,
+            model.lm_head.weight,
+            micro_batch.labels[0],
+            None,
+            temperature=TEMPERATURE,
+            softcap=getattr(model.config, "final_logit_softcapping", None),
         )
         loss, metrics = objective(predictions, micro_batch)
         loss.backward()
