@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-_LETTER = r"([A-Z])"
 _STATED = re.compile(
     r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\}"  # \boxed{B}, \boxed{\text{(B)}}
     r"|(?i:\b(?:answer|choice|option))(?:\*\*)?\s{0,4}(?:(?i:is|should be|would be|must be))?\s{0,4}:?\s{0,4}"
