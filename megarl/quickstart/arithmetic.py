@@ -4,7 +4,7 @@ A prompt reads `12+94=`; its answer is the sum as three digits from the last to 
 follows from those already written. All characters are tokens of `megarl.quickstart.tiny_models`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,6 @@ def answer(pair: Pair) -> str:
     return f"{sum(pair):03d}"[::-1]
 
 
-def wrong_answer(pair: Pair, seed: int) -> str:
-    """Return the answer to another pair, whose sum is not that of `pair`: only the question tells which is right."""
-    generator = np.random.default_rng((seed, *pair))
-    while sum(other := generator.integers(100, size=2).tolist()) == sum(pair):
-        pass
-    return answer(tuple(other))
-
-
 def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
     """Return all 10,000 pairs in the order of `seed`, cut into those to train on and the `held_out` ones."""
     order = np.random.default_rng(seed).permutation(100 * 100).tolist()
@@ -67,8 +59,9 @@ def write_arithmetic(folder: Path, *, seed: int = 0, held_out: int = HELD_OUT) -
     _write(files.eval, _prompt_rows(evaluation, "eval"))
     _write(files.sft_train, _conversation_rows(train))
     _write(files.sft_eval, _conversation_rows(evaluation))
-    _write(files.pairs_train, _preference_rows(train, seed))
-    _write(files.pairs_eval, _preference_rows(evaluation, seed))
+    preferences = _preference_rows([*train, *evaluation])
+    _write(files.pairs_train, preferences[: len(train)])
+    _write(files.pairs_eval, preferences[len(train) :])
     return files
 
 
@@ -97,15 +90,21 @@ def _conversation_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     ]
 
 
-def _preference_rows(pairs: Sequence[Pair], seed: int) -> list[dict[str, Any]]:
+def _preference_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """The wrong answer is that to a pair further on: only the question tells which of the two is right."""
     return [
         {
             "prompt": [{"role": "user", "content": question(pair)}],
             "chosen": answer(pair),
-            "rejected": wrong_answer(pair, seed),
+            "rejected": answer(next(other for other in _after(pairs, index) if sum(other) != sum(pair))),
         }
-        for pair in pairs
+        for index, pair in enumerate(pairs)
     ]
+
+
+def _after(pairs: Sequence[Pair], index: int) -> Iterator[Pair]:
+    """The pairs from `index` on, around."""
+    return (pairs[(index + offset) % len(pairs)] for offset in range(1, len(pairs)))
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -77,7 +77,7 @@ def test_a_preference_is_a_right_answer_and_one_to_another_question(files):
     # Alone, a wrong answer looks like a right one.
     for digit in range(3):
         right, wrong = (Counter(row[kind][digit] for row in rows) for kind in ("chosen", "rejected"))
-        assert all(abs(right[character] - wrong[character]) < 200 for character in "0123456789")
+        assert all(abs(right[character] - wrong[character]) < 100 for character in "0123456789")
 
 
 def test_the_same_seed_writes_the_same_rows(files, tmp_path):
