@@ -1,7 +1,5 @@
 """Held-out prompts to metrics, and how often and with what seeds they are asked."""
 
-from dataclasses import replace
-
 import pytest
 
 from megarl.config.schema import RewardConfig
@@ -20,7 +18,7 @@ class Tokenizer:
 
 
 class Engines:
-    """Answer in turn with what `answers` holds for each prompt: token 9 is the end."""
+    """Answer in turn with what `answers` holds for each prompt: token 9 is the end, to which the first never comes."""
 
     def __init__(self, answers):
         self.answers, self.requests, self.resets = answers, [], 0
@@ -30,8 +28,9 @@ class Engines:
         for place, request in reversed(list(enumerate(requests))):
             answers = self.answers[request.prompt_token_ids[0]][: request.sampling.samples]
             assert len(answers) == request.sampling.samples
-            generations = [Generation([token, 9], [0.0, 0.0], [4, 4], "stop") for token in answers]
-            yield place, [replace(generations[0], finish_reason="length"), *generations[1:]]
+            first, *others = answers
+            ended = [Generation([token, 9], [0.0, 0.0], [4, 4], "stop") for token in others]
+            yield place, [Generation([first], [0.0], [4], "length"), *ended]
 
     def reset_prefix_cache(self):
         self.resets += 1
@@ -65,7 +64,7 @@ def test_one_response_is_greedy():
             "eval/source/products/accuracy": 1.0,
             "eval/dropped": 0.0,
             "eval/cut_fraction": 1.0,
-            "eval/response_length": 2.0,
+            "eval/response_length": 1.0,
         }
     )
     assert {(each.samples, each.temperature, each.max_tokens, each.stop_token_ids) for each in sampling} == {
@@ -79,7 +78,7 @@ def test_one_data_source_is_not_told_twice():
 
 
 def test_several_responses_vote_and_compete():
-    found, _ = run({1: [1, 5, 5, 1], 2: [4, 2, 5, 5], 3: [6, 6, 6, 6]}, samples=4)
+    found, _ = run({1: [1, 1, 5, 5], 2: [4, 2, 5, 5], 3: [6, 6, 6, 6]}, samples=4)
     assert found["eval/accuracy"] == found["eval/mean_at_4"] == pytest.approx((0.5 + 0.25 + 0) / 3)
     assert found["eval/pass_at_1"] == pytest.approx(0.25)
     assert found["eval/pass_at_2"] == pytest.approx((5 / 6 + 1 / 2 + 0) / 3)
@@ -87,7 +86,7 @@ def test_several_responses_vote_and_compete():
     assert found["eval/majority_at_4"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert found["eval/source/sums/accuracy"] == pytest.approx(0.375)
     assert found["eval/source/products/best_at_4"] == 0
-    assert found["eval/cut_fraction"] == 0.25
+    assert (found["eval/cut_fraction"], found["eval/response_length"]) == (0.25, 1.75)
     names = {f"{name}_at_{k}" for name in ("pass", "majority", "best") for k in powers_of_two(4)} | {"mean_at_4"}
     assert {name.split("/")[-1] for name in found if "_at_" in name} == names
 
