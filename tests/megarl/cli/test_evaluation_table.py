@@ -10,9 +10,9 @@ from megarl.cli.main import build_parser, main
 
 SAMPLED = {
     "mean_at_2": 0.5,
+    "pass_at_2": 1.0,
     "pass_at_1": 0.5,
     "best_at_1": 0.25,
-    "pass_at_2": 1.0,
     "best_at_2": 0.75,
     "source/a/b/pass_at_1": 0.125,
     "source/a/b/mean_at_2": 0.0,
