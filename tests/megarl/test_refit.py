@@ -16,10 +16,8 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.clock import Clock
-from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.config.compose import compose
-from megarl.config.schema import ClusterConfig
 from megarl.job import open_job
 from megarl.loop import train_step
 from megarl.quickstart.arithmetic import write_arithmetic
@@ -28,13 +26,9 @@ from megarl.resharding.route import check_recorded
 from megarl.stages.probe import ProbeError
 from megarl.stages.refit import Refit
 
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
 SOON_S = 15
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with ray_cluster(ClusterConfig()):
-        yield
 
 
 @pytest.fixture
@@ -115,9 +109,13 @@ def check_the_route(job):
         check_recorded(partial, dtypes)
     with pytest.raises(UserError, match="as bfloat16"):
         replace(route, recordings=narrow).check(dtypes)
-    config = {**read_json(job.model.folder / CONFIG), "vocab_size": 80}
+    other = read_architecture({**read_json(job.model.folder / CONFIG), "vocab_size": 80})
     with pytest.raises(UserError, match="embed_tokens"):
-        replace(route, architecture=read_architecture(config)).check(dtypes)
+        replace(route, architecture=other).check(dtypes)
+    # By name nothing could check it later, so that it is asked of the engine's own loader first.
+    message = r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
+    with pytest.raises(UserError, match=message):
+        Refit(job.trainer, job.engines, other, replace(job.config.refit, path="named"))
 
 
 def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_run):
@@ -133,34 +131,29 @@ def probe_and_lose_the_engine(open_run):
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
         with pytest.raises(ProbeError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
             job.refit(2)
+        check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
+        job.refit._planned.join()
         run_in(job.engines, 0, break_at, "unpacked", 1, "kill")
         with soon():
-            job.refit(3)
+            job.refit(7)
 
 
-def test_an_engine_of_another_model_is_refused(open_run):
-    with (
-        pytest.raises(
-            UserError, match=r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
-        ),
-        open_run("+rollout.engine_args.hf_overrides={vocab_size: 128}", "refit.path=named"),
-    ):
-        pass
+def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
+    run_in(job.engines, 0, permute_after_loading)
 
+    def make_refit(path):
+        return Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path=path))
 
-def test_an_engine_that_permutes_its_weights_goes_on_by_name(open_run):
-    with open_run() as job:
-        run_in(job.engines, 0, permute_after_loading)
-        job.refit(0)
-        reason = "the engine does not keep model.layers.1.mlp.down_proj.weight as it was loaded"
-        assert job.refit.description == f"named ({reason})"
-        assert job.refit(1)["refit/planned"] == 0
-        planned = Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path="planned"))
-        with pytest.raises(UserError, match=f"refit.path=planned is not possible: {reason}"):
-            planned(2)
-        named = Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path="named"))
-        assert named(3)["refit/planned"] == 0
-        assert named.description == "named (refit.path=named)"
+    refit = make_refit("auto")
+    assert refit(3)["refit/planned"] == 0
+    reason = "the engine does not keep model.layers.1.mlp.down_proj.weight as it was loaded"
+    assert refit.description == f"named ({reason})"
+    assert refit(4)["refit/planned"] == 0
+    with pytest.raises(UserError, match=f"refit.path=planned is not possible: {reason}"):
+        make_refit("planned")(5)
+    named = make_refit("named")
+    assert named(6)["refit/planned"] == 0
+    assert named.description == "named (refit.path=named)"
 
 
 def permute_after_loading():

@@ -1,0 +1,28 @@
+"""One Ray cluster for tests that follow each other and ask for it: to start and to end one takes seconds."""
+
+from contextlib import ExitStack
+
+import pytest
+import ray
+
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.schema import ClusterConfig
+
+_STACK = pytest.StashKey[ExitStack]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STACK] = ExitStack()
+
+
+@pytest.fixture
+def shared_cluster(request: pytest.FixtureRequest) -> None:
+    if not ray.is_initialized():
+        request.config.stash[_STACK].enter_context(ray_cluster(ClusterConfig()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the cluster before a test that does not ask for it: it may fork, or start one of its own."""
+    if "shared_cluster" not in getattr(nextitem, "fixturenames", ()):
+        item.config.stash[_STACK].close()
