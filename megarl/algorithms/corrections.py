@@ -20,7 +20,7 @@ from megarl.algorithms.kl import k2, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.registry import lookup
-from megarl.config.schema import CorrectionConfig
+from megarl.config.algorithm import CorrectionConfig
 
 # exp of more is no weight that means anything; verl's value.
 LARGEST_LOG_RATIO = 20.0
@@ -59,9 +59,9 @@ def divergence(
 
 
 def largest_of_response(ragged: Ragged, values: Tensor) -> Tensor:
-    """Largest value [T] of each response: [N], 0 for one without tokens."""
+    """Largest of values [T] that are never negative, of each response: [N], 0 for one without tokens."""
     responses = ragged.spread(torch.arange(len(ragged), device=values.device))
-    return values.new_zeros(len(ragged)).scatter_reduce(0, responses, values, "amax", include_self=False)
+    return values.new_zeros(len(ragged)).scatter_reduce(0, responses, values, "amax")
 
 
 def truncate(statistic: Tensor, low: float, high: float) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, Metrics, PolicyObjective
-from megarl.config.schema import AlgorithmConfig, CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -190,7 +190,10 @@ def test_the_ratio_that_is_corrected_is_of_the_present_policy_without_old_log_pr
     expected, expected_metrics = run(explicit, table, [[0]], objective)
     gradient, metrics = run(bare, table, [[0]], objective)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
-    mean = expected_metrics.values()["correction/factor_mean"]
+    trained = batch.fields["weights"] != 0
+    ratios = (near - batch.fields["rollout_log_probs"])[trained].exp()
+    mean = float(ratios.clamp(max=1.05).mean())
+    assert expected_metrics.values()["correction/factor_mean"] == pytest.approx(mean, rel=1e-6)
     assert metrics.values()["correction/factor_mean"] == pytest.approx(mean, rel=1e-6)
 
 
