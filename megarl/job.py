@@ -93,6 +93,7 @@ class Job:
         try:
             self.trainer.save(folder)
             for name, companion in self.companions.trained.items():
+                (folder / name).mkdir()
                 companion.save(folder / name)
         except BaseException:
             checkpoint_folder.abandon(root, step)

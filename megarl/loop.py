@@ -98,6 +98,9 @@ def _update(job: Job, prepared: Prepared) -> dict[str, float]:
         temperature=config.rollout.temperature,
         seed=(config.loop.seed, state.step),
     )
+    if job.companions.teachers:
+        # The advantage of a token is what the teacher gives it more: its mean estimates -KL(policy || teacher).
+        metrics["distillation/kl"] = -float(prepared.advantages.mean())
     if prepared.kl is not None:
         metrics["policy/kl_to_reference"] = prepared.kl
     if "policy/kl_to_reference" in metrics:

@@ -19,7 +19,7 @@ from megarl.algorithms.policy_losses.policy_loss import keyword_names
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.registry import lookup
 from megarl.algorithms.trained_tokens import TrainedTokens
-from megarl.config.schema import AlgorithmConfig, CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch
 

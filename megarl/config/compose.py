@@ -20,6 +20,9 @@ from megarl.config.keys import check_keys
 from megarl.config.schema import MegarlConfig
 from megatron_ext.arguments import check_options, nearest_name
 
+PRESETS = ("algorithm",)
+"""Groups of the configuration that have a folder of ready-made choices."""
+
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:
     """Compose recipe `config_name` with Hydra `overrides` (`loop.steps=10`) into a configuration.
@@ -88,5 +91,7 @@ def _forced(text: str) -> str:
         reason = str(error).splitlines()[0]
         raise UserError(f"override {text!r} is not of the form key=value: {reason}") from error
     changes_value = not override.is_delete() and not override.is_add() and not override.is_force_add()
-    is_value = "/" not in override.key_or_group and "@" not in text.partition("=")[0]
+    # `algorithm=gspo` chooses a file of configs/algorithm/ in the place of the one that the recipe chose.
+    is_group = "/" in override.key_or_group or override.key_or_group in PRESETS
+    is_value = not is_group and "@" not in text.partition("=")[0]
     return f"++{text}" if changes_value and is_value else text

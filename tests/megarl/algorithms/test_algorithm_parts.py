@@ -4,7 +4,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
-from megarl.config.schema import AlgorithmConfig, CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms.corrections import CORRECTIONS, check_correction, correction_factor, correction_metrics
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import CorrectionConfig
+from megarl.config.algorithm import CorrectionConfig
 
 # What verl calls a weight or a rejection, with its threshold, is here: kind, low, high. Its bands are of the inverse
 # ratio, pi_rollout / pi_old.

@@ -10,7 +10,7 @@ from policy_batches import random_batch, run, sequences
 
 from megarl.algorithms import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.config.schema import CorrectionConfig
+from megarl.config.algorithm import CorrectionConfig
 from megatron_ext.packing import assign
 
 

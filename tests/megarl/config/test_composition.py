@@ -4,18 +4,11 @@ import pytest
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, TeacherConfig
+from megarl.config.compose import compose
 from megarl.config.composition import check_composition
-from megarl.config.schema import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    CriticConfig,
-    LoopConfig,
-    MegarlConfig,
-    RewardConfig,
-    RewardTermConfig,
-    RolloutConfig,
-    TeacherConfig,
-)
+from megarl.config.folder import recipes_folder
+from megarl.config.schema import LoopConfig, MegarlConfig, RewardConfig, RewardTermConfig, RolloutConfig
 
 
 def config(*, samples: int = 8, **groups) -> MegarlConfig:
@@ -99,3 +92,18 @@ ALLOWED = {
 @pytest.mark.parametrize("groups", ALLOWED.values(), ids=ALLOWED)
 def test_it_is_taken(groups: dict) -> None:
     check_composition(config(**groups))
+
+
+PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_whole(preset: str) -> None:
+    teacher = ["+teachers={a: {path: x}}"] if preset == "distillation" else []
+    check_composition(compose("quickstart", ["model.path=x", f"+algorithm={preset}", *teacher]))
+
+
+def test_a_preset_is_chosen_in_the_place_of_the_recipes() -> None:
+    assert compose("quickstart_dapo", ["model.path=x", "algorithm=gspo"]).algorithm.policy_loss == "gspo"
+    with pytest.raises(UserError, match=r"use \+algorithm=gspo"):
+        compose("quickstart", ["model.path=x", "algorithm=gspo"])
