@@ -113,7 +113,13 @@ def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_p
         tmp_path,
         folder / "huggingface",
         given[1],
-        *("preference.steps=15", "preference.steps_per_generation=5", "megatron.lr=1e-3", "preference.eval_every=5"),
+        *(
+            "preference.steps=15",
+            "preference.steps_per_generation=5",
+            "preference.beta=0.1",
+            "megatron.lr=1e-3",
+            "preference.eval_every=5",
+        ),
     )
     assert list(series(steps, "preference/loss")) == list(range(1, 16))
     # At the beginning of an iteration the policy is its own opponent.
