@@ -91,6 +91,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("prime/accuracy", "", "share of responses whose outcome it tells"),
     Metric("prime/gradient_norm", "", "norm of its gradient before it is clipped"),
     Metric("prime/learning_rate", "", "its learning rate"),
+    Metric("distillation/kl", "nats", "estimated KL of the policy to its teachers, mean over tokens"),
     Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens of the step by its wall time"),
     Metric("seconds/step", "s", "wall time of the step"),
     Metric(
