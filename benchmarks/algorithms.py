@@ -9,7 +9,7 @@ import dataclasses
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ CONFIG = AlgorithmConfig(gamma=0.99, gae_lambda=0.95)
 TOKEN_FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "token_rewards": lambda uniform: uniform / 100,
     "values": lambda uniform: uniform,
-    "old_log_probs": lambda uniform: -uniform,
+    # Of at most 1 / e, so that the squared gradient 1 - 2 pi + sum of squares is positive, as it is of a policy.
+    "old_log_probs": lambda uniform: -1 - uniform,
     "probability_squares": lambda uniform: uniform,
     "process_rewards": lambda uniform: uniform / 10,
     "teacher_log_probs": lambda uniform: -uniform,
@@ -119,12 +120,10 @@ def batch_bytes(scored: ScoredResponses) -> int:
     return 8 * scored.responses.tokens + scored.responses.lengths.nbytes + sum(tensor.nbytes for tensor in given)
 
 
-def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int) -> list[str]:
+def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int) -> Iterator[str]:
     """A table of all estimators on responses of equal length."""
-    rows = [
-        "| estimator | groups | seconds | CPU s | extra / batch | + token rewards: seconds | CPU s | extra / batch |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    yield "| estimator | groups | seconds | CPU s | extra / batch | + token rewards: seconds | CPU s | extra / batch |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for groups in of_groups:
         batch = Batch(torch.full((responses,), tokens), tokens, groups)
         for name in ADVANTAGES:
@@ -134,8 +133,7 @@ def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int)
                 spent = cost(partial(_ours, name, scored), runs)
                 share = spent.extra_bytes / batch_bytes(scored)
                 cells.append(f"{spent.seconds:.3f} | {spent.cpu_seconds:.3f} | {share:.2f}")
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows
+            yield f"| {' | '.join(cells)} |"
 
 
 def _ours(name: str, scored: ScoredResponses) -> Advantages:
@@ -144,7 +142,7 @@ def _ours(name: str, scored: ScoredResponses) -> Advantages:
     return estimate(name, ScoredResponses(**fields | {"responses": Ragged(scored.responses.lengths)}), CONFIG)
 
 
-def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> list[str]:
+def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Iterator[str]:
     """A table of verl's functions and ours on responses of tokens / 8 to tokens tokens.
 
     Raises AssertionError where the values differ by more than 1e-5 of the largest.
@@ -152,10 +150,8 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> lis
     lengths = torch.randint(tokens // 8, tokens + 1, (responses,), generator=torch.Generator().manual_seed(1))
     lengths[0] = tokens
     batch = Batch(lengths, tokens, responses // 8)
-    rows = [
-        "| verl's function | verl: seconds | CPU s | ours: seconds | CPU s | times as fast | difference |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    yield "| verl's function | verl: seconds | CPU s | ours: seconds | CPU s | times as fast | difference |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for theirs, ours in PEERS.items():
         scored, arguments = batch.scored(ours), verl_arguments(batch, ours)
         function = verl.get_adv_estimator_fn(theirs)
@@ -164,11 +160,10 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> lis
         assert difference < 1e-5, f"{theirs} and {ours} differ by {difference:.1e} of the largest value"
         del padded
         slow, fast = cost(partial(function, **arguments), min(runs, 2)), cost(partial(_ours, ours, scored), runs)
-        rows.append(
+        yield (
             f"| {theirs} | {slow.seconds:.3f} | {slow.cpu_seconds:.3f} | {fast.seconds:.3f} | {fast.cpu_seconds:.3f} "
             f"| {slow.cpu_seconds / fast.cpu_seconds:.0f} | {difference:.0e} |"
         )
-    return rows
 
 
 def verl_arguments(batch: Batch, ours: str) -> dict[str, Any]:
@@ -205,6 +200,12 @@ def find_verl(folder: Path) -> ModuleType | str:
     return core_algos
 
 
+def show(rows: Iterator[str]) -> None:
+    """Prints each row as soon as there is one."""
+    for row in rows:
+        print(row, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--responses", type=at_least_one, default=8192)
@@ -216,7 +217,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"Machine: {describe(ROOT)}\n\nVersions: torch {torch.__version__}")
     print(f"\n## {options.responses:,} responses of {options.tokens:,} tokens, one thread\n")
-    print("\n".join(estimators(options.responses, options.tokens, options.groups, options.runs)), flush=True)
+    show(estimators(options.responses, options.tokens, options.groups, options.runs))
     print(
         f"\n## Beside verl: {options.responses:,} responses of {options.tokens // 8:,} to {options.tokens:,} tokens\n"
     )
@@ -225,7 +226,7 @@ def main() -> None:
         print(verl)
         return
     print(f"verl {importlib.metadata.version('verl')}\n")
-    print("\n".join(beside_verl(verl, options.responses, options.tokens, options.runs)))
+    show(beside_verl(verl, options.responses, options.tokens, options.runs))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token
         # Quarters, so that scores which are equal on paper are so in every arithmetic; none below 0.
         "token_rewards": (uniform[0] * 4).floor() / 4 if with_token_rewards else None,
         "values": normal[1],
-        "old_log_probs": -uniform[2] * 3,
+        # Below 1 / e, so that squared gradients are positive, and far from 0, as the token baseline's weights must be.
+        "old_log_probs": -1 - uniform[2] * 2,
         "probability_squares": uniform[3],
         "importance_weights": uniform[4] + 0.5,
         "process_rewards": normal[5] / 10,
