@@ -7,8 +7,7 @@ from megarl.algorithms.ragged import Ragged
 
 # Added to the variance; verl's value.
 _VARIANCE_EPSILON = 1e-8
-# Tokens that are summed in their own precision, before the sums are summed in float64: few enough to lose nothing and
-# to stay in the cache.
+# Tokens that are brought to float64 at a time: few enough to stay in the cache.
 _PIECE = 1 << 16
 
 
@@ -17,13 +16,16 @@ def whiten_(values: Tensor) -> Tensor:
 
     A single token has no variance; it becomes 0.
     """
-    count = len(values)
     # First less one of them: what is equal is then exactly 0, whatever the rounding of its mean.
     values.sub_(values[0].clone())
-    mean = sum(float(piece.sum()) for piece in values.split(_PIECE)) / count
-    values.sub_(mean)
-    squares = sum(float(piece.dot(piece)) for piece in values.split(_PIECE))
-    return values.mul_((squares / max(count - 1, 1) + _VARIANCE_EPSILON) ** -0.5)
+    total, squares = 0.0, 0.0
+    for piece in values.split(_PIECE):
+        exact = piece.double()
+        total += float(exact.sum())
+        squares += float(exact.dot(exact))
+    mean = total / len(values)
+    variance = max(squares - total * mean, 0.0) / max(len(values) - 1, 1)
+    return values.sub_(mean).mul_((variance + _VARIANCE_EPSILON) ** -0.5)
 
 
 def whitened_by_token(values: Tensor, responses: Ragged) -> Tensor:
