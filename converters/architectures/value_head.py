@@ -23,7 +23,6 @@ def with_value_head(architecture: Architecture) -> Architecture:
     which is 0 then: that of a language model does. The output layer and multi-token prediction, which such a folder
     holds, are not read.
     """
-    dropped = [each for each in architecture.weight_map if each.megatron == _OUTPUT or each.part is Part.MTP]
     value = Parameter("value_head.weight", ((_SCORE, ("labels", "hidden")),), Kind.REPLICATED, Part.LAST)
     changed = replace(
         architecture,
@@ -32,7 +31,7 @@ def with_value_head(architecture: Architecture) -> Architecture:
         transformer_config={k: v for k, v in architecture.transformer_config.items() if not k.startswith("mtp_")},
         gpt_model={**architecture.gpt_model, "share_embeddings_and_output_weights": False},
         dimensions={**architecture.dimensions, "labels": Dimension("num_labels", 1)},
-        weight_map=(*(each for each in architecture.weight_map if each not in dropped), value),
+        weight_map=(*(each for each in architecture.weight_map if each.megatron != _OUTPUT), value),
         hf_copies={},
         exported_copies=(),
         mtp_layers=0,

@@ -49,7 +49,9 @@ def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
 @pytest.mark.parametrize(
     "sizes",
     [
-        ParallelSizes(world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2),
+        ParallelSizes(
+            world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        ),
         ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
     ],
     ids=["TP2 EP2", "VPP2"],
