@@ -2,7 +2,8 @@
 
 megarl makes the logits of one chunk at a time; beside it the plain computation, which holds them all, and on a GPU
 Liger's fused linear cross-entropy, if it is installed. Every figure is of a process of its own. Memory is the peak,
-less what was there before the computation and less the two gradients that it gives. Writes Markdown.
+less what was there before the computation and less the two gradients that it gives. On a CPU the seconds are those
+that the process computed, which others on the machine hardly change. Writes Markdown.
 """
 
 import argparse
@@ -91,13 +92,14 @@ def measure(name: str, size: Size) -> Figures:
     on_cpu = device.device().type == "cpu"
     held = psutil.Process().memory_info().rss if on_cpu else sum(each.nbytes for each in arguments)
     device.synchronize()
-    start = time.perf_counter()
+    clock = time.process_time if on_cpu else time.perf_counter
+    start = clock()
     loss = COMPUTATIONS[name](*arguments)
     device.synchronize()
-    middle = time.perf_counter()
+    middle = clock()
     loss.backward()
     device.synchronize()
-    end = time.perf_counter()
+    end = clock()
     gradients = arguments[0].nbytes + arguments[1].nbytes
     return Figures(middle - start, end - middle, (device.peak_memory_bytes() - held - gradients) / 1e6)
 
@@ -122,8 +124,9 @@ def largest_difference(size: Size) -> float:
 
 def report(sizes: Sequence[tuple[str, Size]], compared: Size, command: str) -> str:
     """The page."""
+    unit = "s" if device.device().type == "cuda" else "CPU s"
     lines = [
-        "| computation | tokens | vocabulary | hidden | type | forward, s | backward, s | memory above, MB |",
+        f"| computation | tokens | vocabulary | hidden | type | forward, {unit} | backward, {unit} | memory, MB |",
         "|---|---:|---:|---:|---|---:|---:|---:|",
     ]
     for name, size in sizes:
