@@ -16,6 +16,7 @@ from megarl.stages.rollout import sampling_parameters
 from megarl.stages.sample import Experience, sample, with_model_scores
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
+from megarl.tracking.histogram import numbers
 
 
 def train(config: MegarlConfig) -> None:
@@ -80,10 +81,10 @@ def _rollout_and_reward(job: Job, clock: Clock, count: int, refill: int) -> Expe
     return replace(experience, scored=scored)
 
 
-def _update(job: Job, prepared: Prepared) -> dict[str, float]:
+def _update(job: Job, prepared: Prepared) -> dict[str, MetricValue]:
     """The optimizer steps of all models that learn."""
     config, state, companions = job.config, job.state, job.companions
-    metrics: dict[str, float] = {}
+    metrics: dict[str, MetricValue] = {}
     if companions.critic:
         metrics |= update_critic(companions.critic, prepared.batches, config)
     if companions.implicit_reward_model:
@@ -103,9 +104,9 @@ def _update(job: Job, prepared: Prepared) -> dict[str, float]:
         metrics["distillation/kl"] = -float(prepared.advantages.mean())
     if prepared.kl is not None:
         metrics["policy/kl_to_reference"] = prepared.kl
-    if "policy/kl_to_reference" in metrics:
+    if (kl := numbers(metrics).get("policy/kl_to_reference")) is not None:
         metrics["policy/kl_coefficient"] = state.kl.coefficient
-        state.kl.update(metrics["policy/kl_to_reference"], len(prepared.responses))
+        state.kl.update(kl, len(prepared.responses))
     refresh = config.algorithm.refresh_reference_every
     if refresh and (state.step + 1) % refresh == 0:
         job.trainer.refresh_reference()

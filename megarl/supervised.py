@@ -22,6 +22,7 @@ from megarl.job import EXPORT, LOGS, open_tracker_of
 from megarl.model import Model, check_layout, read_model
 from megarl.stages.update import update
 from megarl.tracking import Tracker
+from megarl.tracking.histogram import numbers
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
@@ -89,7 +90,7 @@ class Training:
                 with self.clock.stage("evaluate"):
                     metrics |= held_out.measure()
             self.tracker.log(step, metrics | self.clock.end_step(tokens=len(draw.batch.tokens)))
-            if held_out and held_out.is_enough(metrics):
+            if held_out and held_out.is_enough(numbers(metrics)):
                 break
 
     def export(self) -> None:

@@ -8,6 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megarl.dynamics.ratios import ratio_histogram
+from megarl.tracking import MetricValue
+
 Value = TypeVar("Value")
 
 
@@ -49,16 +52,22 @@ class Metrics:
     """What one piece of a global batch contributes, by name; tensors are detached scalars.
 
     The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
-    of the `means` of its pieces.
+    of the `means` of its pieces. `ratio_counts` are those of `megarl.dynamics.ratios`, float64[bins], which add up.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)
+    ratio_counts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __or__(self, other: "Metrics") -> "Metrics":
         """Those of both, of the same piece."""
-        return Metrics({**self.sums, **other.sums}, {**self.maxima, **other.maxima}, {**self.means, **other.means})
+        return Metrics(
+            {**self.sums, **other.sums},
+            {**self.maxima, **other.maxima},
+            {**self.means, **other.means},
+            {**self.ratio_counts, **other.ratio_counts},
+        )
 
     @staticmethod
     def merge(pieces: Sequence["Metrics"]) -> "Metrics":
@@ -67,6 +76,7 @@ class Metrics:
             _merge([piece.sums for piece in pieces], torch.add),
             _merge([piece.maxima for piece in pieces], torch.maximum),
             _merge([piece.means for piece in pieces], Mean.__add__),
+            _merge([piece.ratio_counts for piece in pieces], torch.add),
         )
 
     def values(self) -> dict[str, float]:
@@ -78,19 +88,21 @@ class Metrics:
         }
 
     @staticmethod
-    def summary(steps: Iterable["Metrics"]) -> dict[str, float]:
-        """One number for each name over the optimizer `steps` (at least one) of one rollout.
+    def summary(steps: Iterable["Metrics"]) -> dict[str, MetricValue]:
+        """One value for each name over the optimizer `steps` (at least one) of one rollout.
 
-        Sums and means are averaged over the steps; of the maxima it is the largest.
+        Sums and means are averaged over the steps; of the maxima it is the largest. Counts are added up.
         """
         steps = list(steps)
         rows = [step.values() for step in steps]
-        return {
+        counts = _merge([step.ratio_counts for step in steps], torch.add)
+        numbers = {
             name: max(row[name] for row in rows)
             if name in steps[0].maxima
             else sum(row[name] for row in rows) / len(rows)
             for name in rows[0]
         }
+        return {**numbers, **{name: ratio_histogram(each) for name, each in counts.items()}}
 
 
 def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:

@@ -20,6 +20,7 @@ from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.registry import lookup
 from megarl.algorithms.trained_tokens import TrainedTokens
 from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.dynamics.ratios import ratio_counts
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch
 
@@ -156,5 +157,6 @@ def _metrics(tokens: Tokens, rollout_log_probs: Tensor, entropy: Tensor) -> Metr
             "policy/ratio_mean": Mean.of(ratio),
             "log_prob_difference/mean": Mean.of(difference),
         },
+        ratio_counts={"policy/ratio_histogram": ratio_counts(log_probs - old)},
     )
     return metrics | off_policy_metrics(log_probs, rollout_log_probs, tokens.ragged)

@@ -6,6 +6,7 @@ from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective,
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import MegarlConfig
 from megarl.stages.advantage import weighted
+from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
 
@@ -17,7 +18,7 @@ def update_policy(
     *,
     temperature: float,
     seed: Sequence[int],
-) -> dict[str, float]:
+) -> dict[str, MetricValue]:
     """As `update`; where the loss chooses tokens by what the policy says of all of them, that is asked for first.
 
     Such a choice is random with `seed`.
@@ -42,7 +43,7 @@ def _selected(
         yield batch.with_fields(chosen=objective.select(batch, present, seed=(*seed, number)))
 
 
-def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, float]:
+def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, MetricValue]:
     """As `update`, of a value model: towards the field `returns`, not far from `old_values`."""
     own = [weighted(batch, "token_mean", config) for batch in batches]
     return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, of="value")
@@ -50,7 +51,7 @@ def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: 
 
 def update_implicit_reward_model(
     model: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig
-) -> dict[str, float]:
+) -> dict[str, MetricValue]:
     """As `update`, of an implicit reward model: towards the field `outcomes`."""
     own = [
         weighted(
@@ -71,7 +72,7 @@ def update(
     *,
     temperature: float,
     of: str = "policy",
-) -> dict[str, float]:
+) -> dict[str, MetricValue]:
     """One optimizer step per batch; metrics are means over the batches, maxima over all.
 
     `of` names what is trained, for its gradient norm and learning rate.

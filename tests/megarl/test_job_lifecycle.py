@@ -39,9 +39,18 @@ def command(tmp_path_factory):
             "loop.samples_per_prompt=4",
             "loop.eval_every=2",
             f"checkpoint.every={CHECKPOINT}",
-            # With several updates, and with a reference model, there is more state to get wrong.
+            # Several updates, a critic, a reference that is not the model's folder any more and a coefficient that
+            # adapts: there is more state to get wrong. The reward is one that an untrained model gets at times.
+            f"reward.function={Path(__file__).with_name('test_algorithm_runs.py')}:begins_with_a_digit",
             "algorithm.updates_per_step=2",
+            "+algorithm=ppo",
+            "critic.ranks=1",
+            "critic.megatron.expert_model_parallel_size=1",
+            "algorithm.kl_in=reward",
             "algorithm.kl_coefficient=0.01",
+            "algorithm.kl_target=0.01",
+            "algorithm.kl_horizon=32",
+            "algorithm.refresh_reference_every=2",
         ]
 
     return build
@@ -78,6 +87,8 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_ends_cleanly_when_interrup
     assert len(again) == LAST_STEP + 1
     assert again[CHECKPOINT + 1] != uninterrupted[CHECKPOINT + 1], "steps after the checkpoint are done again"
     assert numbers(again) == numbers(uninterrupted)
+    assert len({line["policy/kl_coefficient"] for line in again[1:]}) == LAST_STEP
+    assert any(line["reward/std"] > 0 for line in again[CHECKPOINT + 1 :])
 
 
 def check_that_an_interrupt_ends_it_cleanly(run: subprocess.Popen) -> None:

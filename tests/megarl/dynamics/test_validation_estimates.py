@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megarl.dynamics.answers import answer_of
 from megarl.dynamics.validation import Answers, best_at, by_source, majority_at, pass_at, powers_of_two
 
-RESPONSES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 0.75, 1.0, -1.0])), min_size=1, max_size=7)
+ANSWER = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 0.75, 1.0, -1.0]))
+RESPONSES = st.lists(ANSWER, min_size=1, max_size=7)
 
 
 def answers(responses, source="s") -> Answers:

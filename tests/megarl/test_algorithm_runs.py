@@ -1,0 +1,173 @@
+"""The algorithms with more than a policy and a reward: each recipe runs, and its own measure goes the right way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from megarl.config.compose import compose
+from megarl.config.schema import MegarlConfig
+from megarl.config.validate import validate
+from megarl.job import checkpoints_folder
+from megarl.loop import train
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.tracking import read_history
+from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+# A policy that knows nothing begins one response in five with a digit, and learns to within a few steps.
+REWARD = f"reward.function={__file__}:begins_with_a_digit"
+STEPS = 12
+
+
+def begins_with_a_digit(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str[:1].isdigit())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe, what is different about it here, and what has to hold of its lines of metrics."""
+
+    recipe: str
+    holds: Callable[[Sequence[dict[str, Any]]], None]
+    overrides: tuple[str, ...] = ()
+
+
+def mean(history: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(line[name] for line in history) / len(history)
+
+
+def rewards_rise(history: Sequence[dict[str, Any]], by: float = 0.2) -> None:
+    assert mean(history[-3:], "reward/mean") > mean(history[:3], "reward/mean") + by
+
+
+def critic_learns_first(history: Sequence[dict[str, Any]]) -> None:
+    warm_up, rest = history[:14], history[14:]
+    assert all("policy/loss" not in line for line in warm_up)
+    assert all("policy/loss" in line for line in rest)
+    assert mean(warm_up[-2:], "value/loss") < 0.7 * warm_up[0]["value/loss"]
+    assert mean(warm_up[-2:], "value/explained_variance") > warm_up[0]["value/explained_variance"] + 0.15
+    assert mean(rest[-2:], "reward/mean") > mean(warm_up, "reward/mean") + 0.3
+
+
+def implicit_rewards_tell_right_from_wrong(history: Sequence[dict[str, Any]]) -> None:
+    assert history[0]["prime/accuracy"] == 0.5
+    assert mean(history[-3:], "prime/accuracy") > 0.7
+    assert mean(history[-3:], "prime/loss") < history[0]["prime/loss"]
+    rewards_rise(history)
+
+
+def the_teacher_comes_nearer(history: Sequence[dict[str, Any]]) -> None:
+    assert mean(history[-3:], "distillation/kl") < 0.7 * history[0]["distillation/kl"]
+
+
+def earlier_selves_are_beaten(history: Sequence[dict[str, Any]]) -> None:
+    rewards_rise(history)
+    # The reference is the present policy again after every fourth step.
+    to_reference = [line["policy/kl_to_reference"] for line in history]
+    assert to_reference[4] < 1e-6 < to_reference[3]
+
+
+def prompts_without_signal_are_replaced(history: Sequence[dict[str, Any]]) -> None:
+    assert max(line["groups/rollouts"] for line in history) > 1
+    assert all(line["advantage/zero_fraction"] == 0 for line in history)
+    rewards_rise(history)
+
+
+def the_kl_is_held(history: Sequence[dict[str, Any]]) -> None:
+    rewards_rise(history)
+    coefficients = [line["policy/kl_coefficient"] for line in history]
+    # Below the target the coefficient falls, above it rises.
+    for line, coefficient, following in zip(history, coefficients, coefficients[1:], strict=False):
+        assert (following > coefficient) == (line["policy/kl_to_reference"] > 0.05)
+
+
+RUNS = (
+    Run(
+        "quickstart_ppo",
+        critic_learns_first,
+        (
+            "critic.ranks=1",
+            "critic.warmup_steps=14",
+            "critic.megatron.lr=2e-3",
+            "critic.megatron.min_lr=2e-3",
+            "algorithm.updates_per_step=4",
+            "loop.prompts_per_step=16",
+            "loop.steps=20",
+        ),
+    ),
+    Run(
+        "quickstart_prime",
+        implicit_rewards_tell_right_from_wrong,
+        ("reward_model.megatron.lr=2e-3", "reward_model.megatron.min_lr=2e-3"),
+    ),
+    Run("quickstart_distillation", the_teacher_comes_nearer, ("teachers.sums.path={other}",)),
+    Run(
+        "quickstart_sppo",
+        earlier_selves_are_beaten,
+        ("megatron.lr=1e-3", "megatron.min_lr=1e-3", "algorithm.refresh_reference_every=4"),
+    ),
+    Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6",)),
+    Run(
+        "quickstart",
+        the_kl_is_held,
+        (
+            "algorithm.advantage=remax",
+            "algorithm.kl_in=reward",
+            "algorithm.kl_estimator=k1",
+            "algorithm.kl_coefficient=0.01",
+            "algorithm.kl_target=0.05",
+            "algorithm.kl_horizon=32",
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.recipe)
+def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=1)
+    files = write_arithmetic(tmp_path / "data")
+    other = write_tiny_model("qwen3", tmp_path / "other", seed=2) if "distillation" in run.recipe else None
+    config = compose(
+        run.recipe,
+        [
+            f"model.path={model}",
+            f"data.train_files=[{files.train}]",
+            f"output_dir={tmp_path / 'run'}",
+            REWARD,
+            "megatron.expert_model_parallel_size=1",
+            "cluster.trainer_ranks=1",
+            "megatron.lr=2e-3",
+            "megatron.min_lr=2e-3",
+            f"loop.steps={STEPS}",
+            "loop.prompts_per_step=8",
+            "loop.samples_per_prompt=8",
+            "rollout.max_response_tokens=4",
+            "reward.overlong_buffer_tokens=0",
+            "tracking.loggers=[jsonl]",
+            *(override.format(other=other) for override in run.overrides),
+        ],
+    )
+    validate(config)
+    train(config)
+    run.holds(read_history(tmp_path / "run"))
+    check_what_is_left(tmp_path / "run", config)
+
+
+def check_what_is_left(folder: Path, config: MegarlConfig) -> None:
+    """The last checkpoint and the exports are of all models that were trained."""
+    assert complete_iterations(checkpoints_folder(config)) == [config.loop.steps]
+    checkpoint = iteration_folder(checkpoints_folder(config), config.loop.steps)
+    exported = {"huggingface"}
+    if config.algorithm.advantage == "gae":
+        exported.add("critic")
+        assert "score.weight" in HuggingFaceCheckpoint(folder / "critic").shapes
+    if config.algorithm.advantage == "prime":
+        exported.add("implicit_reward_model")
+    assert {path.parent.name for path in folder.glob("*/config.json")} == exported
+    assert {path.parent.name for path in checkpoint.glob("*/common.pt")} == exported - {"huggingface"}
