@@ -5,7 +5,7 @@ STEPS  ?=
 OUTPUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan clean
+.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -17,6 +17,8 @@ help:
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
 	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
+	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
+	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -53,6 +55,12 @@ benchmark: benchmark-setup
 	mv $@.partial $@
 	touch $@
 
+.venv-algorithm-peers: constraints/algorithm_peers.txt | setup
+	rm -rf $@ $@.partial
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.partial --requirement $<
+	mv $@.partial $@
+	touch $@
+
 benchmark-convert: setup .venv-peers
 	$(PYTHON) benchmarks/convert.py $(ARGS)
 
@@ -62,5 +70,11 @@ benchmark-refit: setup
 benchmark-plan: setup
 	$(PYTHON) benchmarks/plan.py
 
+benchmark-algorithms: setup .venv-algorithm-peers
+	$(PYTHON) benchmarks/algorithms.py $(ARGS)
+
+benchmark-log-probs: setup
+	$(PYTHON) benchmarks/log_probs.py $(ARGS)
+
 clean:
-	rm -rf .venv .venv-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -107,10 +107,11 @@ class PolicyObjective:
         `rollout_log_probs` of the engine; `old_log_probs` of the policy before the step's first update, which without
         this field is the present one; `reference_log_probs` where the loss needs them (the KL is reported wherever
         they are); `chosen` where `needs_selection`. A value outside the trained tokens, even one that is not a
-        number, changes nothing; one inside shows in the loss.
+        number, changes nothing. Raises UserError for a log-prob inside that is not a finite number.
         """
         trained = TrainedTokens.of(micro_batch)
         tokens = self._tokens(trained, predictions)
+        trained.check_finite("policy's log-prob", tokens.log_probs.detach())
         rollout = trained.field("rollout_log_probs")
         policy = self._loss(tokens, {name: getattr(self, name) for name in self._loss.options})
         loss, metrics = policy.loss, _metrics(tokens, rollout, trained.take(predictions.entropy).detach())

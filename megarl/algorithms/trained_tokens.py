@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from converters.errors import UserError
 from megarl.algorithms.ragged import Ragged
 from megatron_ext.packing import MicroBatch
 
@@ -49,3 +50,20 @@ class TrainedTokens:
     def weigh(self, values: Tensor) -> Tensor:
         """The weighted sum of values [T]: a scalar, 0 without any token."""
         return (self.weights * values).sum()
+
+    def check_finite(self, what: str, values: Tensor) -> None:
+        """Raise UserError with the first of `values` [T] that is NaN or infinite: `what` it is, and of which response.
+
+        That is what the fields `response` and `prompt` say, where there are such.
+        """
+        finite = values.isfinite()
+        if bool(finite.all()):
+            return
+        place = int((~finite).nonzero()[0])
+        names = [f"{name} {int(self.field(name)[place])}" for name in ("response", "prompt") if name in self.fields]
+        where = " to ".join(names) or "a response"
+        raise UserError(
+            f"the {what} of a token of {where} of this step is {float(values[place])}, not a finite number: the step is "
+            "not trained on; look for the first step at which the loss or the gradient norm went wrong, and lower "
+            "megatron.lr"
+        )

@@ -26,10 +26,11 @@ class ValueObjective:
 
         Fields [T']: `returns`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
         `old_values`, only with a `value_clip`. A value outside the trained tokens, even one that is not a number,
-        changes nothing.
+        changes nothing. Raises UserError for one inside that is not a finite number.
         """
         tokens = TrainedTokens.of(micro_batch)
         values, returns = tokens.take(predictions), tokens.field("returns")
+        tokens.check_finite("critic's value", values.detach())
         squared = (values - returns).square()
         clipped = torch.zeros_like(squared)
         if self.value_clip is not None:

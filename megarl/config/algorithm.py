@@ -27,7 +27,7 @@ class AlgorithmConfig:
     normalize_by_std: bool = True
     """Divide by the group's standard deviation (GRPO); off is Dr. GRPO's form."""
     gamma: float = 1.0
-    """Discount per token, of estimators with returns (gae, reinforce_plus_plus)."""
+    """Discount per token, of estimators with returns (gae, reinforce_plus_plus, prime)."""
     gae_lambda: float = 1.0
     """Of gae: 1 is the return minus the value, 0 the one-step error."""
     policy_loss: str = "clip"
@@ -35,7 +35,8 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     """See `clip_high`."""
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; of dppo, the largest divergence in each direction."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; of gmpo the log-ratio to [-clip_low, clip_high], of dppo
+    these are the largest divergences."""
     dual_clip: float | None = None
     """Bound, above 1, of the ratio where the advantage is negative; none without."""
     sapo_temperature_positive: float = 1.0
@@ -51,11 +52,11 @@ class AlgorithmConfig:
     covariance_high: float = 5.0
     """See `covariance_low`."""
     covariance_kl_coefficient: float = 1.0
-    """Of kl_cov: weight of the KL to the old policy at the chosen tokens."""
+    """Of kl_cov: weight of |log-ratio to the old policy| at the chosen tokens."""
     sppo_eta: float = 1.0
     """Of sppo: what one unit of win rate is worth as a log-ratio to the earlier self."""
     dro_beta: float = 0.1
-    """Of dro: weight of the squared log-ratio to the old policy."""
+    """Of dro: weight of half the squared log-ratio to the old policy."""
     aggregation: str = "token_mean"
     """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
     aggregation_tokens: int | None = None

@@ -180,7 +180,7 @@ class ClusterConfig:
     address: str | None = None
     """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
     rendezvous_port: int = 0
-    """Port at which the Megatron ranks meet; 0 takes one that is free."""
+    """Port at which the policy's Megatron ranks meet; 0 takes one that is free, as every other model's ranks do."""
     trainer_cpus: float = 1.0
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0

@@ -61,6 +61,7 @@ _AT_LEAST: Mapping[str, int] = {
     "cluster.trainer_ranks": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "tracking.warn_after_steps": 1,
 }
 _ABOVE_ZERO = (
     "rollout.temperature",

@@ -1,7 +1,7 @@
 """Scored trajectories to training batches: advantages, and the weight of every token in the loss."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from megarl.algorithms.advantages import ScoredResponses, estimate
+from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.config.schema import AlgorithmConfig, MegarlConfig
 from megarl.data import Trajectory
 from megarl.stages.rollout import sequences
+from megarl.stages.sample import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch
 
 
@@ -49,7 +51,8 @@ def comparable(trajectories: Sequence[Trajectory], advantage: str) -> list[Traje
 def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> RaggedBatch:
     """Prompts and responses end to end.
 
-    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on prompt tokens.
+    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on prompt tokens; `response` and
+    `prompt`, the places of the trajectory in the step and of its prompt in the data, which name a token in an error.
     """
     trained, log_probs = [], []
     for trajectory in trajectories:
@@ -57,8 +60,14 @@ def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) ->
         counts = config.train_on_cut_responses or trajectory.finish_reason != "length"
         trained += [False] * prompt + [counts] * response
         log_probs += [0.0] * prompt + list(trajectory.log_probs)
-    fields = {"trained": torch.tensor(trained), "rollout_log_probs": torch.tensor(log_probs)}
-    return RaggedBatch(*sequences(trajectories), fields)
+    tokens, lengths = sequences(trajectories)
+    fields = {
+        "trained": torch.tensor(trained),
+        "rollout_log_probs": torch.tensor(log_probs),
+        "response": torch.arange(len(trajectories)).repeat_interleave(lengths),
+        "prompt": torch.tensor([trajectory.prompt.index for trajectory in trajectories]).repeat_interleave(lengths),
+    }
+    return RaggedBatch(tokens, lengths, fields)
 
 
 def advantage(
@@ -92,11 +101,13 @@ def advantage(
         groups=torch.tensor([trajectory.group for trajectory in trajectories]),
         rewards=torch.tensor([trajectory.reward for trajectory in trajectories]),
         parts=_terms(trajectories),
+        part_weights=_term_weights(config),
         token_rewards=None if kl is None else -kl_coefficient * kl,
         values=known.get("old_values"),
         baseline_rewards=_baseline_rewards(trajectories),
         old_log_probs=known.get("old_log_probs"),
         probability_squares=known.get("probability_squares"),
+        importance_weights=_importance_weights(known, responses, algorithm),
         process_rewards=known.get("process_rewards"),
         teacher_log_probs=known.get("teacher_log_probs"),
     )
@@ -140,6 +151,18 @@ def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """The weighted, named rewards of all responses; one that a response does not have is 0 there."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.scored.terms)
     return {name: torch.tensor([each.scored.terms.get(name, 0.0) for each in trajectories]) for name in names}
+
+
+def _term_weights(config: MegarlConfig) -> dict[str, float]:
+    named = {name: term.weight for name, term in config.reward.functions.items()}
+    return {**named, REWARD_MODEL: config.reward_model.weight}
+
+
+def _importance_weights(known: Mapping[str, Tensor], responses: Ragged, config: AlgorithmConfig) -> Tensor | None:
+    """What the corrections make of a token, for an advantage that is to know of it."""
+    if not config.corrections or "old_log_probs" not in known:
+        return None
+    return correction_factor(config.corrections, known["old_log_probs"] - known["rollout_log_probs"], responses)
 
 
 def _baseline_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:

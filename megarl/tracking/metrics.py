@@ -97,7 +97,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "seconds/<stage>",
         "s",
-        "wall time of one stage: rollout, reward, advantage, update, refit, evaluate, checkpoint",
+        "wall time of one stage: rollout, reward, advantage, update, refit, evaluate, checkpoint; of "
+        "`megarl dpo` and `megarl spin` also reference",
     ),
     Metric("seconds/overhead", "s", "wall time of the step outside all stages, logging included"),
     Metric("refit/planned", "", "1 if the step's weights went to the engines by plan, 0 if by name"),
@@ -132,6 +133,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("preference/rejected_log_ratio", "nats", "mean log-ratio of the worse reply to the reference"),
     Metric("preference/chosen_score", "", "mean score of the better reply (`megarl reward-model`)"),
     Metric("preference/rejected_score", "", "mean score of the worse reply (`megarl reward-model`)"),
+    Metric("preference/eval_<name>", "", "any of these, of the held-out pairs"),
     Metric("spin/equal", "", "share of the policy's own replies that equal the human one (`megarl spin`)"),
     Metric("spin/exact_match", "", "share of held-out replies that greedy decoding reproduces (`megarl spin`)"),
 )
