@@ -63,7 +63,7 @@ class TrainedTokens:
         names = [f"{name} {int(self.field(name)[place])}" for name in ("response", "prompt") if name in self.fields]
         where = " to ".join(names) or "a response"
         raise UserError(
-            f"the {what} of a token of {where} of this step is {float(values[place])}, not a finite number: the step is "
-            "not trained on; look for the first step at which the loss or the gradient norm went wrong, and lower "
+            f"the {what} of a token of {where} of this step is {float(values[place])}, not a finite number: the step "
+            "is not trained on; look for the first step at which the loss or the gradient norm went wrong, and lower "
             "megatron.lr"
         )

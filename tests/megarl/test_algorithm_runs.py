@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megarl.config.compose import compose
@@ -21,12 +25,8 @@ from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
 # A policy that knows nothing begins one response in five with a digit, and learns to within a few steps.
-REWARD = f"reward.function={__file__}:begins_with_a_digit"
+REWARD = f"reward.function={Path(__file__).with_name('digits.py')}:begins_with_a_digit"
 STEPS = 12
-
-
-def begins_with_a_digit(data_source, solution_str, ground_truth, extra_info):
-    return float(solution_str[:1].isdigit())
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ def implicit_rewards_tell_right_from_wrong(history: Sequence[dict[str, Any]]) ->
 
 def the_teacher_comes_nearer(history: Sequence[dict[str, Any]]) -> None:
     assert mean(history[-3:], "distillation/kl") < 0.7 * history[0]["distillation/kl"]
+    # A teacher of another source's prompts would teach something else.
+    assert {name for name in history[0] if name.startswith("reward/source/")} == {
+        "reward/source/even/mean",
+        "reward/source/odd/mean",
+    }
 
 
 def earlier_selves_are_beaten(history: Sequence[dict[str, Any]]) -> None:
@@ -79,8 +84,9 @@ def prompts_without_signal_are_replaced(history: Sequence[dict[str, Any]]) -> No
     rewards_rise(history)
 
 
-def the_kl_is_held(history: Sequence[dict[str, Any]]) -> None:
+def both_rewards_rise_and_the_kl_is_held(history: Sequence[dict[str, Any]]) -> None:
     rewards_rise(history)
+    assert mean(history[-3:], "reward/part/reward_model") > mean(history[:3], "reward/part/reward_model")
     coefficients = [line["policy/kl_coefficient"] for line in history]
     # Below the target the coefficient falls, above it rises.
     for line, coefficient, following in zip(history, coefficients, coefficients[1:], strict=False):
@@ -106,7 +112,15 @@ RUNS = (
         implicit_rewards_tell_right_from_wrong,
         ("reward_model.megatron.lr=2e-3", "reward_model.megatron.min_lr=2e-3"),
     ),
-    Run("quickstart_distillation", the_teacher_comes_nearer, ("teachers.sums.path={other}",)),
+    Run(
+        "quickstart_distillation",
+        the_teacher_comes_nearer,
+        (
+            "teachers.sums.path={other}",
+            "teachers.sums.data_sources=[even]",
+            "+teachers.more={{path: {model}, ranks: 1, data_sources: [odd]}}",
+        ),
+    ),
     Run(
         "quickstart_sppo",
         earlier_selves_are_beaten,
@@ -115,8 +129,11 @@ RUNS = (
     Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6",)),
     Run(
         "quickstart",
-        the_kl_is_held,
+        both_rewards_rise_and_the_kl_is_held,
         (
+            "reward_model.path={scorer}",
+            "reward_model.ranks=1",
+            "reward_model.weight=0.1",
             "algorithm.advantage=remax",
             "algorithm.kl_in=reward",
             "algorithm.kl_estimator=k1",
@@ -132,7 +149,9 @@ RUNS = (
 def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
     model = write_tiny_model("qwen3", tmp_path / "model", seed=1)
     files = write_arithmetic(tmp_path / "data")
-    other = write_tiny_model("qwen3", tmp_path / "other", seed=2) if "distillation" in run.recipe else None
+    name_sources(files.train)
+    folders = {"model": model, "other": write_tiny_model("qwen3", tmp_path / "other", seed=2)}
+    folders["scorer"] = write_scorer(folders["other"], tmp_path / "scorer")
     config = compose(
         run.recipe,
         [
@@ -150,13 +169,29 @@ def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
             "rollout.max_response_tokens=4",
             "reward.overlong_buffer_tokens=0",
             "tracking.loggers=[jsonl]",
-            *(override.format(other=other) for override in run.overrides),
+            *(override.format(**folders) for override in run.overrides),
         ],
     )
     validate(config)
     train(config)
     run.holds(read_history(tmp_path / "run"))
     check_what_is_left(tmp_path / "run", config)
+
+
+def name_sources(file: Path) -> None:
+    """Prompts of two kinds, in turn."""
+    rows = pq.read_table(file).to_pylist()
+    named = [{**row, "data_source": ("even", "odd")[number % 2]} for number, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(named), file)
+
+
+def write_scorer(model: Path, folder: Path) -> Path:
+    """A reward model with random weights, and a tokenizer."""
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    scorer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
 def check_what_is_left(folder: Path, config: MegarlConfig) -> None:

@@ -41,7 +41,7 @@ def command(tmp_path_factory):
             f"checkpoint.every={CHECKPOINT}",
             # Several updates, a critic, a reference that is not the model's folder any more and a coefficient that
             # adapts: there is more state to get wrong. The reward is one that an untrained model gets at times.
-            f"reward.function={Path(__file__).with_name('test_algorithm_runs.py')}:begins_with_a_digit",
+            f"reward.function={Path(__file__).with_name('digits.py')}:begins_with_a_digit",
             "algorithm.updates_per_step=2",
             "+algorithm=ppo",
             "critic.ranks=1",

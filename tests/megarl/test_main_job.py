@@ -99,15 +99,11 @@ def make_config(model: str, folder):
             "loop.prompts_per_step=8",
             "loop.samples_per_prompt=4",
             # A reward with some variance, though the model knows nothing yet.
-            f"reward.function={__file__}:count_digits",
+            f"reward.function={Path(__file__).with_name('digits.py')}:count_digits",
             "refit.bucket_bytes=600000",
             "tracking.loggers=[]",
         ],
     )
-
-
-def count_digits(data_source, solution_str, ground_truth, extra_info):
-    return float(sum(character.isdigit() for character in solution_str))
 
 
 def greedy_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:

@@ -47,7 +47,7 @@ def open_run(tmp_path):
                 "megatron.lr=1e-2",
                 "loop.prompts_per_step=4",
                 "loop.samples_per_prompt=2",
-                f"reward.function={Path(__file__).with_name('test_main_job.py')}:count_digits",
+                f"reward.function={Path(__file__).with_name('digits.py')}:count_digits",
                 "refit.bucket_bytes=600000",
                 "tracking.loggers=[]",
                 *overrides,
