@@ -40,6 +40,8 @@ def save(engine: MegatronEngine, folder: Path) -> None:
 
     Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
     """
+    # A policy that waits for its critic has made no step yet.
+    compat.prime_optimizer_state(engine.optimizer)
     state = _sharded_state(engine, is_loading=False)
     if engine.reference is not None and engine.reference.refreshed:
         state |= _sharded_reference(engine, engine.reference)

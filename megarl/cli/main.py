@@ -10,7 +10,7 @@ from importlib.metadata import version
 from converters.errors import UserError
 
 COMMANDS = {
-    "train": "GRPO: prompts, rollouts, rewards, updates",
+    "train": "reinforcement learning: prompts, rollouts, rewards, updates",
     "sft": "supervised fine-tuning on the same engine",
     "dpo": "preferences: the better of two replies (DPO)",
     "reward-model": "a model that scores replies, from preferences",

@@ -12,6 +12,7 @@ def check_composition(config: MegarlConfig) -> None:
     PolicyObjective.from_config(config.algorithm)
     _check_groups(config)
     _check_companions(config)
+    _check_kl(config)
     _check_self_play(config)
     buffer, longest = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > longest:
@@ -56,6 +57,15 @@ def _check_companions(config: MegarlConfig) -> None:
         raise UserError(
             f"algorithm.advantage={advantage} normalises several rewards apart, but there is one: name two or more in "
             "reward.functions"
+        )
+
+
+def _check_kl(config: MegarlConfig) -> None:
+    algorithm = config.algorithm
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient and not ADVANTAGES[algorithm.advantage].reads_kl:
+        raise UserError(
+            f"algorithm.kl_in=reward with algorithm.advantage={algorithm.advantage}, which does not read rewards of "
+            "single tokens, so the KL would be lost: use kl_in=loss"
         )
 
 

@@ -17,6 +17,8 @@ class Estimator:
     """The optional fields of ScoredResponses that it cannot do without."""
     smallest_group: int = 1
     """Responses to each prompt at least: 2 where they are compared with each other."""
+    reads_kl: bool = True
+    """Whether `token_rewards`, in which a KL may be, change the advantages."""
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -23,14 +23,16 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "opo": Estimator(group_rewards.opo, smallest_group=2),
     "gpg": Estimator(group_rewards.gpg, smallest_group=2),
     "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2),
-    "gdpo": Estimator(whitened_rewards.gdpo, needs=frozenset({"parts"}), smallest_group=2),
+    "gdpo": Estimator(whitened_rewards.gdpo, needs=frozenset({"parts"}), smallest_group=2, reads_kl=False),
     "max_rl": Estimator(group_rewards.max_rl, smallest_group=2),
     "prime": Estimator(process_rewards.prime, needs=frozenset({"process_rewards"}), smallest_group=2),
     "optimal_token_baseline": Estimator(
         optimal_token_baseline, needs=frozenset({"old_log_probs", "probability_squares"})
     ),
     "win_rate": Estimator(group_ranks.win_rate, smallest_group=2),
-    "distillation": Estimator(process_rewards.distillation, needs=frozenset({"old_log_probs", "teacher_log_probs"})),
+    "distillation": Estimator(
+        process_rewards.distillation, needs=frozenset({"old_log_probs", "teacher_log_probs"}), reads_kl=False
+    ),
 }
 
 # What a run must have for a field of ScoredResponses that an estimator needs.

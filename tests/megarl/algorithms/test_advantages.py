@@ -159,3 +159,12 @@ def test_an_estimator_says_what_it_reads() -> None:
     def function(scored: ScoredResponses, *, gamma: float, clip_low: float) -> None: ...
 
     assert Estimator(function).options == ("gamma", "clip_low")
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_of_tokens_reach_the_estimators_that_say_so(name: str) -> None:
+    scored = replace(complete(), responses=Ragged(torch.tensor([2, 1, 2])))
+    with_kl = replace(scored, token_rewards=torch.tensor([0.1, 0.0, 0.0, 0.8, 0.1]))
+    without = replace(scored, token_rewards=None)
+    change = estimate(name, with_kl, CONFIG).advantages - estimate(name, without, CONFIG).advantages
+    assert bool((change.abs() > 1e-6).any()) == ADVANTAGES[name].reads_kl

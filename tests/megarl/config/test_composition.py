@@ -50,6 +50,13 @@ REFUSED = {
         {"algorithm": {"kl_target": 0.1}},
         "set kl_coefficient to the value to start from",
     ),
+    "a KL in rewards that nobody reads": (
+        {
+            "algorithm": {"advantage": "gdpo", "kl_in": "reward", "kl_coefficient": 0.1},
+            "reward": RewardConfig(functions={"a": RewardTermConfig("math"), "b": RewardTermConfig("format")}),
+        },
+        "the KL would be lost: use kl_in=loss",
+    ),
     "SPPO's loss on other advantages": (
         {"algorithm": {"policy_loss": "sppo", "aggregation": "seq_mean_token_mean"}},
         "advantage=win_rate",
