@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.sandbox.run import Limits, SandboxUnavailable, run
@@ -29,10 +30,12 @@ def processes_with(mark):
     return found
 
 
-def own_children():
-    me = str(os.getpid())
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", me], capture_output=True, text=True).stdout.split()
-    return len(listed) - 1  # ps itself
+@pytest.fixture
+def no_new_children():
+    """The test ends with the child processes that it began with: what other tests share lives on."""
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_program_reads_its_input_and_ends_with_its_code():
@@ -134,11 +137,11 @@ HOSTILE = {
 }
 
 
+@pytest.mark.usefixtures("no_new_children")
 @pytest.mark.parametrize("act", HOSTILE)
 def test_what_does_not_end_is_ended(act):
     finished = finish(HOSTILE[act], wall_s=0.7, cpu_s=30)
     assert (finished.end, finished.code) == ("timed_out", -signal.SIGALRM)  # by the supervisor's clock
-    assert own_children() == 0
 
 
 def test_what_is_left_behind_is_ended():
@@ -157,13 +160,13 @@ def test_what_is_left_behind_is_ended():
     assert processes_with(mark) == []
 
 
+@pytest.mark.usefixtures("no_new_children")
 def test_endless_output_is_cut():
     finished = finish("while True: print('a' * 10**6)", output_bytes=2**20)
     assert (finished.end, finished.output) == (
         "too_much_output",
         (b"a" * 10**6 + b"\n")[: 2**20] + b"a" * (2**20 - 10**6 - 1),
     )
-    assert own_children() == 0
 
 
 def test_a_supervisor_dies_with_the_one_that_asked():
