@@ -85,12 +85,18 @@ def prompts_without_signal_are_replaced(history: Sequence[dict[str, Any]]) -> No
 
 
 def both_rewards_rise_and_the_kl_is_held(history: Sequence[dict[str, Any]]) -> None:
-    rewards_rise(history)
-    assert mean(history[-3:], "reward/part/reward_model") > mean(history[:3], "reward/part/reward_model")
-    coefficients = [line["policy/kl_coefficient"] for line in history]
+    before, *steps = history
+    rewards_rise(steps)
+    assert mean(steps[-3:], "reward/part/reward_model") > mean(steps[:3], "reward/part/reward_model")
+    coefficients = [line["policy/kl_coefficient"] for line in steps]
     # Below the target the coefficient falls, above it rises.
-    for line, coefficient, following in zip(history, coefficients, coefficients[1:], strict=False):
+    for line, coefficient, following in zip(steps, coefficients, coefficients[1:], strict=False):
         assert (following > coefficient) == (line["policy/kl_to_reference"] > 0.05)
+    # Of four responses to a held-out prompt the best is better than their mean, and both are better than before.
+    for line in (before, steps[-1]):
+        assert line["eval/accuracy"] < line["eval/pass_at_2"] < line["eval/pass_at_4"] == line["eval/best_at_4"]
+    assert steps[-1]["eval/accuracy"] > before["eval/accuracy"] + 0.2
+    assert steps[-1]["eval/best_at_4"] > before["eval/best_at_4"]
 
 
 RUNS = (
@@ -132,6 +138,9 @@ RUNS = (
         "quickstart",
         both_rewards_rise_and_the_kl_is_held,
         (
+            "data.eval_files=[{held_out}]",
+            "loop.eval_samples=4",
+            "loop.eval_every=0",
             "reward_model.path={scorer}",
             "reward_model.ranks=1",
             "reward_model.weight=0.1",
@@ -152,6 +161,7 @@ def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
     files = write_arithmetic(tmp_path / "data")
     name_sources(files.train)
     folders = {"model": model, "other": write_tiny_model("qwen3", tmp_path / "other", seed=2)}
+    folders["held_out"] = files.eval
     folders["scorer"] = write_scorer(folders["other"], tmp_path / "scorer")
     config = compose(
         run.recipe,

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -234,6 +235,7 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 USERS = {"root": [], "user": ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]}
 BY_USER = """
 import sys
+import tempfile
 from megarl.sandbox.run import *
 print(run(sys.argv[2], b'', Limits(wall_s=float(sys.argv[3]), processes=5), sys.argv[1]))
 """
@@ -280,3 +282,12 @@ def test_other_users_and_limits_alone(user, isolation, act):
     assert ran.returncode == 0, ran.stderr
     assert said in ran.stdout
     assert set(Path("/tmp").glob("megarl-sandbox-*")) <= before
+
+
+def test_an_interpreter_below_tmp_is_there_too():
+    ask = "from megarl.sandbox.run import *\nprint(run('print(6 * 7)', b'', Limits(), 'namespaces'))"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
+        python = f"{folder}/venv/bin/python"
+        ran = subprocess.run([python, "-c", ask], env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert b"output=b'42\\n'" in ran.stdout, ran.stderr
