@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from converters.errors import UserError
@@ -85,8 +86,7 @@ def value(score):
 
 def processes():
     """The processes that score for this one."""
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "worker_main" in line]
+    return [child.pid for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())]
 
 
 def wait_until(condition):
@@ -161,8 +161,7 @@ def test_processes_of_a_function_end_with_it(file):
     with scorer_of(file, "act", timeout_s=1.5, on_error="drop", workers=2) as scorer:
         scored = scorer.score([sample("family() or forever()"), sample("family() or os._exit(0)"), sample("1")])
     assert (scored.timed_out, scored.failed) == (1, 1)
-    listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
-    assert MARK not in listed
+    assert not any(MARK in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
 def test_at_most_so_many_processes_score(file):
