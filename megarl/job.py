@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from converters.errors import UserError
@@ -18,19 +17,16 @@ from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.dynamics.watch import Watch
-from megarl.model import Model, check_layout, check_loadable, read_model
+from megarl.model import Model, check_layout, read_model
 from megarl.rewards import Scorer
-from megarl.stages.probe import Probe
-from megarl.stages.refit import Refit, check_machines
+from megarl.stages.engine_start import EngineStart
+from megarl.stages.refit import Refit
 from megarl.tracking import MetricValue, Run, Tracker, open_tracker
 from megatron_ext import checkpoint_folder
 
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
 LOGS = "logs"
-
-_PROBED_PROMPTS = 16
-_PROBED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -136,28 +132,16 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         trainer = stack.enter_context(
             TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
         )
-        # Between machines nothing goes by name: engines and ranks begin with the same weights, and are compared.
-        machines = len({*trainer.nodes(), *engines.nodes()})
-        check_machines(machines, config.refit)
-        if is_apart := machines > 1:
-            check_loadable(model, machines)
-        # The engines start while the ranks read the weights; without any, their first ones come by the first refit.
-        starting = engines.begin_start(model.folder, load_weights=is_apart)
+        prompts = [prompt.token_ids for prompt in task.prompts]
+        engine_start = EngineStart(trainer, engines, model, config, prompts)
         trainer.start()
         trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
         companions = open_companions(config, logs, total_steps, stack)
-        make_refit = partial(Refit, trainer, engines, model.architecture, config.refit, _probe(config, task))
-        if is_apart:
-            engines.wait_started(starting)
-            refit = make_refit(has_loaded=True)
-            refit.confirm()
         if checkpoint is not None:
+            engine_start.compare()
             trainer.load(checkpoint)
             for name, companion in companions.trained.items():
                 companion.load(checkpoint / name)
-        if not is_apart:
-            engines.wait_started(starting)
-            refit = make_refit()
         yield Job(
             config=config,
             model=model,
@@ -167,18 +151,11 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             trainer=trainer,
             companions=companions,
             engines=engines,
-            refit=refit,
+            refit=engine_start.finish(),
             tracker=tracker,
             watch=Watch.of_run(config.tracking, Path(config.output_dir), state.step),
             state=state,
         )
-
-
-def _probe(config: MegarlConfig, task: Task) -> Probe | None:
-    if config.refit.verify != "logprobs":
-        return None
-    prompts = [prompt.token_ids for prompt in task.prompts[:_PROBED_PROMPTS]]
-    return Probe(prompts, min(_PROBED_TOKENS, config.rollout.max_response_tokens), config.refit.log_prob_tolerance)
 
 
 def _read_task(config: MegarlConfig, model: Model) -> Task:

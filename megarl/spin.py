@@ -16,12 +16,11 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.job import LOGS
-from megarl.model import check_loadable
 from megarl.preferences import pair_batch, with_reference
 from megarl.rollout.protocol import Request
 from megarl.sft import exact_match_share
-from megarl.stages.probe import Probe
-from megarl.stages.refit import Refit, check_machines
+from megarl.stages.engine_start import EngineStart
+from megarl.stages.refit import Refit
 from megarl.stages.rollout import sampling_parameters
 from megarl.supervised import Draw, HeldOut, Start, Training, open_training
 
@@ -48,7 +47,9 @@ def spin(config: MegarlConfig) -> None:
         open_training(start, settings.steps) as training,
         EngineGroup(config.rollout, config.cluster, Path(config.output_dir) / LOGS) as engines,
     ):
-        refit = _start(training, engines, [turn.prompt for turn in turns])
+        engine_start = EngineStart(training.trainer, engines, start.model, config, [turn.prompt for turn in turns])
+        training.build()
+        refit = engine_start.finish()
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
@@ -94,26 +95,6 @@ def check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
             f"{longest} tokens, more than loop.max_tokens_per_micro_batch={limit}: raise the latter to {longest}, or "
             f"shorten the conversations of preference.train_files"
         )
-
-
-def _start(training: Training, engines: EngineGroup, prompts: Sequence[list[int]]) -> Refit:
-    """Start ranks and engines side by side; the way of the weights from the ones to the others."""
-    config, model, trainer = training.start.config, training.start.model, training.trainer
-    machines = len({*trainer.nodes(), *engines.nodes()})
-    check_machines(machines, config.refit)
-    # Between machines nothing goes by name: engines and ranks begin with the same weights, and are compared.
-    if is_apart := machines > 1:
-        check_loadable(model, machines)
-    starting = engines.begin_start(model.folder, load_weights=is_apart)
-    training.build()
-    engines.wait_started(starting)
-    probe = None
-    if config.refit.verify == "logprobs":
-        probe = Probe(prompts, config.rollout.max_response_tokens, config.refit.log_prob_tolerance)
-    refit = Refit(trainer, engines, model.architecture, config.refit, probe, has_loaded=is_apart)
-    if is_apart:
-        refit.confirm()
-    return refit
 
 
 def draw_self_play(training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn]) -> Iterator[Draw]:
