@@ -5,6 +5,7 @@ of Megatron also as Megatron's own flags: `--tensor-model-parallel-size 8` is `m
 """
 
 import argparse
+from collections.abc import Iterator
 
 from megarl.cli import recipe
 
@@ -24,14 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the training loop to its last step."""
-    config = recipe.read_config(options)
-    if options.print_config:
-        recipe.print_config(config)
-        return 0
+    return recipe.run(options, _parts)
+
+
+def _parts() -> Iterator[recipe.Part]:
     from megarl.config.validate import validate
 
-    validate(config)
+    yield validate
     from megarl.loop import train
 
-    train(config)
-    return 0
+    yield train
