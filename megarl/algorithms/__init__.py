@@ -7,7 +7,7 @@ from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.metrics import Metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_objective import PolicyObjective
-from megarl.algorithms.preference import PreferenceObjective, pair_margins, reward_model_objective
+from megarl.algorithms.preference import PreferenceObjective, reward_model_objective
 from megarl.algorithms.supervised import exact_matches, sft_objective
 from megarl.algorithms.value_loss import ValueObjective
 
@@ -25,7 +25,6 @@ __all__ = [
     "ValueObjective",
     "exact_matches",
     "implicit_process_rewards",
-    "pair_margins",
     "reward_model_objective",
     "sft_objective",
 ]

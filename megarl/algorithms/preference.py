@@ -88,12 +88,6 @@ def reward_model_objective(predictions: Tensor, micro_batch: MicroBatch) -> tupl
     )
 
 
-def pair_margins(values: Tensor) -> Tensor:
-    """Chosen minus rejected, [P], of one value per sequence [2P]."""
-    chosen, rejected = _of_pairs(values)
-    return chosen - rejected
-
-
 def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     chosen, rejected = values.view(-1, 2).unbind(1)
     return chosen, rejected

@@ -17,7 +17,7 @@ from sequence_cases import (
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms import PreferenceObjective, pair_margins, reward_model_objective
+from megarl.algorithms import PreferenceObjective, reward_model_objective
 from megatron_ext.packing import MicroBatch, RaggedBatch
 
 OBJECTIVE = PreferenceObjective(beta=0.3, label_smoothing=0.1)
@@ -118,10 +118,6 @@ def test_a_log_prob_inside_that_is_no_number_shows() -> None:
     loss, _, metrics = run(batch, log_probs, [[0, 1]], preference)
     assert math.isnan(loss)
     assert math.isnan(metrics["preference/loss"])
-
-
-def test_margins_are_chosen_minus_rejected() -> None:
-    assert pair_margins(torch.tensor([3.0, 1.0, -1.0, 4.0])).tolist() == [2.0, -5.0]
 
 
 def test_they_travel_between_processes() -> None:
