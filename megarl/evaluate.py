@@ -35,7 +35,6 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
             prompts,
             scorer,
             model.tokenizer,
-            config.reward,
             max_tokens=config.rollout.max_response_tokens,
             stop_token_ids=model.stop_token_ids,
             samples=config.loop.eval_samples,

@@ -132,7 +132,6 @@ def _evaluate(job: Job) -> dict[str, float]:
         job.task.eval_prompts,
         job.scorer,
         job.model.tokenizer,
-        job.config.reward,
         max_tokens=job.config.rollout.max_response_tokens,
         stop_token_ids=job.model.stop_token_ids,
         samples=loop.eval_samples,

@@ -3,7 +3,7 @@
 from megarl.rewards.registry import REWARDS, load_reward
 from megarl.rewards.scorer import Batch, Scored, Scorer
 from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardResult, RewardSample, RewardTimedOut, Score
-from megarl.rewards.terms import OVERLONG, Term
+from megarl.rewards.terms import OVERLONG
 
 __all__ = [
     "OVERLONG",
@@ -17,6 +17,5 @@ __all__ = [
     "Score",
     "Scored",
     "Scorer",
-    "Term",
     "load_reward",
 ]

@@ -1,11 +1,9 @@
-"""Where a reward function runs: in a process that can be ended, in an event loop, or in a thread."""
+"""Where a reward function runs: a plain one in a process that can be ended, an async one in an event loop."""
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -93,49 +91,27 @@ class InLoop:
 
     async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
         """The function's score."""
-        return await _wait(asyncio.wrap_future(self._loop.begin(self._call(sample))), sample, time_left)
+        call = asyncio.wrap_future(self._loop.begin(self._call(sample)))
+        try:
+            # Not asyncio.wait_for: its TimeoutError could be the function's own.
+            with time_left.running():
+                done, _ = await asyncio.wait([call], timeout=time_left.seconds)
+        finally:
+            call.cancel()
+        if not done:
+            raise _timed_out(sample)
+        try:
+            result = call.result()
+        except BaseException as error:
+            raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
+        try:
+            return as_score(result)
+        except ValueError as error:
+            raise RewardFailed(sample, str(error)) from error
 
     async def _call(self, sample: RewardSample) -> Any:
         result: Any = self._term.function(**arguments_of(self._term, sample))
         return await result
-
-
-class InThread:
-    """A function object that no file holds, in a thread: what runs too long is left to itself, and not waited for."""
-
-    def __init__(self, term: Term) -> None:
-        self._term = term
-
-    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
-        """The function's score."""
-        done: Future[Any] = Future()
-
-        def call() -> None:
-            try:
-                done.set_result(self._term.function(**arguments_of(self._term, sample)))
-            except BaseException as error:  # noqa: BLE001 - it is the function's, and is said with the sample
-                done.set_exception(error)
-
-        # A daemon, other than the threads of an executor: one that hangs must not hold up the end of the run.
-        threading.Thread(target=call, name="reward", daemon=True).start()
-        return await _wait(asyncio.wrap_future(done), sample, time_left)
-
-
-async def _wait(call: "asyncio.Future[Any]", sample: RewardSample, time_left: TimeLeft) -> Score:
-    # Not asyncio.wait_for: its TimeoutError could be the function's own.
-    with time_left.running():
-        done, _ = await asyncio.wait([call], timeout=time_left.seconds)
-    if not done:
-        call.cancel()
-        raise _timed_out(sample)
-    try:
-        result = call.result()
-    except BaseException as error:
-        raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
-    try:
-        return as_score(result)
-    except ValueError as error:
-        raise RewardFailed(sample, str(error)) from error
 
 
 def _timed_out(sample: RewardSample) -> RewardTimedOut:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Self
 
 from converters.errors import UserError
 from megarl.rewards.event_loop import EventLoop
-from megarl.rewards.runners import InLoop, InProcess, InThread, Runner, TimeLeft
+from megarl.rewards.runners import InLoop, InProcess, Runner, TimeLeft
 from megarl.rewards.scoring import (
     LONGEST_SCORED_CHARACTERS,
     RewardFailed,
-    RewardFunction,
     RewardSample,
     RewardTimedOut,
     Score,
 )
-from megarl.rewards.terms import SINGLE, Term, check_data_source, combine, terms_of
+from megarl.rewards.terms import check_data_source, combine, terms_of
 from megarl.rewards.worker import WorkerPool
 
 if TYPE_CHECKING:
@@ -45,28 +44,23 @@ class Scored:
 class Scorer:
     """Scores samples while others are still being generated; one per run, a context manager.
 
-    At most `config.workers` samples are scored at a time. Functions of a name or a file run in processes of their
-    own, which are killed at the timeout and started anew, so that no response can hang or end the run; async ones in
-    an event loop. The processes start with the first samples.
+    At most `config.workers` samples are scored at a time. Plain functions run in processes of their own, which are
+    killed at the timeout and started anew, so that no response can hang or end the run; async ones in an event loop.
+    The processes start with the first samples.
 
     Raises `UserError` for what `terms_of` refuses, and for an unknown on_error or on_timeout.
     """
 
-    def __init__(self, config: "RewardConfig", terms: Sequence[Term] | None = None) -> None:
+    def __init__(self, config: "RewardConfig") -> None:
         _check_choice("on_error", config.on_error, ("stop", "drop"))
         _check_choice("on_timeout", config.on_timeout, ("stop", "drop", "zero"))
         self.config = config
-        self._terms = list(terms_of(config) if terms is None else terms)
-        self._pool = WorkerPool([(term.spec, term.options) for term in self._terms if _in_process(term)])
+        self._terms = terms_of(config)
+        self._pool = WorkerPool([(term.spec, term.options) for term in self._terms if not term.is_async])
         self._loop = EventLoop("scorer")
         self._functions_loop = EventLoop("async rewards")
         self._runners = self._make_runners()
         self._places = asyncio.Semaphore(config.workers)
-
-    @classmethod
-    def of_function(cls, function: RewardFunction, config: "RewardConfig") -> Self:
-        """A scorer of a function object: it runs in threads, which nothing can end."""
-        return cls(config, [Term(SINGLE, function)])
 
     def __enter__(self) -> Self:
         return self
@@ -130,11 +124,11 @@ class Scorer:
         runners: list[Runner] = []
         processes = 0
         for term in self._terms:
-            if _in_process(term):
+            if term.is_async:
+                runners.append(InLoop(term, self._functions_loop))
+            else:
                 runners.append(InProcess(term, self._pool, processes))
                 processes += 1
-            else:
-                runners.append(InLoop(term, self._functions_loop) if term.is_async else InThread(term))
         return runners
 
 
@@ -195,10 +189,6 @@ def _bounded(sample: RewardSample) -> RewardSample:
     if len(sample.solution) <= LONGEST_SCORED_CHARACTERS:
         return sample
     return replace(sample, solution=sample.solution[-LONGEST_SCORED_CHARACTERS:])
-
-
-def _in_process(term: Term) -> bool:
-    return bool(term.spec) and not term.is_async
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ class Term:
 
     name: str
     function: RewardFunction
-    spec: str = ""
+    spec: str
     options: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     data_sources: Sequence[str] = ()

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megarl.clock import Clock
 from megarl.cluster.engine_group import EngineGroup
-from megarl.config.schema import RewardConfig
 from megarl.data import Prompt, Trajectory
 from megarl.dynamics.answers import answer_of
 from megarl.dynamics.validation import Answers, by_source
-from megarl.rewards import RewardFunction, Scorer
+from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
-from megarl.stages.reward import reward
-from megarl.stages.rollout import rollout
+from megarl.stages.reward import Scoring
+from megarl.stages.sample import sample
 
 # Keeps the seeds of an evaluation apart from those of training steps, which are (seed, step).
 _EVALUATION = 0xE7A1
@@ -23,9 +23,8 @@ _EVALUATION = 0xE7A1
 def evaluate(
     engines: EngineGroup,
     prompts: Sequence[Prompt],
-    function: Scorer | RewardFunction,
+    scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
-    config: RewardConfig,
     *,
     max_tokens: int,
     stop_token_ids: Sequence[int],
@@ -39,15 +38,15 @@ def evaluate(
     the same `seed` samples with the same random streams.
     """
     sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
-    trajectories = rollout(engines, prompts, sampling)
+    # A clock of its own: to a training step an evaluation is one stage, which the loop times.
+    experience = sample(engines, Scoring(scorer, tokenizer), prompts, sampling, Clock())
     # What is sampled later must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
-    scored = reward(function, trajectories, tokenizer, config)
     return {
-        **evaluation_metrics(scored, tokenizer, samples),
-        "eval/dropped": float(len(trajectories) - len(scored)),
-        "eval/cut_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "eval/response_length": float(np.mean([len(t.token_ids) for t in trajectories])),
+        **evaluation_metrics(experience.scored, tokenizer, samples),
+        "eval/dropped": float(len(experience.sampled) - len(experience.scored)),
+        "eval/cut_fraction": float(np.mean([t.finish_reason == "length" for t in experience.sampled])),
+        "eval/response_length": float(np.mean([len(t.token_ids) for t in experience.sampled])),
     }
 
 

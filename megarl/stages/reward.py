@@ -8,9 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig
 from megarl.data import Trajectory
-from megarl.rewards import OVERLONG, RewardFunction, RewardSample, Score, Scorer
+from megarl.rewards import OVERLONG, RewardSample, Score, Scorer
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,9 @@ class Scoring:
         The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. Raises
         UserError if no reward is for a data_source.
         """
-        texts = self._tokenizer.batch_decode([t.token_ids for t in trajectories], skip_special_tokens=True)
-        for trajectory, text in zip(trajectories, texts, strict=True):
+        for trajectory in trajectories:
+            # Not batch_decode: of no responses it makes one text.
+            text = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
             self._batch.add(
                 RewardSample(
                     data_source=trajectory.prompt.data_source,
@@ -88,23 +88,6 @@ class Scoring:
         penalty = overlong_penalty(tokens, self._max_response_tokens, buffer, self._config.overlong_penalty)
         added = {OVERLONG: penalty}
         return Score(score.value + penalty, score.parts | added, score.terms | added)
-
-
-def reward(
-    scorer: Scorer | RewardFunction,
-    trajectories: Sequence[Trajectory],
-    tokenizer: PreTrainedTokenizerBase,
-    config: RewardConfig,
-    *,
-    max_response_tokens: int | None = None,
-) -> list[Trajectory]:
-    """Score responses that are all there already; see `Scoring`. A function object is scored in threads."""
-    if not isinstance(scorer, Scorer):
-        with Scorer.of_function(scorer, config) as own:
-            return reward(own, trajectories, tokenizer, config, max_response_tokens=max_response_tokens)
-    scoring = Scoring(scorer, tokenizer, max_response_tokens=max_response_tokens)
-    scoring.add(trajectories)
-    return scoring.finish().trajectories
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:

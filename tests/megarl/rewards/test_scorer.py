@@ -25,6 +25,12 @@ def act(data_source, solution_str, ground_truth, extra_info):
 def forever():
     while True: pass
 
+def arrive(folder, expected):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    while len(os.listdir(folder)) < expected:
+        time.sleep(0.01)
+    return 1
+
 def deep():
     return deep()
 
@@ -86,7 +92,9 @@ def value(score):
 
 def processes():
     """The processes that score for this one."""
-    return [child.pid for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())]
+    return [
+        child.pid for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())
+    ]
 
 
 def wait_until(condition):
@@ -164,10 +172,12 @@ def test_processes_of_a_function_end_with_it(file):
     assert not any(MARK in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-def test_at_most_so_many_processes_score(file):
-    with scorer_of(file, "act", workers=2) as scorer:
-        scorer.score([sample("time.sleep(0.02) or 1")] * 10)
-        assert 1 <= len(processes()) <= 2
+def test_so_many_processes_score_at_once_and_no_more(file, tmp_path):
+    with scorer_of(file, "act", workers=2, timeout_s=30.0) as scorer:
+        scored = scorer.score([sample(f"arrive({str(tmp_path)!r}, 2)")] * 10)
+        assert {int(path.name) for path in tmp_path.iterdir()} == set(processes())
+        assert len(processes()) == 2
+    assert [value(score) for score in scored.scores] == [1.0] * 10
     assert processes() == []
 
 
@@ -308,6 +318,7 @@ def test_a_sample_that_no_term_is_for_is_refused(file):
             {"functions": {"a": RewardTermConfig("format", options={"patern": "a"})}},
             r"reward\.functions\.a\.options\.patern is no option of reward\.functions\.a\.function=format",
         ),
+        ({"on_error": "zero"}, r"reward\.on_error is 'zero'; it must be 'stop' or 'drop'"),
         ({"on_timeout": "retry"}, r"reward\.on_timeout is 'retry'; it must be 'stop', 'drop' or 'zero'"),
     ],
 )

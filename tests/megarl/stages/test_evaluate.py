@@ -1,62 +1,66 @@
 """Held-out prompts to metrics, and how often and with what seeds they are asked."""
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from megarl.config.schema import RewardConfig
 from megarl.data import Prompt
 from megarl.dynamics.validation import powers_of_two
+from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.rewards import Scorer
 from megarl.rollout.protocol import Generation
 from megarl.stages.evaluate import evaluate
 from megarl.tracking.metrics import is_known
 
+FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
+TOKENIZER = make_tokenizer()
 PROMPTS = [Prompt(0, "sums", [1], "1", {}), Prompt(1, "sums", [2], "2", {}), Prompt(2, "products", [3], "3", {})]
 
 
-class Tokenizer:
-    def batch_decode(self, token_ids, skip_special_tokens):
-        return ["".join(str(token) for token in tokens if token < 9 or not skip_special_tokens) for tokens in token_ids]
-
-
 class Engines:
-    """Answer in turn with what `answers` holds for each prompt: token 9 is the end, to which the first never comes."""
+    """Answer each prompt, the last one first, with a digit for each sample; the first sample never comes to an end.
 
-    def __init__(self, answers):
-        self.answers, self.requests, self.resets = answers, [], 0
+    What is called `between` two prompts may wait, or fail.
+    """
+
+    def __init__(self, answers, between=lambda: None):
+        self.answers, self.between, self.requests, self.resets = answers, between, [], 0
 
     def generate_each(self, requests):
         self.requests = requests
         for place, request in reversed(list(enumerate(requests))):
-            answers = self.answers[request.prompt_token_ids[0]][: request.sampling.samples]
-            assert len(answers) == request.sampling.samples
-            first, *others = answers
-            ended = [Generation([token, 9], [0.0, 0.0], [4, 4], "stop") for token in others]
-            yield place, [Generation([first], [0.0], [4], "length"), *ended]
+            first, *others = (TOKENIZER(answer).input_ids for answer in self.answers[place])
+            assert len(self.answers[place]) == request.sampling.samples
+            ended = [Generation([*tokens, TOKENIZER.eos_token_id], [0.0, 0.0], [4, 4], "stop") for tokens in others]
+            yield place, [Generation(first, [0.0], [4], "length"), *ended]
+            self.between()
 
     def reset_prefix_cache(self):
         self.resets += 1
 
 
-def score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "8":
-        raise ValueError("no answer")
-    return float(solution_str == ground_truth)
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(RewardConfig(function=f"{FUNCTIONS}:is_truth", on_error="drop", workers=2)) as scorer:
+        yield scorer
 
 
-def run(answers, prompts=PROMPTS, **options):
-    engines = Engines(answers)
-    found = evaluate(
-        *(engines, prompts, score, Tokenizer(), RewardConfig(on_error="drop")),
-        max_tokens=5,
-        stop_token_ids=[7],
-        **options,
-    )
-    assert all(is_known(name) for name in found)
-    assert engines.resets == 1
-    return found, [request.sampling for request in engines.requests]
+@pytest.fixture
+def run(scorer):
+    def run(*answers, prompts=PROMPTS, **options):
+        engines = Engines(answers)
+        found = evaluate(engines, prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[7], **options)
+        assert all(is_known(name) for name in found)
+        assert engines.resets == 1
+        return found, [request.sampling for request in engines.requests]
+
+    return run
 
 
-def test_one_response_is_greedy():
-    found, sampling = run({1: [1], 2: [5], 3: [3]})
+def test_one_response_is_greedy(run):
+    found, sampling = run("1", "5", "3")
     assert found == pytest.approx(
         {
             "eval/accuracy": 2 / 3,
@@ -72,13 +76,13 @@ def test_one_response_is_greedy():
     }
 
 
-def test_one_data_source_is_not_told_twice():
-    found, _ = run({1: [1], 2: [5]}, PROMPTS[:2])
+def test_one_data_source_is_not_told_twice(run):
+    found, _ = run("1", "5", prompts=PROMPTS[:2])
     assert found.keys() == {"eval/accuracy", "eval/dropped", "eval/cut_fraction", "eval/response_length"}
 
 
-def test_several_responses_vote_and_compete():
-    found, _ = run({1: [1, 1, 5, 5], 2: [4, 2, 5, 5], 3: [6, 6, 6, 6]}, samples=4)
+def test_several_responses_vote_and_compete(run):
+    found, _ = run("1155", "4255", "6666", samples=4)
     assert found["eval/accuracy"] == found["eval/mean_at_4"] == pytest.approx((0.5 + 0.25 + 0) / 3)
     assert found["eval/pass_at_1"] == pytest.approx(0.25)
     assert found["eval/pass_at_2"] == pytest.approx((5 / 6 + 1 / 2 + 0) / 3)
@@ -91,15 +95,43 @@ def test_several_responses_vote_and_compete():
     assert {name.split("/")[-1] for name in found if "_at_" in name} == names
 
 
-def test_responses_that_could_not_be_scored_are_counted_and_left_out():
-    found, _ = run({1: [1, 8], 2: [2, 2], 3: [8, 8]}, samples=2)
+def test_responses_that_could_not_be_scored_are_counted_and_left_out(run):
+    found, _ = run("18", "22", "88", samples=2)
     assert (found["eval/dropped"], found["eval/accuracy"], found["eval/pass_at_2"]) == (3, 1, 1)
 
 
-def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time():
-    answers = {1: [1, 1], 2: [2, 2], 3: [3, 3]}
-    _, sampling = run(answers, samples=2, temperature=0.6, seed=3)
+def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time(run):
+    answers = ("11", "22", "33")
+    _, sampling = run(*answers, samples=2, temperature=0.6, seed=3)
     assert {(each.samples, each.temperature) for each in sampling} == {(2, 0.6)}
     assert len({each.seed for each in sampling}) == len(PROMPTS)
-    assert sampling == run(answers, samples=2, temperature=0.6, seed=3)[1]
-    assert not {each.seed for each in sampling} & {each.seed for each in run(answers, samples=2, seed=4)[1]}
+    assert sampling == run(*answers, samples=2, temperature=0.6, seed=3)[1]
+    assert not {each.seed for each in sampling} & {each.seed for each in run(*answers, samples=2, seed=4)[1]}
+
+
+def waiting(seconds):
+    """What shows when scoring by `notes_and_waits` begins and ends, and two prompts with it."""
+    events = {"begun": threading.Event(), "ended": threading.Event()}
+    return events, [Prompt(index, "sums", [1], "1", {**events, "seconds": seconds}) for index in range(2)]
+
+
+def test_responses_are_scored_while_others_are_sampled():
+    events, prompts = waiting(0)
+    with Scorer(RewardConfig(function=f"{FUNCTIONS}:notes_and_waits")) as scorer:
+        scored_between = []
+        engines = Engines("11", lambda: scored_between.append(events["ended"].wait(30)))
+        evaluate(engines, prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[])
+    assert scored_between == [True, True]
+
+
+def test_when_the_engines_fail_no_more_is_scored():
+    events, prompts = waiting(99)
+
+    def fail():
+        assert events["begun"].wait(30)
+        raise RuntimeError("the engine died")
+
+    with Scorer(RewardConfig(function=f"{FUNCTIONS}:notes_and_waits")) as scorer:
+        with pytest.raises(RuntimeError, match="the engine died"):
+            evaluate(Engines("11", fail), prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[])
+        assert events["ended"].wait(30)

@@ -1,3 +1,7 @@
+"""Trajectories to scored trajectories: texts, failures, groups, the penalty of long ones, and the metrics of it all."""
+
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,36 +9,32 @@ from hypothesis import strategies as st
 from converters.errors import UserError
 from megarl.config.schema import RewardConfig, RewardTermConfig
 from megarl.data import Prompt, Trajectory
+from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import RewardFailed, Score, Scorer
-from megarl.stages.reward import Scoring, overlong_penalty, reward, reward_metrics
+from megarl.stages.reward import Scoring, overlong_penalty, reward_metrics
+
+TOKENIZER = make_tokenizer()
+# An async one: no process has to start.
+NUMBER = f"{Path(__file__).parents[1] / 'reward_functions.py'}:as_number_later"
 
 
-class Letters:
-    """A tokenizer of letters, whose special token is 0."""
-
-    def batch_decode(self, token_ids, skip_special_tokens):
-        assert skip_special_tokens
-        return ["".join(chr(token) for token in tokens if token) for tokens in token_ids]
-
-
-def trajectory(text, group=0, ground_truth="truth", data_source="any"):
-    tokens = [*map(ord, text), 0]
+def trajectory(text, group=0, ground_truth="truth", data_source="any", score=None):
+    tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
     prompt = Prompt(group, data_source, [1], ground_truth, {"index": group})
-    return Trajectory(prompt, group, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop")
+    return Trajectory(prompt, group, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop", score)
 
 
-def as_number(data_source, solution_str, ground_truth, extra_info):
-    return {"score": float(solution_str), "half": float(solution_str) / 2}
-
-
-def score(trajectories, **config):
-    return reward(as_number, trajectories, Letters(), RewardConfig(workers=2, **config))
+def score(trajectories, *, max_response_tokens=None, **config):
+    with Scorer(RewardConfig(function=NUMBER, workers=2, **config)) as scorer:
+        scoring = Scoring(scorer, TOKENIZER, max_response_tokens=max_response_tokens)
+        scoring.add(trajectories)
+        return scoring.finish().trajectories
 
 
 def test_every_response_gets_the_score_of_its_text():
     scored = score([trajectory("1"), trajectory("2", 1)])
     assert [t.score for t in scored] == [Score(float(n), {"half": n / 2}, {"score": float(n)}) for n in (1, 2)]
-    assert [t.token_ids for t in scored] == [[ord("1"), 0], [ord("2"), 0]]
+    assert [t.token_ids for t in scored] == [[*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id] for text in "12"]
 
 
 def test_what_fails_is_left_out_or_stops():
@@ -49,12 +49,13 @@ def test_what_fails_is_left_out_or_stops():
 def test_responses_are_scored_as_they_come_and_leave_by_group():
     config = RewardConfig(functions={"right": RewardTermConfig("exact_match", weight=2.0)}, workers=2)
     with Scorer(config) as scorer:
-        scoring = Scoring(scorer, Letters())
+        scoring = Scoring(scorer, TOKENIZER)
         scoring.add([trajectory("b", 1, "b"), trajectory("a", 1, "b")])
         scoring.add([])
+        scoring.add([trajectory("", 2, "")])
         scoring.add([trajectory("c", 0, "c")])
         rewarded = scoring.finish()
-    assert [(t.group, t.reward) for t in rewarded.trajectories] == [(0, 2.0), (1, 2.0), (1, 0.0)]
+    assert [(t.group, t.reward) for t in rewarded.trajectories] == [(0, 2.0), (1, 2.0), (1, 0.0), (2, 2.0)]
     assert (rewarded.failed, rewarded.timed_out) == (0, 0)
 
 
@@ -66,7 +67,7 @@ def test_what_was_left_out_is_counted(tmp_path):
     )
     config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop")
     with Scorer(config) as scorer:
-        scoring = Scoring(scorer, Letters())
+        scoring = Scoring(scorer, TOKENIZER)
         scoring.add([trajectory(text) for text in ("1", "x", "slow", "2")])
         rewarded = scoring.finish()
     assert [t.reward for t in rewarded.trajectories] == [1.0, 2.0]
@@ -92,16 +93,19 @@ def test_overlong_penalty_is_between_nothing_and_its_factor(buffer, more, tokens
 
 
 def test_long_responses_are_penalised_in_training_only():
-    config = RewardConfig(overlong_buffer_tokens=4, overlong_penalty=0.5)
+    config = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
     responses = [trajectory("1"), trajectory("1.0"), trajectory("1.00000")]  # 2, 4 and 8 tokens
-    shaped = reward(as_number, responses, Letters(), config, max_response_tokens=8)
+    shaped = score(responses, max_response_tokens=8, **config)
     assert [t.reward for t in shaped] == [1.0, 1.0, 0.5]
     assert shaped[2].scored == Score(0.5, {"half": 0.5, "overlong": -0.5}, {"score": 1.0, "overlong": -0.5})
-    assert [t.reward for t in reward(as_number, responses, Letters(), config)] == [1.0, 1.0, 1.0]
+    assert [t.reward for t in score(responses, **config)] == [1.0, 1.0, 1.0]
 
 
 def test_metrics_of_rewards():
-    scored = score([trajectory("1", 0, data_source="a"), trajectory("3", 1, data_source="b"), trajectory("5", 2)])
+    scored = [
+        trajectory("", data_source=source, score=Score(value, {"half": value / 2}))
+        for source, value in (("a", 1.0), ("b", 3.0), ("any", 5.0))
+    ]
     assert reward_metrics(scored, dropped=2, timed_out=1) == pytest.approx(
         {
             "reward/mean": 3.0,
