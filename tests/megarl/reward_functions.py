@@ -60,3 +60,7 @@ def is_truth(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "8":
         raise ValueError("no answer")
     return float(solution_str == ground_truth)
+
+
+def length(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "last": ord(solution_str[-1])}

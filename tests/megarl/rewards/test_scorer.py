@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from converters.errors import UserError
-from megarl.config.schema import RewardConfig, RewardTermConfig
+from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
 
 ROOT = Path(__file__).parents[3]
+FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
 MARK = f"child-of-a-reward-of-{os.getpid()}"
 MINE = """
 import asyncio, ctypes, os, re, subprocess, sys, time
@@ -54,9 +54,6 @@ async def meet(data_source, solution_str, ground_truth, extra_info):
 async def blocks(data_source, solution_str, ground_truth, extra_info):
     time.sleep(2.0)
     return 1.0
-
-def length(data_source, solution_str, ground_truth, extra_info):
-    return {"score": len(solution_str), "last": ord(solution_str[-1])}
 
 def tokens(data_source, solution_str, ground_truth, extra_info, response_tokens):
     return response_tokens
@@ -240,9 +237,9 @@ def test_a_cancelled_batch_is_not_scored_and_the_next_one_is(file):
         assert value(scorer.score([sample("2")]).scores[0]) == 2.0
 
 
-def test_a_long_response_is_scored_by_its_end(file):
+def test_a_long_response_is_scored_by_its_end():
     long = "a" * 200_000_000 + "z"
-    with scorer_of(file, "length") as scorer:
+    with scorer_of(FUNCTIONS, "length") as scorer:
         (score,) = scorer.score([sample(long)]).scores
     assert (score.value, score.parts["last"]) == (LONGEST_SCORED_CHARACTERS, ord("z"))
 
@@ -257,74 +254,6 @@ def test_a_scorer_that_is_closed_leaves_no_thread(file):
     with scorer_of(file, "act") as scorer:
         scorer.score([sample("1")])
     assert threading.active_count() == before
-
-
-def terms(file, **more):
-    return {
-        "right": RewardTermConfig("exact_match", weight=2.0, data_sources=["sums"]),
-        "form": RewardTermConfig("format", weight=0.5, options={"pattern": "[0-9]+"}),
-        "size": RewardTermConfig(f"{file}:length", weight=-0.1),
-        **more,
-    }
-
-
-def test_several_rewards_are_summed_by_their_weights(file):
-    with Scorer(RewardConfig(functions=terms(file), workers=2)) as scorer:
-        one, two = scorer.score([sample("7", "sums"), sample("seven", "words")]).scores
-    assert one.terms == {"right": 2.0, "form": 0.5, "size": -0.1}
-    assert one.parts == {**one.terms, "form/unchecked": 0.0, "size/last": ord("7")}
-    assert one.value == pytest.approx(2.4)
-    assert two.terms == {"form": 0.0, "size": -0.5}
-    assert two.value == pytest.approx(-0.5)
-
-
-def test_a_single_reward_is_the_term_score(file):
-    with scorer_of(file, "length") as scorer:
-        assert scorer.score([sample("ab")]).scores == [Score(2.0, {"last": ord("b")}, {"score": 2.0})]
-
-
-def test_a_hanging_format_scores_zero_in_its_term_only(file):
-    evil = RewardTermConfig("format", options={"pattern": "(a+)+"})
-    config = RewardConfig(functions={"form": evil, "size": RewardTermConfig(f"{file}:length")}, workers=1, timeout_s=5)
-    with Scorer(config) as scorer:
-        scored = scorer.score([sample("a" * 60 + "b")])
-    assert scored.scores[0].terms == {"form": 0.0, "size": 61.0}
-    assert scored.scores[0].parts["form/unchecked"] == 1.0
-    assert scored.timed_out == 0
-
-
-def test_a_sample_that_no_term_is_for_is_refused(file):
-    only = {"right": RewardTermConfig("exact_match", data_sources=["sums"])}
-    with Scorer(RewardConfig(functions=only)) as scorer:
-        with pytest.raises(UserError, match=r"no term of reward\.functions is for the data_source 'words'.*right"):
-            scorer.score([sample("7", "sums"), sample("7", "words")])
-        with pytest.raises(UserError, match="'words'"):
-            scorer.check_data_sources(["sums", "words"])
-        scorer.check_data_sources(["sums"])
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            {"function": "math", "functions": {"a": RewardTermConfig("math")}},
-            r"reward\.function=math and reward\.func.*",
-        ),
-        ({"functions": {"a/b": RewardTermConfig("math")}}, "cannot be named 'a/b'"),
-        ({"functions": {"overlong": RewardTermConfig("math")}}, "cannot be named 'overlong'"),
-        ({"functions": {"a": RewardTermConfig("math", weight=float("inf"))}}, r"functions\.a\.weight=inf must be"),
-        ({"functions": {"a": RewardTermConfig("mth")}}, r"reward\.functions\.a\.function='mth' .* mean 'math'"),
-        (
-            {"functions": {"a": RewardTermConfig("format", options={"patern": "a"})}},
-            r"reward\.functions\.a\.options\.patern is no option of reward\.functions\.a\.function=format",
-        ),
-        ({"on_error": "zero"}, r"reward\.on_error is 'zero'; it must be 'stop' or 'drop'"),
-        ({"on_timeout": "retry"}, r"reward\.on_timeout is 'retry'; it must be 'stop', 'drop' or 'zero'"),
-    ],
-)
-def test_bad_configurations_are_refused(config, said):
-    with pytest.raises(UserError, match=said):
-        Scorer(RewardConfig(**config))
 
 
 def test_a_file_that_changed_for_the_worse_is_said(tmp_path):
