@@ -3,13 +3,15 @@ PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
 STEPS  ?=
 OUTPUT ?=
+# Processes that run tests; a file of tests stays with one.
+TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
-	@echo "make test              the tests"
+	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"
 	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
@@ -27,7 +29,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 test: setup
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff format --check .
