@@ -76,4 +76,5 @@ def test_every_loss_goes_with_the_default_options(policy_loss: str) -> None:
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_every_kl_goes_into_the_reward(estimator: str) -> None:
-    PolicyObjective.from_config(AlgorithmConfig(kl_estimator=estimator, kl_coefficient=0.1, kl_in="reward"))
+    config = AlgorithmConfig(kl_estimator=estimator, kl_coefficient=0.1, kl_in="reward")
+    assert PolicyObjective.from_config(config).needs_reference
