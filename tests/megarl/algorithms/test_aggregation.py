@@ -1,7 +1,9 @@
 import pytest
 import torch
+import verl_losses as verl
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.aggregation import AGGREGATIONS
@@ -27,6 +29,37 @@ def test_the_weight_of_every_token(name: str, lengths: list[int], constant: int)
     weights = AGGREGATIONS[name](torch.tensor(lengths), aggregation_tokens=constant)
     assert weights.dtype == torch.float32
     assert weights.tolist() == pytest.approx(one_by_one(name, lengths, constant), rel=1e-6)
+
+
+def losses_of_verl(case: verl.Case) -> Tensor:
+    """Losses [T] of which verl's fifteen numbers are those of its matrix, which is not known.
+
+    They are all multiples of two sums, that of the tokens and that of the responses' means. So any losses with these
+    two will do: here a + b / length.
+    """
+    lengths = case.ragged.lengths.double()
+    present = lengths[lengths > 0]
+    sums = torch.tensor([[float(lengths.sum()), len(present)], [1.0, float((1 / present).mean())]]).double()
+    known = [case.scalars[f"aggregation/{name}/local"] for name in ("token_sum", "seq_mean_token_mean")]
+    a, b = torch.linalg.solve(sums, torch.tensor(known).double())
+    return (a + b / case.ragged.spread(lengths)).float()
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_the_values_of_verl_on_one_rank_and_on_one_of_four(case_name: str, name: str) -> None:
+    case = verl.case(case_name)
+    losses, lengths = losses_of_verl(case), case.ragged.lengths
+    # verl multiplies by the number of ranks, over which its gradients are then averaged; ours are summed.
+    for how, ranks, step, constant in (
+        ("local", 1, lengths, verl.COLUMNS),
+        ("global", verl.RANKS, verl.lengths_of_step(lengths), verl.COLUMNS),
+        ("scale", 1, lengths, 123),
+    ):
+        weights = AGGREGATIONS[name](step, aggregation_tokens=constant)[: len(losses)]
+        terms = ranks * weights * losses
+        error = abs(float(terms.double().sum()) - case.scalars[f"aggregation/{name}/{how}"])
+        assert error <= 1e-6 * float(terms.abs().sum()), how
 
 
 @pytest.mark.parametrize("name", ["token_mean", "seq_mean_token_mean"])

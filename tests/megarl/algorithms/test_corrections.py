@@ -1,4 +1,6 @@
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.corrections import CORRECTIONS, check_correction, correction_factor, correction_metrics
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.ragged import Ragged
 from megarl.config.algorithm import CorrectionConfig
 
@@ -19,6 +22,7 @@ WEIGHTS = {
     "token/0.5_2.0": ("icepop", 0.5, 2.0),
     "sequence/2.0": ("sequence_importance", None, 2.0),
 }
+SEQUENCE_ICEPOP = (("sequence_importance", None, 2.0), ("sequence_band", 0.5, 2.0))
 MASKS = {
     "token_k1": ("token_band", 0.8, 1.25),
     "token_k2": ("token_square", None, 0.02),
@@ -54,7 +58,7 @@ def test_weights_are_those_of_verl(name: str, case_name: str) -> None:
 @pytest.mark.parametrize("case_name", verl.NAMES)
 def test_a_sequence_weight_with_a_sequence_band_is_the_icepop_of_sequences_of_verl(case_name: str) -> None:
     case = verl.case(case_name)
-    factor = factor_of(case, ("sequence_importance", None, 2.0), ("sequence_band", 0.5, 2.0))
+    factor = factor_of(case, *SEQUENCE_ICEPOP)
     verl.assert_equal(factor, case.arrays["correction/weights/sequence/0.5_2.0"])
 
 
@@ -66,6 +70,58 @@ def test_masks_are_those_of_verl(name: str, case_name: str) -> None:
     assert torch.equal(factor, case.masks[f"correction/mask/{name}"].float())
     share = correction_metrics(factor, case.ragged).values()["correction/masked_tokens"]
     assert share == pytest.approx(case.scalars[f"correction/masked/{name}"], rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_a_weight_with_a_mask_is_verls_weight_under_its_mask(case_name: str) -> None:
+    case = verl.case(case_name)
+    chains = {**{name: (each,) for name, each in WEIGHTS.items()}, "sequence/0.5_2.0": SEQUENCE_ICEPOP}
+    for (weight, chain), (mask, rejection) in itertools.product(chains.items(), MASKS.items()):
+        kept = case.masks[f"correction/mask/{mask}"]
+        verl.assert_equal(factor_of(case, *chain, rejection), case.arrays[f"correction/weights/{weight}"] * kept)
+
+
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_where_we_leave_verl_weights_are_not_divided_by_their_mean(case_name: str) -> None:
+    case = verl.case(case_name)
+    of_tokens, of_responses = (factor_of(case, WEIGHTS[name]) for name in ("token/2.0", "sequence/2.0"))
+    verl.assert_equal(of_tokens / of_tokens.mean(), case.arrays["correction/normalised/token/2.0"])
+    mean = case.ragged.mean(of_responses).sum() / (case.ragged.lengths > 0).sum()
+    verl.assert_equal(of_responses / mean, case.arrays["correction/normalised/sequence/2.0"])
+
+
+# The variants of verl's bypass_mode, whose ratios are of the present policy to the engine's.
+BYPASS = {
+    "is=None/rs=None": ((), ()),
+    "is=token/rs=None": ((WEIGHTS["token/2.0"],), ()),
+    "is=sequence/rs=seq_mean_k1": ((WEIGHTS["sequence/2.0"],), (("sequence_mean_band", 1 / 1.1, 1 / 0.9),)),
+    "is=token/rs=token_k1,seq_max_k3": (
+        (WEIGHTS["token/2.0"],),
+        (("token_band", 0.5, 2.0), ("sequence_max_kl", None, 0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", BYPASS)
+@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip"])
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_losses_corrected_to_the_engines_policy_are_those_of_verl(case_name: str, loss: str, variant: str) -> None:
+    case, key = verl.case(case_name), f"bypass/{loss}/{variant}"
+    log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
+    rollout = case.arrays["in/rollout_log_prob"]
+    weights, masks = ([CorrectionConfig(*each) for each in chain] for chain in BYPASS[variant])
+    kept = correction_factor(masks, log_probs - rollout, case.ragged)
+    # In a clipped loss the ratio is the weight.
+    name, chain = ("policy_gradient", [*weights, *masks]) if loss == "reinforce" else ("clip", masks)
+    tokens = replace(case.tokens(log_probs), old_log_probs=rollout)
+    token_loss = POLICY_LOSSES[name](tokens, verl.OPTIONS).loss
+    # verl takes what is masked out of the denominator; here it stays there.
+    terms = correction_factor(chain, log_probs - rollout, case.ragged) * token_loss / kept.sum()
+    assert float((kept == 0).float().mean()) == pytest.approx(case.scalars.get(f"{key}/masked", 0.0), rel=1e-6)
+    error = abs(float(terms.detach().sum()) - case.scalars[f"{key}/loss"])
+    assert error <= 1e-6 * float(terms.detach().abs().sum())
+    (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+    verl.assert_equal(gradient, case.arrays[f"{key}/gradient"])
 
 
 def one_by_one(kind: str, row: list[float], low: float | None, high: float) -> list[float]:

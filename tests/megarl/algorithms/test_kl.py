@@ -24,6 +24,13 @@ def test_the_values_and_gradients_of_verl(name: str, case_name: str) -> None:
     verl.assert_equal(log_probs.grad, case.arrays[f"kl/{name}/gradient"], **tolerance)
 
 
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_rewards_less_the_kl_are_those_of_verl(case_name: str) -> None:
+    case = verl.case(case_name)
+    kl = KL_ESTIMATORS["k1"](case.arrays["in/old_log_prob"], case.arrays["in/ref_log_prob"])
+    verl.assert_equal(case.arrays["in/token_level_rewards"] - 0.05 * kl, case.arrays["rewards_less_kl"])
+
+
 FORMULAS = {
     "k1": lambda d: -d,
     "k2": lambda d: d**2 / 2,

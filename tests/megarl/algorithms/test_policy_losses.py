@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import verl_losses as verl
@@ -33,50 +35,71 @@ def chosen_by_verl(case: verl.Case, name: str) -> Tensor | None:
     return (gradient == 0) & ~(((advantages > 0) & (ratio > 1 + HIGH)) | ((advantages < 0) & (ratio < 1 - LOW)))
 
 
+def factor_of_verl(case: verl.Case, name: str, suffix: str) -> Tensor:
+    """What the importance weights of "is1" do to a token's loss; gmpo makes one of those of a response."""
+    weights = case.arrays["in/rollout_is_weights"]
+    if suffix == "is0":
+        return torch.ones_like(weights)
+    return case.ragged.spread(case.ragged.mean(weights.log()).exp()) if name == "gmpo" else weights
+
+
+def weights_of_verl(case: verl.Case, name: str, label: str, ranks: int) -> Tensor:
+    """The weights that make our sum verl's loss, of this rank of the step.
+
+    verl's is to be averaged over the ranks, ours to be summed. Its gmpo has the mean over all rows of the micro-batch
+    as its loss, those without a token and those of other ranks left out or not.
+    """
+    lengths = verl.lengths_of_step(case.ragged.lengths) if ranks > 1 and name != "gmpo" else case.ragged.lengths
+    weights = AGGREGATIONS[FIXED_AGGREGATION.get(name, label)](lengths, aggregation_tokens=verl.COLUMNS)
+    factor = float((lengths > 0).float().mean()) if name == "gmpo" else ranks
+    return weights[: case.ragged.tokens] * factor
+
+
 @pytest.mark.parametrize("name", OF_VERL)
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", [*verl.NAMES, verl.FAR])
 def test_values_and_gradients_are_those_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
     log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
     tokens = case.tokens(log_probs, chosen_by_verl(case, name))
     token_loss = POLICY_LOSSES[name](tokens, options_of_verl(name)).loss
-    compared = set()
-    for label in AGGREGATIONS:
-        aggregation = FIXED_AGGREGATION.get(name, label)
-        weights = AGGREGATIONS[aggregation](case.ragged.lengths, aggregation_tokens=verl.COLUMNS)
-        if name == "gmpo":
-            # verl divides by all rows, by those without a token too.
-            weights = weights * (case.ragged.lengths > 0).float().mean()
-        for suffix, factor in (("is0", 1.0), ("is1", case.arrays["in/rollout_is_weights"])):
-            key = f"policy_loss/{name}/{label}/{suffix}"
-            if name == "gmpo" and suffix == "is1":
-                continue  # verl makes one weight per response of weights per token; here they are refused together
-            if f"{key}/loss" not in case.scalars:
-                continue
-            terms = weights * factor * token_loss
-            error = abs(float(terms.detach().sum()) - case.scalars[f"{key}/loss"])
-            assert error <= 1e-6 * float(terms.detach().abs().sum()), key
-            if f"{key}/gradient" in case.arrays:
-                (gradient,) = torch.autograd.grad(terms.sum(), log_probs, retain_graph=True)
-                verl.assert_equal(gradient, case.arrays[f"{key}/gradient"])
-                compared.add(key)
-    assert compared
+    prefix = f"policy_loss/{name}/"
+    left = {key for key in (*case.scalars, *case.arrays) if key.startswith(prefix) and "clipfrac" not in key}
+    for label, suffix, ranks in itertools.product(AGGREGATIONS, ("is0", "is1"), (1, verl.RANKS)):
+        key = f"{prefix}{label}/{suffix}" + ("/global" if ranks > 1 else "")
+        if f"{key}/loss" not in case.scalars:
+            continue
+        terms = weights_of_verl(case, name, label, ranks) * factor_of_verl(case, name, suffix) * token_loss
+        error = abs(float(terms.detach().sum()) - case.scalars[f"{key}/loss"])
+        assert error <= 1e-6 * float(terms.detach().abs().sum()), key
+        (gradient,) = torch.autograd.grad(terms.sum(), log_probs, retain_graph=True)
+        verl.assert_equal(gradient, case.arrays[f"{key}/gradient"])
+        left -= {f"{key}/loss", f"{key}/gradient"}
+    assert not left - {f"{prefix}ppo_kl"}
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+def share(case: verl.Case, name: str, metric: str) -> float:
+    tokens = case.tokens(case.arrays["in/log_prob"], chosen_by_verl(case, name))
+    return float(POLICY_LOSSES[name](tokens, options_of_verl(name)).metrics[metric].mean())
+
+
+@pytest.mark.parametrize("case_name", [*verl.NAMES, verl.FAR])
 def test_clip_fractions_are_those_of_verl(case_name: str) -> None:
     case = verl.case(case_name)
-
-    def share(name: str, metric: str) -> float:
-        tokens = case.tokens(case.arrays["in/log_prob"])
-        return float(POLICY_LOSSES[name](tokens, options_of_verl(name)).metrics[metric].mean())
-
     for name in ("clip", "gspo", "cispo", "dppo_tv", "dppo_kl"):
         expected = case.scalars[f"policy_loss/{name}/pg_clipfrac"]
-        assert share(name, "policy/clip_fraction") == pytest.approx(expected, rel=1e-6), name
+        assert share(case, name, "policy/clip_fraction") == pytest.approx(expected, rel=1e-6), name
     # verl counts what lies outside the bounds on either side, for gmpo by the sign of the advantage.
     dual = case.scalars["policy_loss/clip/pg_clipfrac_lower"]
-    assert share("clip", "policy/clip_fraction_dual") == pytest.approx(dual, abs=1e-7)
+    assert share(case, "clip", "policy/clip_fraction_dual") == pytest.approx(dual, abs=1e-7)
+    chosen = case.scalars["policy_loss/clip_cov/pg_clipfrac"]
+    assert share(case, "clip_cov", "policy/chosen_fraction") == pytest.approx(chosen, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_the_far_case_meets_every_bound_of_dppo(name: str) -> None:
+    case = verl.case(verl.FAR)
+    for metric in ("policy/clip_fraction_high", "policy/clip_fraction_low", "policy/ratio_capped"):
+        assert share(case, name, metric) > 0.02, metric
 
 
 log_probs_of_tokens = st.floats(-6, -1e-3)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import verl_losses as verl
 
 from megarl.algorithms.advantages.whitening import whiten_, whitened_by_token
 from megarl.algorithms.ragged import Ragged
@@ -28,3 +29,9 @@ def test_one_value_per_response_counts_as_often_as_it_has_tokens() -> None:
     values = torch.tensor([1.0, 9.0, -2.0, 0.5], dtype=torch.float64)
     whitened = whitened_by_token(values, responses)
     torch.testing.assert_close(responses.spread(whitened), formula(responses.spread(values)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case_name", verl.NAMES)
+def test_the_values_of_verl(case_name: str) -> None:
+    case = verl.case(case_name)
+    verl.assert_equal(whiten_(case.arrays["in/values"].clone()), case.arrays["whitened"])

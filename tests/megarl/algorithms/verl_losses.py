@@ -1,9 +1,14 @@
-"""Outputs of verl 0.10.0.dev (core_algos.py and rollout_corr_helper.py, float32) for four random batches.
+"""Outputs of verl (core_algos.py and rollout_corr_helper.py, float32) for random batches.
 
 Each has 24 rows of 17 places, of which `mask` says which tokens count: at the end of a row, with holes ("holes"), none
 of one row ("fully_masked"). Values are those of the tokens that count, end to end. Options: clip_ratio_low 0.2,
-clip_ratio_high 0.28, clip_ratio_c 3; covariance fraction 0.05, KL-Cov's coefficient 0.5; dro_beta 0.1; the losses end
-in /is1 with weights `rollout_is_weights`, in /is0 without.
+clip_ratio_high 0.28, clip_ratio_c 3; covariance fraction 0.05, KL-Cov's coefficient 0.5; dro_beta 0.1. The losses end
+in /is1 with weights `rollout_is_weights`, in /is0 without; then in /global where the batch is that of one of four
+data-parallel ranks whose step has 96 responses of 977 tokens.
+
+Four batches are of verl 0.10.0.dev. In the fifth, "far", probabilities have moved so far that every bound is met, also
+those that the four never meet (both masks of DPPO, its cap of the ratio, the dual clip); it is of verl 0.9.1, which has
+the same values as 0.10.0.dev in the four, but for the draws of Clip-Cov and for the aggregation of GSPO.
 """
 
 import json
@@ -20,6 +25,7 @@ from megarl.algorithms.policy_losses import Tokens
 from megarl.algorithms.ragged import Ragged
 
 NAMES = ("plain", "holes", "fully_masked", "group_of_one")
+FAR = "far"
 OPTIONS: Mapping[str, float | None] = {
     "clip_low": 0.2,
     "clip_high": 0.28,
@@ -32,6 +38,7 @@ OPTIONS: Mapping[str, float | None] = {
 }
 COVARIANCE_FRACTION = 0.05
 COLUMNS = 17
+RANKS, STEP_RESPONSES, STEP_TOKENS = 4, 96, 977
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ class Case:
 @cache
 def case(name: str) -> Case:
     """The case of that name."""
-    stored = np.load(Path(__file__).parent / "reference" / "losses.npz")
+    file = "far_policies.npz" if name == FAR else "losses.npz"
+    stored = np.load(Path(__file__).parent / "reference" / file)
     index = json.loads(stored["index"].tobytes())
     flags = np.unpackbits(stored["flags"]).astype(bool)
     ours = f"{name}/"
@@ -68,6 +76,13 @@ def case(name: str) -> Case:
     masks = {key: torch.from_numpy(flags[start:end].copy()) for key, (start, end) in mine(index["masks"]).items()}
     arrays = {key: torch.from_numpy(stored["values"][a:b].copy()) for key, (a, b) in mine(index["arrays"]).items()}
     return Case(masks.pop("mask").view(-1, COLUMNS), arrays, masks, mine(index["scalars"]))
+
+
+def lengths_of_step(lengths: Tensor) -> Tensor:
+    """Those of the responses of all four ranks, this rank's `lengths` [24] first."""
+    others = STEP_RESPONSES - int((lengths > 0).sum())
+    tokens = torch.arange(STEP_TOKENS - int(lengths.sum()))
+    return torch.cat([lengths, torch.bincount(tokens % others)])
 
 
 def assert_equal(actual: Tensor, expected: Tensor, relative: float = 1e-6) -> None:
