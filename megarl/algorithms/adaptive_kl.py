@@ -15,8 +15,8 @@ class AdaptiveKl:
     """Keeps the KL near `target`, in nats per token; without a target the coefficient is fixed.
 
     After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon (arXiv:1909.08593,
-    section 2.2). The coefficient of a step goes into the objective by `dataclasses.replace(objective,
-    kl_coefficient=...)`.
+    section 2.2, where 0.1 stands for responses / horizon). The coefficient of a step goes into the objective by
+    `dataclasses.replace(objective, kl_coefficient=...)`.
     """
 
     coefficient: float

@@ -61,7 +61,7 @@ def repetition_penalty(
     """Return the share of a response's runs of `words` words that are repeated, times -1.
 
     -(1 - different runs / all runs); 0 for a response of fewer words. The repetition penalty of arXiv 2502.03373,
-    section 3, at full weight.
+    appendix C.2, at full weight.
     """
     found = solution_str.split()
     runs = [tuple(found[start : start + words]) for start in range(len(found) - words + 1)]

@@ -30,7 +30,7 @@ def grpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
 def rloo(scored: ScoredResponses) -> Advantages:
     """Scores less the mean of those of the other responses to the same prompt, leaving the own one out.
 
-    A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 3.3), which is
+    A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
     n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
     """
     groups = scored.prompts
@@ -40,8 +40,8 @@ def rloo(scored: ScoredResponses) -> Advantages:
 def opo(scored: ScoredResponses) -> Advantages:
     """Scores less the baseline of least variance if the gradient of a response grows with its length.
 
-    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585,
-    section 3). A response without trained tokens has no weight in it.
+    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585).
+    A response without trained tokens has no weight in it.
     """
     groups, lengths = scored.prompts, scored.responses.lengths.double()
     baselines = groups.sum(lengths * scored.scores) / groups.sum(lengths).clamp(min=1)

@@ -11,7 +11,7 @@ def reinforce_plus_plus_baseline(scored: ScoredResponses) -> Advantages:
     """Scores less their group's mean, whitened over the tokens of the batch.
 
     A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
-    (REINFORCE++-baseline, arXiv:2501.03262, section 3).
+    (REINFORCE++ with baseline, arXiv:2501.03262, section 3.2).
     """
     return scored.alike(whitened_by_token(scored.prompts.centred(scored.scores), scored.responses))
 
@@ -20,7 +20,7 @@ def gdpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
     """Several rewards, each normalised within its group by itself, so that none drowns the others.
 
     A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6)) over the named rewards k with the weights w, whitened
-    over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242, section 3). The
+    over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242). The
     normalisation would divide a weight out, so it is taken out of the part before and put in after. Rewards of single
     tokens belong to no part and change nothing.
     """
