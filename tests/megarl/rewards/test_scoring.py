@@ -64,7 +64,7 @@ def test_a_plain_function_gets_the_sample_by_name():
 
 
 def test_as_many_async_functions_run_at_once_as_there_are_workers():
-    with scorer_of("at_once", workers=3) as scorer:
+    with scorer_of("at_once", workers=3, timeout_s=20.0, on_timeout="stop") as scorer:
         assert max(score.value for score in scorer.score([sample("")] * 12).scores) == 3
 
 
