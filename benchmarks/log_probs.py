@@ -1,9 +1,10 @@
 """Log-probabilities and entropy from hidden states: memory above inputs and results, and time, forward and backward.
 
-megarl makes the logits of one chunk at a time; beside it the plain computation, which holds them all, and on a GPU
-Liger's fused linear cross-entropy, if it is installed. Every figure is of a process of its own. Memory is the peak,
-less what was there before the computation and less the two gradients that it gives. On a CPU the seconds are those
-that the process computed, which others on the machine hardly change. Writes Markdown.
+megarl makes the logits of one chunk at a time, of a vocabulary on one rank and of one that is cut over several; beside
+it the plain computation, which holds all logits, and on a GPU Liger's fused linear cross-entropy, if it is installed.
+Every figure is of processes of its own, and of several ranks the largest. Memory is the peak, less what was there before
+the computation and less the two gradients that it gives. On a CPU the seconds are those that the process computed,
+which others on the machine hardly change. Writes Markdown.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -28,6 +31,7 @@ from megatron_ext import device  # noqa: E402 (found by the line above)
 device.install()
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.log_probs import linear_log_probs  # noqa: E402
@@ -54,47 +58,75 @@ class Figures:
     memory_mb: float
 
 
-def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight and labels; the logits have a standard deviation of about 1."""
+@dataclass(frozen=True)
+class Rank:
+    """One of the processes over which the vocabulary is cut."""
+
+    index: int = 0
+    count: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def joined(index: int, count: int, store: Path | None) -> "Rank":
+        """When all have come to the file `store`; alone there is nothing to join."""
+        device.bind(index)
+        if count == 1:
+            return Rank()
+        assert store is not None, "ranks meet at --store"
+        dist.init_process_group(
+            device.backend(), init_method=f"file://{store}", rank=index, world_size=count, timeout=timedelta(minutes=30)
+        )
+        return Rank(index, count, dist.group.WORLD)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's rows."""
+        return whole.chunk(self.count)[self.index]
+
+
+def inputs(size: Size, rank: Rank) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, this rank's part of the weight, and labels; the logits have a standard deviation of about 1."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(size.tokens, size.hidden, generator=generator)
     weight = torch.randn(size.vocabulary, size.hidden, generator=generator).div_(size.hidden**0.5)
     labels = torch.randint(size.vocabulary, (size.tokens,), generator=generator)
     place, dtype = device.device(), DTYPES[size.dtype]
+    if rank.count > 1:
+        # A copy, so that the whole weight does not stay in memory.
+        weight = rank.part(weight).clone()
     return hidden.to(place, dtype).requires_grad_(), weight.to(place, dtype).requires_grad_(), labels.to(place)
 
 
-def megarl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def megarl(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The loss of both outputs, by this project."""
-    result = linear_log_probs(hidden, weight, labels, None)
+    result = linear_log_probs(hidden, weight, labels, group)
     return (result.entropy - result.log_probs).sum()
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, _group: None) -> Tensor:
     """The same, as one writes it."""
     log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return (entropy - log_p.gather(1, labels[:, None]).squeeze(1)).sum()
 
 
-def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def liger(hidden: Tensor, weight: Tensor, labels: Tensor, _group: None) -> Tensor:
     """The sum of the log-probabilities alone: no entropy, and no value for each token."""
     loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return loss(weight, hidden, labels)
 
 
-COMPUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"megarl": megarl, "plain": plain, "Liger": liger}
+COMPUTATIONS: dict[str, Callable[..., Tensor]] = {"megarl": megarl, "plain": plain, "Liger": liger}
 
 
-def measure(name: str, size: Size) -> Figures:
+def measure(name: str, size: Size, rank: Rank) -> Figures:
     """In this process, which has computed nothing before."""
-    arguments = inputs(size)
+    arguments = inputs(size, rank)
     on_cpu = device.device().type == "cpu"
     held = psutil.Process().memory_info().rss if on_cpu else sum(each.nbytes for each in arguments)
     device.synchronize()
     clock = time.process_time if on_cpu else time.perf_counter
     start = clock()
-    loss = COMPUTATIONS[name](*arguments)
+    loss = COMPUTATIONS[name](*arguments, rank.group)
     device.synchronize()
     middle = clock()
     loss.backward()
@@ -104,71 +136,125 @@ def measure(name: str, size: Size) -> Figures:
     return Figures(middle - start, end - middle, (device.peak_memory_bytes() - held - gradients) / 1e6)
 
 
-def measure_apart(name: str, size: Size) -> Figures:
-    """In a process of its own."""
-    command = [sys.executable, __file__, "--only", name, *(f"--{key}={value}" for key, value in asdict(size).items())]
-    return Figures(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+def largest_difference(size: Size, rank: Rank) -> float:
+    """Of this rank's gradients of megarl from those of the plain computation, relative to the largest of each."""
+    parts, alone = inputs(size, rank), inputs(size, Rank())
+    ours = torch.autograd.grad(megarl(*parts, rank.group), parts[:2])
+    if rank.group is not None:
+        dist.all_reduce(ours[0], group=rank.group)
+    theirs = torch.autograd.grad(plain(*alone, None), alone[:2])
+    of_hidden = (ours[0] - theirs[0]).abs().max() / theirs[0].abs().max()
+    of_weight = (ours[1] - rank.part(theirs[1])).abs().max() / theirs[1].abs().max()
+    return float(max(of_hidden, of_weight))
 
 
-def largest_difference(size: Size) -> float:
-    """Of the gradients of megarl from those of the plain computation, relative to the largest of each."""
-    differences = []
-    results = []
-    for name in ("megarl", "plain"):
-        arguments = inputs(size)
-        results.append(torch.autograd.grad(COMPUTATIONS[name](*arguments), arguments[:2]))
-    for ours, theirs in zip(*results, strict=True):
-        differences.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    return max(differences)
+def on_ranks(what: str, size: Size, ranks: int) -> list[str]:
+    """What this program prints with `--only what`, in `ranks` processes at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--only", what, f"--ranks={ranks}", f"--store={folder}/store"]
+        command += [f"--{key}={value}" for key, value in asdict(size).items()]
+        processes = [
+            subprocess.Popen([*command, f"--rank={rank}"], stdout=subprocess.PIPE, text=True) for rank in range(ranks)
+        ]
+        printed = [process.communicate()[0] for process in processes]
+        for process in processes:
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+    return printed
 
 
-def report(sizes: Sequence[tuple[str, Size]], compared: Size, command: str) -> str:
-    """The page."""
+def measure_apart(name: str, size: Size, ranks: int) -> Figures:
+    """In processes of their own: the largest of all ranks."""
+    of_ranks = [Figures(**json.loads(text)) for text in on_ranks(name, size, ranks)]
+    return Figures(*(max(getattr(each, field) for each in of_ranks) for field in Figures.__dataclass_fields__))
+
+
+def table(rows: Sequence[tuple[str, Size, int]]) -> list[str]:
+    """Of computations, their sizes and ranks."""
     unit = "s" if device.device().type == "cuda" else "CPU s"
     lines = [
-        f"| computation | tokens | vocabulary | hidden | type | forward, {unit} | backward, {unit} | memory, MB |",
-        "|---|---:|---:|---:|---|---:|---:|---:|",
+        "| computation | ranks | tokens | vocabulary | hidden | type |"
+        f" forward, {unit} | backward, {unit} | memory, MB |",
+        "|---|---:|---:|---:|---:|---|---:|---:|---:|",
     ]
-    for name, size in sizes:
-        found = measure_apart(name, size)
+    for name, size, ranks in rows:
+        found = measure_apart(name, size, ranks)
         lines.append(
-            f"| {name} | {size.tokens:,} | {size.vocabulary:,} | {size.hidden:,} | {size.dtype}"
+            f"| {name} | {ranks} | {size.tokens:,} | {size.vocabulary:,} | {size.hidden:,} | {size.dtype}"
             f" | {found.forward_s:.2f} | {found.backward_s:.2f} | {found.memory_mb:,.0f} |"
         )
-    where = "a GPU" if device.device().type == "cuda" else "a CPU"
-    missing = "" if any(name == "Liger" for name, _ in sizes) else "\n\nLiger's kernels need a GPU and are absent here."
+    return lines
+
+
+def report(whole: Size, small: Size, of_ranks: Sequence[int], command: str) -> str:
+    """The page."""
+    on_gpu = device.device().type == "cuda"
+    rows = [("megarl", size, ranks) for size in (whole, small) for ranks in of_ranks] + [("plain", small, 1)]
+    with_liger = on_gpu and importlib.util.find_spec("liger_kernel") is not None
+    if with_liger:
+        rows += [("Liger", whole, 1), ("Liger", small, 1)]
+    missing = "" if with_liger else "\n\nLiger's kernels need a GPU and are absent here."
+    machine = describe(ROOT)
+    figures = "\n".join(table(rows))
+    differences = ", ".join(
+        f"{max(map(float, on_ranks('difference', small, ranks))):.1e} on {ranks} rank(s)" for ranks in of_ranks
+    )
     return (
-        f"# Log-probabilities and entropy from hidden states on {where}\n\nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"Machine: {describe(ROOT)}; {torch.get_num_threads()} thread(s)\n\nVersions: torch {torch.__version__}\n\n"
-        f"Command: `{command}`\n\n" + "\n".join(lines) + f"{missing}\n\nLargest difference of a gradient from the plain"
-        f" computation, at {compared.tokens:,} tokens, relative to the largest element:"
-        f" {largest_difference(compared):.1e}\n"
+        f"# Log-probabilities and entropy from hidden states on a {'GPU' if on_gpu else 'CPU'}\n\n"
+        f"Date: {time.strftime('%Y-%m-%d')}\n\n"
+        f"Machine: {machine}; {torch.get_num_threads()} thread(s) in each process\n\n"
+        f"Versions: torch {torch.__version__}\n\nCommand: `{command}`\n\n"
+        "Of several ranks, each with its part of the vocabulary, seconds and memory are those of the rank with most of"
+        f" them.\n\n{figures}{missing}\n\nLargest difference of a gradient from the plain computation on one rank, at"
+        f" {small.tokens:,} tokens, relative to the largest element: {differences}\n"
     )
 
 
-def main() -> None:
-    """See the module."""
+def options() -> argparse.Namespace:
+    """From the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=at_least_one, default=32768)
     parser.add_argument("--vocabulary", type=at_least_one, default=129280)
     parser.add_argument("--hidden", type=at_least_one, default=256)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--plain-tokens", type=at_least_one, default=1024, help="where all logits fit into memory")
+    parser.add_argument(
+        "--ranks",
+        type=at_least_one,
+        nargs="+",
+        default=[1, 2] if device.device().type == "cpu" else [1],
+        help="processes over which the vocabulary is cut, one table row for each; on GPUs each needs its own",
+    )
     parser.add_argument("--write", type=Path, help="the page is written here, too")
-    parser.add_argument("--only", choices=COMPUTATIONS, help="one computation of --tokens, in this process; JSON")
-    options = parser.parse_args()
-    whole = Size(options.tokens, options.vocabulary, options.hidden, options.dtype)
-    if options.only:
-        print(json.dumps(asdict(measure(options.only, whole))))
+    parser.add_argument(
+        "--only", choices=[*COMPUTATIONS, "difference"], help="one figure of --tokens, in this process; JSON"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="of this process, with --only")
+    parser.add_argument("--store", type=Path, help="a new file at which the ranks meet, with --only")
+    found = parser.parse_args()
+    if any(found.vocabulary % ranks for ranks in found.ranks):
+        parser.error(f"--vocabulary {found.vocabulary} does not divide by every one of --ranks")
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    asked = options()
+    whole = Size(asked.tokens, asked.vocabulary, asked.hidden, asked.dtype)
+    if asked.only:
+        rank = Rank.joined(asked.rank, asked.ranks[0], asked.store)
+        if asked.only == "difference":
+            print(largest_difference(whole, rank))
+        else:
+            print(json.dumps(asdict(measure(asked.only, whole, rank))))
+        if rank.group is not None:
+            dist.destroy_process_group()
         return
-    small = Size(options.plain_tokens, options.vocabulary, options.hidden, options.dtype)
-    sizes = [("megarl", whole), ("megarl", small), ("plain", small)]
-    if device.device().type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        sizes += [("Liger", whole), ("Liger", small)]
-    page = report(sizes, small, "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    small = Size(asked.plain_tokens, asked.vocabulary, asked.hidden, asked.dtype)
+    page = report(whole, small, asked.ranks, "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     print(page)
-    if options.write:
-        options.write.write_text(page)
+    if asked.write:
+        asked.write.write_text(page)
 
 
 if __name__ == "__main__":
