@@ -40,10 +40,15 @@ class Ragged:
         """long[N]: where each response begins."""
         return self.ends - self.lengths
 
-    @property
+    @cached_property
     def last_tokens(self) -> Tensor:
         """long[M]: the last token of each response that has one."""
-        return self.ends[self.lengths > 0] - 1
+        return self.ends[self._with_tokens] - 1
+
+    @cached_property
+    def _with_tokens(self) -> Tensor:
+        """long[M]: the responses that have a token."""
+        return self.lengths.nonzero().squeeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
         """One value per response [N] to every one of its tokens [T]; differentiable."""
@@ -67,9 +72,16 @@ class Ragged:
 
     def at_last_token(self, values: Tensor) -> Tensor:
         """Values per response [N] at their last tokens, 0 at all others: [T]. That of an empty response is lost."""
-        result = empty(self.tokens, values).zero_()
-        result[self.last_tokens] = values[self.lengths > 0]
-        return result
+        return self.add_at_last_token_(empty(self.tokens, values).zero_(), values)
+
+    def add_at_last_token_(self, tokens: Tensor, values: Tensor, start: int = 0) -> Tensor:
+        """Adds values per response [N] to `tokens` where their last ones are; that of an empty response is lost.
+
+        `tokens` is float[T], or of a part that begins with the token `start`. Returns it.
+        """
+        first, end = torch.searchsorted(self.last_tokens, torch.tensor([start, start + len(tokens)]).to(values.device))
+        tokens[self.last_tokens[first:end] - start] += values[self._with_tokens[first:end]]
+        return tokens
 
 
 def _is_plain(values: Tensor) -> bool:

@@ -5,28 +5,38 @@ multiplied with a triangular matrix of powers, whatever response they belong to;
 recurrence of the same form over one value per block. Only the few blocks in which a response begins or ends are taken
 token by token, all of them side by side. So no value is ever divided by a power of the decay, and nothing is as slow as
 a step per token.
+
+Values may be given as a function of a slice of the tokens. They are then made a piece at a time and read while they are
+in the cache: to write all of them first takes as long as to add them up.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.algorithms.memory import empty
 from megarl.algorithms.ragged import Ragged
 
 # Tokens of a block: larger ones multiply more, smaller ones pass on more.
-_BLOCK = 32
+_BLOCK = 16
+# Blocks of a piece: 2 MiB of float32, which stay in the cache until they are read.
+_PIECE = 2**15
+
+Values = Tensor | Callable[[slice], Tensor]
+"""Finite float[T], or what gives those of a slice of the T tokens."""
 
 
-def prefix_sums(values: Tensor, responses: Ragged, decay: float = 1.0) -> Tensor:
+def prefix_sums(values: Values, responses: Ragged, decay: float = 1.0) -> Tensor:
     """The sum over k <= t of decay^(t-k) x_k within the response of t: finite float[T] to [T]."""
-    return _sums(values, _cuts(responses), decay, _FORWARD)
+    return _sums(_given(values), responses.tokens, _cuts(responses), decay, _FORWARD)
 
 
-def suffix_sums(values: Tensor, responses: Ragged, decay: float = 1.0) -> Tensor:
+def suffix_sums(values: Values, responses: Ragged, decay: float = 1.0) -> Tensor:
     """The sum over k >= t of decay^(k-t) x_k within the response of t: finite float[T] to [T]."""
-    return _sums(values, _cuts(responses), decay, _BACKWARD)
+    return _sums(_given(values), responses.tokens, _cuts(responses), decay, _BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -72,41 +82,52 @@ def _cuts(responses: Ragged) -> Tensor:
     return ends[(ends > 0) & (ends < responses.tokens)]
 
 
-def _sums(values: Tensor, cuts: Tensor, decay: float, direction: _Direction) -> Tensor:
-    """Along `values` [T], which do not hear from each other across `cuts`."""
-    powers = direction.powers(decay).to(values)
-    rows = _multiplied(values, powers[:, :-1].T)
+def _given(values: Values) -> Callable[[slice], Tensor]:
+    return values.__getitem__ if isinstance(values, Tensor) else values
+
+
+def _sums(given: Callable[[slice], Tensor], tokens: int, cuts: Tensor, decay: float, direction: _Direction) -> Tensor:
+    """Along the values of `tokens`, which do not hear from each other across `cuts`."""
+    powers = direction.powers(decay)
     blocks, offsets = direction.places(cuts)
     cut, row = blocks.unique_consecutive(return_inverse=True)
-    hears = values.new_full((len(cut), _BLOCK), decay).index_put_((row, offsets), values.new_zeros(()))
-    rows[cut] = direction.as_sums_go(_token_by_token(direction.as_sums_go(_rows(values, cut)), hears))
+    rows, at_cuts = _multiplied(given, tokens, powers[:, :-1].T, cut)
+    hears = rows.new_full((len(cut), _BLOCK), decay).index_put_((row, offsets), rows.new_zeros(()))
+    rows[cut] = direction.as_sums_go(_token_by_token(direction.as_sums_go(at_cuts), hears))
     if len(rows) > 1:
         # Between a block and its neighbour there is a cut if there is one anywhere on the way through the block.
         between = cut + 1 if direction.backward else cut
         between = between[(between > 0) & (between < len(rows))]
-        heard = direction.heard(_sums(direction.last(rows), between, decay**_BLOCK, direction))
+        passed_on = direction.last(rows)
+        passed_on = _sums(passed_on.__getitem__, len(rows), between, decay**_BLOCK, direction)
+        heard = direction.heard(passed_on)
         in_part = direction.as_sums_go(hears.cumprod(1)) * heard[cut, None]
         heard[cut] = 0
-        rows.addr_(heard, powers[:, -1])
+        # Of one column and one row: a product of matrices is several times as fast as addr_.
+        rows.addmm_(heard[:, None], powers[:, -1].to(rows)[None])
         rows.index_add_(0, cut, in_part)
-    return rows.view(-1)[: len(values)]
+    return rows.view(-1)[:tokens]
 
 
-def _multiplied(values: Tensor, matrix: Tensor) -> Tensor:
-    """Blocks of `values` times `matrix`, the last one filled with zeros: [T] to [B, _BLOCK]."""
-    whole = len(values) // _BLOCK
-    rows = empty(-(-len(values) // _BLOCK) * _BLOCK, values).view(-1, _BLOCK)
-    torch.mm(values[: whole * _BLOCK].view(-1, _BLOCK), matrix, out=rows[:whole])
-    if whole < len(rows):
-        rest = values[whole * _BLOCK :]
-        rows[whole] = rest @ matrix[: len(rest)]
-    return rows
+def _multiplied(given: Callable[[slice], Tensor], tokens: int, matrix: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of values times `matrix` [B, _BLOCK], and the blocks `cut` as they are; the last one filled with zeros."""
+    blocks = -(-tokens // _BLOCK)
+    pieces = range(0, max(blocks, 1), _PIECE)
+    cut_of = cut.split((cut // _PIECE).bincount(minlength=len(pieces)).tolist())
+    rows, at_cuts = None, []
+    for start, here in zip(pieces, cut_of, strict=True):
+        values = _filled(given(slice(start * _BLOCK, min((start + _PIECE) * _BLOCK, tokens))))
+        if rows is None:
+            rows, matrix = empty(blocks * _BLOCK, values).view(-1, _BLOCK), matrix.to(values)
+        torch.mm(values, matrix, out=rows[start : start + _PIECE])
+        at_cuts.append(values[here - start])
+    assert rows is not None
+    return rows, torch.cat(at_cuts)
 
 
-def _rows(values: Tensor, blocks: Tensor) -> Tensor:
-    """A copy of some blocks, the last one filled with zeros: [T] to [len(blocks), _BLOCK]."""
-    places = blocks[:, None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)
-    return values[places.clamp(max=len(values) - 1)].masked_fill_(places >= len(values), 0.0)
+def _filled(values: Tensor) -> Tensor:
+    """In blocks, the last one filled with zeros: [T] to [B, _BLOCK]."""
+    return pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK) if len(values) % _BLOCK else values.view(-1, _BLOCK)
 
 
 def _token_by_token(rows: Tensor, hears: Tensor) -> Tensor:

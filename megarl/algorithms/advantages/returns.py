@@ -1,6 +1,7 @@
 """Advantages from the rewards that are still to come at each token."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ def returns_to_go(scored: ScoredResponses, gamma: float = 1.0) -> Tensor:
     """
     if gamma == 1 and scored.token_rewards is None:
         return scored.responses.spread(scored.rewards)
-    rewards = scored.responses.at_last_token(scored.rewards)
-    if scored.token_rewards is not None:
-        rewards += scored.token_rewards
-    return suffix_sums(rewards, scored.responses, gamma)
+    return suffix_sums(partial(_rewards, scored), scored.responses, gamma)
+
+
+def _rewards(scored: ScoredResponses, tokens: slice) -> Tensor:
+    """Of some tokens, new: their own, and those of the responses that they are the last of."""
+    of_tokens = scored.token_rewards
+    rewards = scored.rewards.new_zeros(tokens.stop - tokens.start) if of_tokens is None else of_tokens[tokens].clone()
+    return scored.responses.add_at_last_token_(rewards, scored.rewards, tokens.start)
 
 
 def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float) -> Advantages:
