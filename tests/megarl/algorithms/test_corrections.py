@@ -42,7 +42,7 @@ def factor_of(case: verl.Case, *specifications: tuple[str, float | None, float])
     return correction_factor([CorrectionConfig(*each) for each in specifications], log_ratio, case.ragged)
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_those_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
@@ -55,14 +55,14 @@ def test_weights_are_those_of_verl(name: str, case_name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_a_sequence_weight_with_a_sequence_band_is_the_icepop_of_sequences_of_verl(case_name: str) -> None:
     case = verl.case(case_name)
     factor = factor_of(case, *SEQUENCE_ICEPOP)
     verl.assert_equal(factor, case.arrays["correction/weights/sequence/0.5_2.0"])
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
@@ -72,7 +72,7 @@ def test_masks_are_those_of_verl(name: str, case_name: str) -> None:
     assert share == pytest.approx(case.scalars[f"correction/masked/{name}"], rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_a_weight_with_a_mask_is_verls_weight_under_its_mask(case_name: str) -> None:
     case = verl.case(case_name)
     chains = {**{name: (each,) for name, each in WEIGHTS.items()}, "sequence/0.5_2.0": SEQUENCE_ICEPOP}
@@ -81,13 +81,20 @@ def test_a_weight_with_a_mask_is_verls_weight_under_its_mask(case_name: str) -> 
         verl.assert_equal(factor_of(case, *chain, rejection), case.arrays[f"correction/weights/{weight}"] * kept)
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_where_we_leave_verl_weights_are_not_divided_by_their_mean(case_name: str) -> None:
     case = verl.case(case_name)
     of_tokens, of_responses = (factor_of(case, WEIGHTS[name]) for name in ("token/2.0", "sequence/2.0"))
     verl.assert_equal(of_tokens / of_tokens.mean(), case.arrays["correction/normalised/token/2.0"])
     mean = case.ragged.mean(of_responses).sum() / (case.ragged.lengths > 0).sum()
     verl.assert_equal(of_responses / mean, case.arrays["correction/normalised/sequence/2.0"])
+
+
+def test_the_far_case_meets_the_bounds_of_weights() -> None:
+    case = verl.case(verl.FAR)
+    for name in ("token/2.0", "sequence/2.0"):
+        assert float((factor_of(case, WEIGHTS[name]) == 2).float().mean()) > 0.03, name
+    assert float((factor_of(case, WEIGHTS["token/0.5_2.0"]) == 0).float().mean()) > 0.03
 
 
 # The variants of verl's bypass_mode, whose ratios are of the present policy to the engine's.

@@ -24,6 +24,20 @@ def test_the_values_and_gradients_of_verl(name: str, case_name: str) -> None:
     verl.assert_equal(log_probs.grad, case.arrays[f"kl/{name}/gradient"], **tolerance)
 
 
+@pytest.mark.parametrize("name", OF_VERL)
+def test_where_we_leave_verl_k3_is_not_cut_at_10(name: str) -> None:
+    case = verl.case(verl.FAR)
+    log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
+    estimate = KL_ESTIMATORS[name](log_probs, case.arrays["in/ref_log_prob"])
+    estimate.sum().backward()
+    assert log_probs.grad is not None
+    cut = (estimate > 10) if name.startswith("k3") else torch.zeros_like(estimate, dtype=torch.bool)
+    assert bool(cut.any()) == name.startswith("k3")
+    verl.assert_equal(estimate.masked_fill(cut, 10), case.arrays[f"kl/{name}/value"])
+    gradient = log_probs.grad.masked_fill(cut, 0) if name == "k3" else log_probs.grad
+    verl.assert_equal(gradient, case.arrays[f"kl/{name}/gradient"])
+
+
 @pytest.mark.parametrize("case_name", verl.NAMES)
 def test_rewards_less_the_kl_are_those_of_verl(case_name: str) -> None:
     case = verl.case(case_name)

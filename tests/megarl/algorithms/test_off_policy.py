@@ -23,7 +23,7 @@ OF_VERL = {
 OVER_RESPONSES = ("chi2_seq", "training_ppl", "rollout_ppl", "ppl_ratio")
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 @pytest.mark.parametrize("name", OF_VERL)
 def test_the_values_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
@@ -38,7 +38,7 @@ def test_the_values_of_verl(name: str, case_name: str) -> None:
     assert actual == pytest.approx(expected, rel=1e-6, abs=5e-7)
 
 
-@pytest.mark.parametrize("case_name", verl.NAMES)
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_the_largest_difference_of_verl(case_name: str) -> None:
     case = verl.case(case_name)
     log_probs, rollout = case.arrays["in/old_log_prob"], case.arrays["in/rollout_log_prob"]

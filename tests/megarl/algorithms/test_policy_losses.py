@@ -56,7 +56,7 @@ def weights_of_verl(case: verl.Case, name: str, label: str, ranks: int) -> Tenso
 
 
 @pytest.mark.parametrize("name", OF_VERL)
-@pytest.mark.parametrize("case_name", [*verl.NAMES, verl.FAR])
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_values_and_gradients_are_those_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
     log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
@@ -82,7 +82,7 @@ def share(case: verl.Case, name: str, metric: str) -> float:
     return float(POLICY_LOSSES[name](tokens, options_of_verl(name)).metrics[metric].mean())
 
 
-@pytest.mark.parametrize("case_name", [*verl.NAMES, verl.FAR])
+@pytest.mark.parametrize("case_name", verl.EVERY)
 def test_clip_fractions_are_those_of_verl(case_name: str) -> None:
     case = verl.case(case_name)
     for name in ("clip", "gspo", "cispo", "dppo_tv", "dppo_kl"):

@@ -7,8 +7,9 @@ in /is1 with weights `rollout_is_weights`, in /is0 without; then in /global wher
 data-parallel ranks whose step has 96 responses of 977 tokens.
 
 Four batches are of verl 0.10.0.dev. In the fifth, "far", probabilities have moved so far that every bound is met, also
-those that the four never meet (both masks of DPPO, its cap of the ratio, the dual clip); it is of verl 0.9.1, which has
-the same values as 0.10.0.dev in the four, but for the draws of Clip-Cov and for the aggregation of GSPO.
+those that the four never meet: both masks of DPPO and its cap of the ratio, the dual clip, the bounds of weights per
+token, the cut of k3. It is of verl 0.9.1, which has the same values as 0.10.0.dev in the four, but for the draws of
+Clip-Cov and for the aggregation of GSPO.
 """
 
 import json
@@ -26,6 +27,7 @@ from megarl.algorithms.ragged import Ragged
 
 NAMES = ("plain", "holes", "fully_masked", "group_of_one")
 FAR = "far"
+EVERY = (*NAMES, FAR)
 OPTIONS: Mapping[str, float | None] = {
     "clip_low": 0.2,
     "clip_high": 0.28,
