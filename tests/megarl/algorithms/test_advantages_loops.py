@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from loop_reference_advantages import LOOPS, Options, Response, gae_returns
 from torch import Tensor
 
+from megarl.algorithms import recurrence
 from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
 from megarl.config.schema import AlgorithmConfig
@@ -23,7 +24,7 @@ TOKEN_FIELDS = (
     "process_rewards",
     "teacher_log_probs",
 )
-LENGTHS = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 97]))
+LENGTHS = st.one_of(st.integers(0, 5), st.sampled_from([15, 16, 17, 32, 64, 97]))
 REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0, 1.7])
 
 
@@ -127,6 +128,15 @@ def test_responses_of_thousands_of_tokens(name: str) -> None:
     by_group = {7: [(3000, 1.0), (1, 0.0), (2048, 0.25)], -2: [(0, 1.0), (777, 0.0)]}
     case = build(by_group, seed=3, with_token_rewards=True)
     check(name, case, Options(gamma=0.999, gae_lambda=0.95, part_weights={"format": 0.5}))
+
+
+@pytest.mark.parametrize("with_token_rewards", [False, True])
+@pytest.mark.parametrize("name", ["gae", "optimal_token_baseline", "prime", "reinforce_plus_plus", "remax"])
+def test_many_pieces_of_tokens(name: str, with_token_rewards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrence, "_PIECE", 3)
+    by_group = {7: [(300, 1.0), (1, 0.0), (49, 0.25), (48, 1.7)], -2: [(0, 1.0), (144, 0.0), (200, 0.1)]}
+    case = build(by_group, seed=5, with_token_rewards=with_token_rewards)
+    check(name, case, Options(gamma=0.99, gae_lambda=0.95, part_weights={"format": 0.5}))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

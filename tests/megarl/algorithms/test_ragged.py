@@ -47,6 +47,17 @@ def test_values_at_last_tokens(lengths: list[int]) -> None:
     assert ragged.last_tokens.tolist() == [end - 1 for end, n in zip(ragged.ends.tolist(), lengths, strict=True) if n]
 
 
+@given(LENGTHS, st.data())
+def test_values_at_the_last_tokens_of_a_part(lengths: list[int], data: st.DataObject) -> None:
+    ragged, of_responses = Ragged(torch.tensor(lengths)), values(len(lengths))
+    start = data.draw(st.integers(0, ragged.tokens))
+    end = data.draw(st.integers(start, ragged.tokens))
+    part = values(end - start)
+    expected = part + ragged.at_last_token(of_responses)[start:end]
+    assert ragged.add_at_last_token_(part, of_responses, start) is part
+    assert torch.equal(part, expected)
+
+
 def test_a_sum_of_thousands_of_tokens_keeps_its_digits() -> None:
     tokens = torch.full((100_000,), 0.1)
     assert abs(float(Ragged(torch.tensor([100_000])).sum(tokens)) / (0.1 * 100_000) - 1) < 1e-6
