@@ -2,9 +2,9 @@
 
 megarl makes the logits of one chunk at a time, of a vocabulary on one rank and of one that is cut over several; beside
 it the plain computation, which holds all logits, and on a GPU Liger's fused linear cross-entropy, if it is installed.
-Every figure is of processes of its own, and of several ranks the largest. Memory is the peak, less what was there before
-the computation and less the two gradients that it gives. On a CPU the seconds are those that the process computed,
-which others on the machine hardly change. Writes Markdown.
+Every figure is of processes of its own, and of several ranks the largest. Memory is the peak, less what was there
+before the computation and less the two gradients that it gives. On a CPU the seconds are those that the process
+computed, which others on the machine hardly change. Writes Markdown.
 """
 
 import argparse
