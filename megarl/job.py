@@ -119,7 +119,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
     check_layout(model.architecture, options)
     task = _read_task(config, model)
     check_companions(config, model, task.prompts)
-    objective = PolicyObjective.from_config(config.algorithm)
+    objective = PolicyObjective(config.algorithm)
     total_steps = config.loop.steps * config.algorithm.updates_per_step
     state, checkpoint = _position(config, len(task.prompts))
     with ExitStack() as stack:

@@ -91,7 +91,7 @@ def _update(job: Job, prepared: Prepared) -> dict[str, MetricValue]:
         metrics |= update_implicit_reward_model(companions.implicit_reward_model, prepared.batches, config)
     if companions.critic and state.step < config.critic.warmup_steps:
         return metrics
-    objective = replace(job.objective, kl_coefficient=state.kl.coefficient)
+    objective = job.objective.with_kl_coefficient(state.kl.coefficient)
     metrics |= update_policy(
         job.trainer,
         prepared.batches,

@@ -16,7 +16,7 @@ class AdaptiveKl:
 
     After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon (arXiv:1909.08593,
     section 2.2, where 0.1 stands for responses / horizon). The coefficient of a step goes into the objective by
-    `dataclasses.replace(objective, kl_coefficient=...)`.
+    `PolicyObjective.with_kl_coefficient`.
     """
 
     coefficient: float

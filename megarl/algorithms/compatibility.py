@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from converters.errors import UserError
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS, check_correction
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
@@ -42,17 +43,25 @@ _VALUES: dict[str, _Condition] = {
 }
 
 
-def check_values(config: Any) -> None:
-    """Raise UserError for a name that is not known or a number out of range, in the fields that `config` has.
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Raise UserError for a name that is not known, a number out of range, and parts that do not go together.
 
-    `config` is an AlgorithmConfig or anything with some of its fields. A number that is not a number is out of range.
+    A number that is not a number is out of range.
     """
+    lookup(ADVANTAGES, "algorithm.advantage", config.advantage)
+    lookup(AGGREGATIONS, "algorithm.aggregation", config.aggregation)
     lookup(POLICY_LOSSES, "algorithm.policy_loss", config.policy_loss)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
     if config.kl_in not in ("loss", "reward"):
         raise UserError(f"algorithm.kl_in={config.kl_in!r} is not known: it must be loss or reward")
+    _check_values(config)
+    for check in (_kl_has_a_gradient, _kl_adapts_from_something, _dual_clip_is_taken, _responses_stay_whole):
+        check(config)
+
+
+def _check_values(config: AlgorithmConfig) -> None:
     for name, condition in _VALUES.items():
-        value = getattr(config, name, None)
+        value = getattr(config, name)
         if value is not None and not condition.holds(value):
             raise UserError(f"algorithm.{name} must be {condition.words}, not {value}")
     if not config.covariance_low < config.covariance_high:
@@ -62,12 +71,6 @@ def check_values(config: Any) -> None:
         )
     for correction in config.corrections:
         check_correction(correction)
-
-
-def check_parts(config: AlgorithmConfig) -> None:
-    """Raise UserError for parts that are right alone and wrong together."""
-    for check in (_kl_has_a_gradient, _kl_adapts_from_something, _dual_clip_is_taken, _responses_stay_whole):
-        check(config)
 
 
 def _kl_has_a_gradient(config: AlgorithmConfig) -> None:

@@ -1,15 +1,13 @@
 """The policy-gradient objective of one step: policy loss, KL to the reference and entropy, with their metrics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.compatibility import check_parts, check_values
+from megarl.algorithms.compatibility import check_algorithm
 from megarl.algorithms.corrections import correction_factor, correction_metrics
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.metrics import Mean, Metrics
@@ -17,9 +15,8 @@ from megarl.algorithms.off_policy import largest, off_policy_metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
 from megarl.algorithms.policy_losses.policy_loss import keyword_names
 from megarl.algorithms.ragged import Ragged
-from megarl.algorithms.registry import lookup
 from megarl.algorithms.trained_tokens import TrainedTokens
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.dynamics.ratios import ratio_counts
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch
@@ -29,53 +26,25 @@ from megatron_ext.packing import MicroBatch, RaggedBatch
 class PolicyObjective:
     """loss = sum_t weight_t (factor_t policy_loss_t + kl_coefficient kl_t - entropy_coefficient entropy_t).
 
-    The fields are those of AlgorithmConfig with the same names and meanings. Parts are given by the names of
-    POLICY_LOSSES, KL_ESTIMATORS and CORRECTIONS, so that the objective travels between processes. The factor is that
-    of the corrections. With kl_in=reward the loss has no KL: whoever makes the rewards subtracts it.
+    The factor is that of the corrections. With kl_in=reward the loss has no KL: whoever makes the rewards subtracts
+    it. Parts are kept by their names, so that the objective travels between processes.
 
-    Raises UserError for a name that is not known and for a number out of range.
+    Raises UserError as `check_algorithm` does.
     """
 
-    policy_loss: str = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    sapo_temperature_positive: float = 1.0
-    sapo_temperature_negative: float = 1.05
-    ratio_cap: float = 3.0
-    covariance_fraction: float = 2e-4
-    covariance_low: float = 1.0
-    covariance_high: float = 5.0
-    covariance_kl_coefficient: float = 1.0
-    sppo_eta: float = 1.0
-    dro_beta: float = 0.1
-    kl_estimator: str = "k3"
-    kl_coefficient: float = 0.0
-    kl_in: str = "loss"
-    entropy_coefficient: float = 0.0
-    corrections: tuple[CorrectionConfig, ...] = ()
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_algorithm(self.algorithm)
 
-    @classmethod
-    def from_config(cls, config: AlgorithmConfig) -> "PolicyObjective":
-        """The objective that `config` describes.
-
-        Raises UserError for a name that is not known, those of the advantage and the aggregation included, for a
-        number out of range, and for parts that do not go together.
-        """
-        lookup(ADVANTAGES, "algorithm.advantage", config.advantage)
-        lookup(AGGREGATIONS, "algorithm.aggregation", config.aggregation)
-        check_values(config)
-        check_parts(config)
-        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
-        return cls(**{**given, "corrections": tuple(config.corrections)})
+    def with_kl_coefficient(self, coefficient: float) -> "PolicyObjective":
+        """The same with another coefficient of the KL, one that adapts."""
+        return PolicyObjective(replace(self.algorithm, kl_coefficient=coefficient))
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model has to be kept."""
-        return self.kl_coefficient > 0 or self._loss.needs_reference
+        return self.algorithm.kl_coefficient > 0 or self._loss.needs_reference
 
     @property
     def needs_selection(self) -> bool:
@@ -90,12 +59,12 @@ class PolicyObjective:
         draws by `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
         """
         selection = self._loss.selection
-        assert selection is not None, f"{self.policy_loss} selects nothing"
+        assert selection is not None, f"{self.algorithm.policy_loss} selects nothing"
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()
         old = batch.fields["old_log_probs"][trained] if "old_log_probs" in batch.fields else log_probs
         tokens = Tokens(log_probs, old, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
-        options = {name: getattr(self, name) for name in keyword_names(selection)}
+        options = {name: getattr(self.algorithm, name) for name in keyword_names(selection)}
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         chosen = selection(tokens, generator, **options)
         return torch.zeros_like(trained).masked_scatter(trained, chosen)
@@ -113,31 +82,31 @@ class PolicyObjective:
         tokens = self._tokens(trained, predictions)
         trained.check_finite("policy's log-prob", tokens.log_probs.detach())
         rollout = trained.field("rollout_log_probs")
-        policy = self._loss(tokens, {name: getattr(self, name) for name in self._loss.options})
+        policy = self._loss(tokens, {name: getattr(self.algorithm, name) for name in self._loss.options})
         loss, metrics = policy.loss, _metrics(tokens, rollout, trained.take(predictions.entropy).detach())
-        if self.corrections:
-            factor = correction_factor(self.corrections, tokens.old_log_probs - rollout, tokens.ragged)
+        if self.algorithm.corrections:
+            factor = correction_factor(self.algorithm.corrections, tokens.old_log_probs - rollout, tokens.ragged)
             loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)
-        if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * trained.take(predictions.entropy)
+        if self.algorithm.entropy_coefficient:
+            loss = loss - self.algorithm.entropy_coefficient * trained.take(predictions.entropy)
         if tokens.reference_log_probs is not None:
-            estimate = KL_ESTIMATORS[self.kl_estimator](tokens.log_probs, tokens.reference_log_probs)
+            estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, tokens.reference_log_probs)
             metrics = metrics | Metrics(means={"policy/kl_to_reference": Mean.of(estimate)})
-            if self.kl_coefficient and self.kl_in == "loss":
-                loss = loss + self.kl_coefficient * estimate
+            if self.algorithm.kl_coefficient and self.algorithm.kl_in == "loss":
+                loss = loss + self.algorithm.kl_coefficient * estimate
         total = trained.weigh(loss)
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
         return total, metrics | Metrics({"policy/loss": total.detach()}, {}, details)
 
     @property
     def _loss(self) -> PolicyLoss:
-        return POLICY_LOSSES[self.policy_loss]
+        return POLICY_LOSSES[self.algorithm.policy_loss]
 
     def _tokens(self, trained: TrainedTokens, predictions: LogProbs) -> Tokens:
         log_probs = trained.take(predictions.log_probs)
         old = trained.field("old_log_probs") if "old_log_probs" in trained.fields else log_probs.detach()
         tokens = Tokens(log_probs, old, trained.field("advantages"), trained.ragged)
-        kl = self.kl_coefficient and self.kl_in == "loss"
+        kl = self.algorithm.kl_coefficient and self.algorithm.kl_in == "loss"
         if kl or self._loss.needs_reference or "reference_log_probs" in trained.fields:
             tokens = replace(tokens, reference_log_probs=trained.field("reference_log_probs"))
         if self.needs_selection:

@@ -4,12 +4,13 @@ from dataclasses import fields
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, PolicyObjective
+from megarl.algorithms.compatibility import check_algorithm
 from megarl.config.schema import CriticConfig, MegarlConfig
 
 
 def check_composition(config: MegarlConfig) -> None:
     """Raise UserError for the first two parts that don't go together, or a part without what it needs."""
-    PolicyObjective.from_config(config.algorithm)
+    check_algorithm(config.algorithm)
     _check_groups(config)
     _check_companions(config)
     _check_kl(config)
@@ -76,7 +77,7 @@ def _check_self_play(config: MegarlConfig) -> None:
             f"algorithm.policy_loss={algorithm.policy_loss} with algorithm.advantage={algorithm.advantage}: SPPO "
             "learns win rates, and they are for it alone: set policy_loss=sppo and advantage=win_rate, or neither"
         )
-    if algorithm.refresh_reference_every and not PolicyObjective.from_config(algorithm).needs_reference:
+    if algorithm.refresh_reference_every and not PolicyObjective(algorithm).needs_reference:
         raise UserError(
             f"algorithm.refresh_reference_every={algorithm.refresh_reference_every}, but nothing refers to a reference "
             "model: set algorithm.kl_coefficient above 0, or leave it out"

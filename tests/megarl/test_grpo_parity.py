@@ -14,6 +14,7 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megarl.algorithms import AGGREGATIONS, Metrics, PolicyObjective
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.packing import RaggedBatch, assign, pack
 
@@ -115,7 +116,7 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
     metrics = forward_backward(
         engine.chunks,
         packed,
-        PolicyObjective(kl_coefficient=KL_COEFFICIENT),
+        PolicyObjective(AlgorithmConfig(kl_coefficient=KL_COEFFICIENT)),
         predict_labels(TEMPERATURE),
     )
     speaks = bool(metrics) and parallel_rank().tensor == 0

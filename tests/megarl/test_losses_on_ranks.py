@@ -11,7 +11,7 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, Metrics, PolicyObjective
-from megarl.config.algorithm import CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.packing import RaggedBatch, assign, pack
 
@@ -26,12 +26,15 @@ def objectives() -> dict[str, PolicyObjective]:
     factors = {True: CorrectionConfig("sequence_importance", high=1.5), False: CorrectionConfig("icepop", 0.7, 1.5)}
     return {
         name: PolicyObjective(
-            policy_loss=name,
-            kl_coefficient=0.1,
-            entropy_coefficient=0.01,
-            corrections=(factors[loss.of_response],),
-            covariance_fraction=0.3,
-            covariance_low=-5.0,
+            AlgorithmConfig(
+                policy_loss=name,
+                aggregation="seq_mean_token_mean",
+                kl_coefficient=0.1,
+                entropy_coefficient=0.01,
+                corrections=[factors[loss.of_response]],
+                covariance_fraction=0.3,
+                covariance_low=-5.0,
+            )
         )
         for name, loss in POLICY_LOSSES.items()
     }

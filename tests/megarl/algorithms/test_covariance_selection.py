@@ -7,6 +7,7 @@ from policy_batches import random_batch, sequences
 
 from megarl.algorithms import PolicyObjective
 from megarl.algorithms.policy_losses.covariance import covariances, drawn_between, largest
+from megarl.config.algorithm import AlgorithmConfig
 
 
 @pytest.mark.parametrize("case_name", verl.NAMES)
@@ -21,7 +22,9 @@ def test_kl_cov_holds_the_tokens_that_verl_holds(case_name: str) -> None:
 
 @given(sequences, st.integers(0, 50), st.floats(0.01, 1), st.floats(-1, 0.5))
 def test_clip_cov_draws_a_share_of_the_tokens_between_its_bounds(drawn, seed, fraction, low) -> None:
-    objective = PolicyObjective("clip_cov", covariance_fraction=fraction, covariance_low=low, covariance_high=2.0)
+    objective = PolicyObjective(
+        AlgorithmConfig(policy_loss="clip_cov", covariance_fraction=fraction, covariance_low=low, covariance_high=2.0)
+    )
     batch, log_probs = random_batch(drawn, seed)
     chosen = objective.select(batch, log_probs, seed=(1, 2))
     trained = (batch.fields["weights"] != 0).nonzero().squeeze(1).tolist()
@@ -41,7 +44,9 @@ def test_clip_cov_draws_a_share_of_the_tokens_between_its_bounds(drawn, seed, fr
 
 
 def test_the_draw_is_the_same_for_the_same_seed_alone() -> None:
-    objective = PolicyObjective("clip_cov", covariance_fraction=0.2, covariance_low=-9.0, covariance_high=9.0)
+    objective = PolicyObjective(
+        AlgorithmConfig(policy_loss="clip_cov", covariance_fraction=0.2, covariance_low=-9.0, covariance_high=9.0)
+    )
     batch, log_probs = random_batch([(1, [True] * 40)], 0)
     draws = [objective.select(batch, log_probs, seed=seed) for seed in ((0, 1), (0, 1), (0, 2))]
     assert torch.equal(draws[0], draws[1])
@@ -49,7 +54,7 @@ def test_the_draw_is_the_same_for_the_same_seed_alone() -> None:
 
 
 def test_without_old_log_probs_the_present_ones_are_the_old() -> None:
-    objective = PolicyObjective("kl_cov", covariance_fraction=0.1)
+    objective = PolicyObjective(AlgorithmConfig(policy_loss="kl_cov", covariance_fraction=0.1))
     batch, log_probs = random_batch([(2, [True] * 20), (1, [False] * 3)], 0)
     fields = {name: values for name, values in batch.fields.items() if name != "old_log_probs"}
     bare = type(batch)(batch.tokens, batch.lengths, fields)

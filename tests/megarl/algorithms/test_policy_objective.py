@@ -12,7 +12,7 @@ from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 
-OBJECTIVE = PolicyObjective(clip_low=0.1, clip_high=0.2, kl_coefficient=0.3, entropy_coefficient=0.05)
+OBJECTIVE = PolicyObjective(AlgorithmConfig(clip_low=0.1, clip_high=0.2, kl_coefficient=0.3, entropy_coefficient=0.05))
 VOCABULARY = 11
 
 
@@ -152,13 +152,15 @@ def test_the_reference_is_read_only_with_a_coefficient() -> None:
     _, metrics = run(batch, table, [[0]], PolicyObjective())
     assert "policy/kl_to_reference" not in metrics.values()
     with pytest.raises(KeyError, match="reference_log_probs"):
-        run(batch, table, [[0]], PolicyObjective(kl_coefficient=0.1))
+        run(batch, table, [[0]], PolicyObjective(AlgorithmConfig(kl_coefficient=0.1)))
 
 
 def test_a_kl_in_the_reward_is_reported_and_not_in_the_loss() -> None:
     batch, table = random_batch([(2, 3)], 0)
     plain_gradient, plain = run(batch, table, [[0]], PolicyObjective())
-    gradient, metrics = run(batch, table, [[0]], PolicyObjective(kl_coefficient=0.5, kl_in="reward", kl_estimator="k1"))
+    gradient, metrics = run(
+        batch, table, [[0]], PolicyObjective(AlgorithmConfig(kl_coefficient=0.5, kl_in="reward", kl_estimator="k1"))
+    )
     assert torch.equal(gradient, plain_gradient)
     assert metrics.values()["policy/loss"] == plain.values()["policy/loss"]
     assert metrics.values()["policy/kl_to_reference"] != 0
@@ -167,15 +169,15 @@ def test_a_kl_in_the_reward_is_reported_and_not_in_the_loss() -> None:
 def test_the_factor_of_the_corrections_is_on_the_policy_loss_alone() -> None:
     batch, table = random_batch([(2, 3), (1, 4)], 1)
     terms = {"kl_coefficient": 0.3, "entropy_coefficient": 0.05}
-    nothing_left = (CorrectionConfig("sequence_sum_kl", None, 1e-12),)
-    gradient, metrics = run(batch, table, [[0, 1]], PolicyObjective(**terms, corrections=nothing_left))
+    nothing_left = [CorrectionConfig("sequence_sum_kl", None, 1e-12)]
+    gradient, metrics = run(batch, table, [[0, 1]], PolicyObjective(AlgorithmConfig(**terms, corrections=nothing_left)))
     without = batch.with_fields(advantages=torch.zeros_like(batch.fields["advantages"]))
-    expected, _ = run(without, table, [[0, 1]], PolicyObjective(**terms))
+    expected, _ = run(without, table, [[0, 1]], PolicyObjective(AlgorithmConfig(**terms)))
     torch.testing.assert_close(gradient, expected)
     assert metrics.values()["correction/masked_responses"] == 1
 
-    doubled = (CorrectionConfig("token_importance", 2.0, 2.0),)
-    gradient, metrics = run(batch, table, [[0, 1]], PolicyObjective(corrections=doubled))
+    doubled = [CorrectionConfig("token_importance", 2.0, 2.0)]
+    gradient, metrics = run(batch, table, [[0, 1]], PolicyObjective(AlgorithmConfig(corrections=doubled)))
     single, _ = run(batch, table, [[0, 1]], PolicyObjective())
     torch.testing.assert_close(gradient, 2 * single)
     assert metrics.values()["correction/factor_mean"] == 2
@@ -186,7 +188,7 @@ def test_the_ratio_that_is_corrected_is_of_the_present_policy_without_old_log_pr
     near = torch.log_softmax(table, -1)[batch.tokens.roll(1), batch.tokens].double()
     explicit = batch.with_fields(old_log_probs=near)
     bare = RaggedBatch(batch.tokens, batch.lengths, {k: v for k, v in batch.fields.items() if k != "old_log_probs"})
-    objective = PolicyObjective(corrections=(CorrectionConfig("token_importance", None, 1.05),))
+    objective = PolicyObjective(AlgorithmConfig(corrections=[CorrectionConfig("token_importance", None, 1.05)]))
     expected, expected_metrics = run(explicit, table, [[0]], objective)
     gradient, metrics = run(bare, table, [[0]], objective)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
@@ -197,28 +199,17 @@ def test_the_ratio_that_is_corrected_is_of_the_present_policy_without_old_log_pr
     assert metrics.values()["correction/factor_mean"] == pytest.approx(mean, rel=1e-6)
 
 
-def test_it_is_built_from_the_configuration_and_travels_between_processes() -> None:
-    correction = CorrectionConfig("token_importance", high=2.0)
-    config = AlgorithmConfig(
-        clip_high=0.3, kl_coefficient=0.01, entropy_coefficient=0.02, kl_estimator="k2", corrections=[correction]
-    )
-    objective = PolicyObjective.from_config(config)
-    expected = {"clip_high": 0.3, "kl_estimator": "k2", "kl_coefficient": 0.01, "entropy_coefficient": 0.02}
-    assert objective == PolicyObjective(**expected, corrections=(correction,))
+def test_it_travels_between_processes_and_its_kl_adapts() -> None:
+    config = AlgorithmConfig(clip_high=0.3, corrections=[CorrectionConfig("token_importance", high=2.0)])
+    objective = PolicyObjective(config)
     assert pickle.loads(pickle.dumps(objective)) == objective
-    assert replace(objective, kl_coefficient=0.5).kl_coefficient == 0.5
+    assert objective.with_kl_coefficient(0.5) == PolicyObjective(replace(config, kl_coefficient=0.5))
+    assert config.kl_coefficient == 0
 
 
-def test_every_option_of_the_algorithm_that_a_loss_names_reaches_it() -> None:
+def test_every_option_that_a_loss_names_is_one_of_the_algorithm() -> None:
     options = {name for loss in POLICY_LOSSES.values() for name in loss.options}
-    known = {field.name for field in fields(PolicyObjective)}
-    assert options <= known
-    shared = known & {field.name for field in fields(AlgorithmConfig)} - {"corrections"}
-    numbers = {name: 0.25 for name in shared if isinstance(getattr(AlgorithmConfig(), name), float)}
-    given = AlgorithmConfig(**{**numbers, "covariance_low": 0.1, "dual_clip": 3.0})
-    objective = PolicyObjective.from_config(given)
-    for name in shared:
-        assert getattr(objective, name) == getattr(given, name), name
+    assert options <= {field.name for field in fields(AlgorithmConfig)}
 
 
 @pytest.mark.parametrize(
@@ -231,9 +222,10 @@ def test_every_option_of_the_algorithm_that_a_loss_names_reaches_it() -> None:
     ],
 )
 def test_it_says_whether_a_reference_has_to_be_kept(config: AlgorithmConfig, needed: bool) -> None:
-    assert PolicyObjective.from_config(config).needs_reference == needed
+    assert PolicyObjective(config).needs_reference == needed
 
 
 def test_it_says_whether_tokens_have_to_be_chosen() -> None:
-    needing = {name for name in POLICY_LOSSES if PolicyObjective(policy_loss=name).needs_selection}
+    config = AlgorithmConfig(aggregation="seq_mean_token_mean")
+    needing = {name for name in POLICY_LOSSES if PolicyObjective(replace(config, policy_loss=name)).needs_selection}
     assert needing == {"clip_cov", "kl_cov"}

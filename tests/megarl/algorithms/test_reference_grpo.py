@@ -13,6 +13,7 @@ from reference_grpo import (
 from safetensors import safe_open
 
 from megarl.algorithms import Metrics, PolicyObjective
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
 from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
@@ -68,7 +69,7 @@ def test_the_objective_on_micro_batches_gives_the_references_loss_and_gradients(
         temperature=TEMPERATURE,
     )
 
-    objective = PolicyObjective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL_COEFFICIENT)
+    objective = PolicyObjective(AlgorithmConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL_COEFFICIENT))
     batch, total, pieces = as_batch(given), 0.0, []
     for index in range(len(batch)):
         micro_batch = pack(batch, [index], align=1)
