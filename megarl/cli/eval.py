@@ -7,8 +7,10 @@ and best@k (the best of k). Other keys of the configuration are given as KEY=VAL
 
 import argparse
 import json
+from collections.abc import Mapping
 
 from megarl.cli import recipe
+from megarl.cli.evaluation_table import evaluation_table
 
 EXAMPLES = """examples:
   megarl eval --model runs/quickstart_qwen3_moe/huggingface \\
@@ -57,15 +59,21 @@ def run(options: argparse.Namespace) -> int:
 
     config = compose("eval", overrides_of(options))
     validate_eval(config)
-    from megarl.cli.evaluation_table import evaluation_table
     from megarl.evaluate import evaluate_model
 
     metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}
-    dropped = int(metrics["dropped"])
-    if options.json:
-        print(json.dumps({"model": options.model, **metrics, "dropped": dropped}))
-        return 0
-    print(f"accuracy {metrics['accuracy']:.4f}" + (f" ({dropped} responses could not be scored)" if dropped else ""))
-    for line in evaluation_table(metrics):
+    for line in [json_of(options.model, metrics)] if options.json else lines_of(metrics):
         print(line)
     return 0
+
+
+def json_of(model: str, metrics: Mapping[str, float]) -> str:
+    """All metrics as one line of JSON."""
+    return json.dumps({"model": model, **metrics, "dropped": int(metrics["dropped"])})
+
+
+def lines_of(metrics: Mapping[str, float]) -> list[str]:
+    """The accuracy, and below it the table of all estimates."""
+    dropped = int(metrics["dropped"])
+    left_out = f" ({dropped} responses could not be scored)" if dropped else ""
+    return [f"accuracy {metrics['accuracy']:.4f}{left_out}", *evaluation_table(metrics)]
