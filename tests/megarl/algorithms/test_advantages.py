@@ -1,6 +1,6 @@
 """How an estimator is asked, and what is refused."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -168,3 +168,12 @@ def test_rewards_of_tokens_reach_the_estimators_that_say_so(name: str) -> None:
     without = replace(scored, token_rewards=None)
     change = estimate(name, with_kl, CONFIG).advantages - estimate(name, without, CONFIG).advantages
     assert bool((change.abs() > 1e-6).any()) == ADVANTAGES[name].reads_kl
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_estimator_leaves_what_it_is_given_as_it_is(name: str) -> None:
+    scored, as_it_was = complete(), complete()
+    estimate(name, scored, CONFIG)
+    for field in fields(as_it_was):
+        before = getattr(as_it_was, field.name)
+        assert not isinstance(before, torch.Tensor) or torch.equal(getattr(scored, field.name), before), field.name
