@@ -86,6 +86,18 @@ def ready_now(links: Collection[Link]) -> list[Link]:
     return _wait(links, 0)
 
 
+def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) -> Iterator[tuple[Link, Kind]]:
+    """The next message, of this kind, of every link: the failure of one is heard while another is silent.
+
+    Raises TransferError as `ready` and `Link.receive`.
+    """
+    left = set(links)
+    while left:
+        for link in ready(left, timeout_s):
+            left.remove(link)
+            yield link, link.receive(kind)
+
+
 def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
     return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megarl.resharding.announcements import Acknowledgement, Announcement, Hello, Joined
-from megarl.resharding.connections import Link, TransferError, connect, ready, ready_now, tell, telling
+from megarl.resharding.connections import Link, TransferError, as_they_come, connect, ready, ready_now, tell, telling
 from megarl.resharding.messages import digest
 from megarl.resharding.packing import Block, blocks, differing, unpack
 from megarl.resharding.streams import Streams
@@ -60,8 +60,9 @@ class Receiver:
                 raise TransferError(self._abandoned)
             largest = max((message.size_bytes for stream in self._streams.values() for message in stream), default=0)
             self._end = TRANSPORTS[meeting.transport].receiving(meeting, self._rank, largest)
-            for source, link in self._links.items():
-                self._end.join(source, link.receive(object))
+            source_of = {link: source for source, link in self._links.items()}
+            for link, offer in as_they_come(source_of, object, meeting.timeout_s):
+                self._end.join(source_of[link], offer)
                 link.send(Joined())
 
     def receive(self, version: int) -> None:

@@ -9,7 +9,18 @@ import numpy as np
 from torch import Tensor
 
 from megarl.resharding.announcements import Acknowledgement, Announcement, Hello, Joined
-from megarl.resharding.connections import Address, Door, Failure, Link, TransferError, connect, ready, tell, telling
+from megarl.resharding.connections import (
+    Address,
+    Door,
+    Failure,
+    Link,
+    TransferError,
+    as_they_come,
+    connect,
+    ready,
+    tell,
+    telling,
+)
 from megarl.resharding.messages import Message, digest
 from megarl.resharding.packing import Block, blocks, pack
 from megarl.resharding.schedule import sending_order
@@ -71,8 +82,8 @@ class Sender:
             self._end = TRANSPORTS[meeting.transport].sending(meeting, self._rank, largest)
             for link in self._links.values():
                 link.send(self._end.offer())
-            for link in self._links.values():
-                link.receive(Joined)
+            for _ in as_they_come(self._links.values(), Joined, meeting.timeout_s):
+                pass
             self._end.everyone_joined()
         self._outgoing = self._in_order(len(meeting.doors), meeting.destinations)
 

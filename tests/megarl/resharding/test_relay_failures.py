@@ -1,6 +1,5 @@
 """A rank that ends, stops, fails or sends something else while weights are passed on: its neighbours hear of it."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from transfer_ranks import failures
 from converters.topology import Topology
 
 SCENE = replace(TWO_ENGINES, transport="shared_memory")
-SOON_S = 10
+GIVEN_UP = "refit.timeout_s"
 MEETING = ("accept", "connected")
 HEAD, TAIL = "TransferError: message ", " of engine worker 1 came with checksum "
 
@@ -33,9 +32,7 @@ def test_a_neighbour_that_does_not_come_is_not_waited_for(set_up):
     stage = set_up(replace(SCENE, workers=1, topology=Topology.separate(2, 2, gpus_per_node=2)))
     meeting = stage.meeting()
     stage.destinations[1].close()
-    started = time.monotonic()
     found = failures(stage.begin([*stage.sources, stage.destinations[0]], "join", meeting))
-    assert time.monotonic() - started < SOON_S, found
     assert "TransferError: engine worker 1 does not answer" in found[2]
     assert all(" failed: engine worker 1 does not answer" in error for error in found[:2])
 
@@ -45,16 +42,15 @@ def test_a_neighbour_that_stands_still_is_given_up(set_up):
     stage.join()
     victim = stage.destinations[1]
     victim.break_at("packed", 1, "stop")
-    check_that_all_hear_of_it(stage, stage.begin_refit(1), victim, "refit.timeout_s")
+    check_that_all_hear_of_it(stage, stage.begin_refit(1), victim, GIVEN_UP)
 
 
 def check_that_all_hear_of_it(stage, calls, victim, news):
-    """All that the victim passes something on to, soon, and nothing stays behind."""
-    started = time.monotonic()
+    """All that the victim passes something on to, none by waiting if it is dead, and nothing stays behind."""
     call_of = dict(zip([*stage.sources, *stage.destinations], calls, strict=True))
     del call_of[victim]
     found = dict(zip(call_of, failures(call_of.values()), strict=True))
-    assert time.monotonic() - started < SOON_S, found.values()
+    assert news == GIVEN_UP or not [error for error in found.values() if GIVEN_UP in error]
     needing = streams_of(stage.scene)[stage.destinations.index(victim)].relays_out
     assert needing
     for rank in needing:
@@ -68,9 +64,7 @@ def test_a_source_that_fails_ends_the_passing_on(set_up):
     stage = set_up(SCENE)
     stage.join()
     stage.sources[1].break_at("packed", 3, "fail")
-    started = time.monotonic()
     found = failures(stage.begin_refit(1))
-    assert time.monotonic() - started < SOON_S, found
     assert found[1] == "RuntimeError: on purpose"
     assert all(error.startswith("TransferError: ") for error in found[2:])
     assert sum("trainer rank 1 failed: on purpose" in error for error in found) >= 1
