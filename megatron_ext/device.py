@@ -108,10 +108,14 @@ def peak_memory_bytes() -> int:
 
 
 def _disable_compilation() -> None:
-    # megatron.core.jit compiles small functions; on CPU this costs minutes of C++ compilation per process.
-    import torch._dynamo
+    # megatron.core.jit compiles small functions: on CPU minutes of C++ compilation per process. To decorate one imports
+    # the compiler, which takes as long as to import torch.
+    setattr(torch, "compile", _as_it_is)  # noqa: B010 - mypy refuses the assignment
 
-    torch._dynamo.config.disable = True
+
+def _as_it_is(function: Callable | None = None, **_options: Any) -> Callable:
+    """`torch.compile`, with or without options before the function, that leaves the function as it is."""
+    return _as_it_is if function is None else function
 
 
 class _Stream:

@@ -100,6 +100,19 @@ def test_installing_again_changes_nothing() -> None:
     assert before == (torch.zeros, dist.all_reduce, torch.Tensor.type)
 
 
+def test_nothing_is_compiled() -> None:
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    assert torch.compile(double) is torch.compile(dynamic=True)(double) is double
+    # Megatron's decorators ask for it on import, and the compiler's own import is what takes the time.
+    code = (
+        "import sys; from megatron_ext import device; device.install(); import megatron.core; "
+        "assert 'torch._inductor.compile_fx' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_memory_and_place() -> None:
     assert device.device() == torch.device("cpu")
     assert device.peak_memory_bytes() > 2**20
