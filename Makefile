@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
 STEPS  ?=
 OUTPUT ?=
-# Processes that run tests; a file of tests stays with one.
+# Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
@@ -29,7 +29,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 test: setup
-	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff format --check .
