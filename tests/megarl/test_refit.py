@@ -1,8 +1,6 @@
 """Refits of a whole job: which path they take, and what becomes of the run when something fails in the middle."""
 
 import sys
-import time
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +25,6 @@ from megarl.stages.probe import ProbeError
 from megarl.stages.refit import Refit
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
-
-SOON_S = 15
 
 
 @pytest.fixture
@@ -65,16 +61,6 @@ def run_in(group, worker, function, *arguments):
     ray.get(group._hosts[worker].__ray_call__.remote(lambda _: function(*arguments)))
 
 
-@contextmanager
-def soon():
-    """Also if it raises."""
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        assert time.monotonic() - started < SOON_S
-
-
 def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
     with pytest.raises(WorkerFailed, match=r"^the process died\n.*trainer_1\.log"):
         repeat_and_lose_a_rank(open_run)
@@ -93,8 +79,8 @@ def repeat_and_lose_a_rank(open_run):
         assert metrics["log_prob_difference/max"] < 1e-4
         check_the_route(job)
         run_in(job.trainer, 1, break_at, "packed", 1, "kill")
-        with soon():
-            job.refit(3)
+        # Heard of, and not given up: refit.timeout_s is longer than a test may take.
+        job.refit(3)
 
 
 def check_the_route(job):
@@ -134,8 +120,7 @@ def probe_and_lose_the_engine(open_run):
         check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
         job.refit._planned.join()
         run_in(job.engines, 0, break_at, "unpacked", 1, "kill")
-        with soon():
-            job.refit(7)
+        job.refit(7)
 
 
 def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
