@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megarl.algorithms.memory import empty
 
+# Tokens: 2 MiB of float32, which stay in the cache until they are read.
+_PART = 2**19
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -56,6 +59,20 @@ class Ragged:
             # Without the index of 8 bytes a token that torch builds, and in a tenth of its time.
             return torch.from_numpy(np.repeat(values.numpy(), self.lengths.numpy()))
         return values.repeat_interleave(self.lengths, output_size=self.tokens)
+
+    def spread_part(self, values: Tensor, tokens: slice) -> Tensor:
+        """`spread` of a slice of the tokens, of which only those are made."""
+        first = int(torch.searchsorted(self.ends, tokens.start))
+        end = int(torch.searchsorted(self.starts, tokens.stop))
+        ends, starts = self.ends[first:end].clamp(max=tokens.stop), self.starts[first:end].clamp(min=tokens.start)
+        return Ragged(ends - starts).spread(values[first:end])
+
+    def add_(self, tokens: Tensor, values: Tensor) -> Tensor:
+        """Adds values per response [N] to all their `tokens` [T], in parts that stay in the cache. Returns `tokens`."""
+        for start in range(0, len(tokens), _PART):
+            part = slice(start, min(start + _PART, len(tokens)))
+            tokens[part] += self.spread_part(values, part)
+        return tokens
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the tokens of each response: [T] to [N], 0 for a response without tokens; differentiable."""

@@ -33,8 +33,12 @@ def rloo(scored: ScoredResponses) -> Advantages:
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
     n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
     """
-    groups = scored.prompts
-    return scored.alike(groups.centred(scored.scores) * groups.spread(groups.sizes / (groups.sizes - 1)))
+    return scored.alike(leave_one_out(scored.scores, scored.prompts))
+
+
+def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
+    """Values [N] less the mean of the others of their group."""
+    return groups.centred(values) * groups.spread(groups.sizes / (groups.sizes - 1))
 
 
 def opo(scored: ScoredResponses) -> Advantages:

@@ -1,8 +1,9 @@
 """Advantages from what is known of single tokens: implicit process rewards, a teacher's log-probs."""
 
 import torch
+from torch import Tensor
 
-from megarl.algorithms.advantages.group_rewards import rloo
+from megarl.algorithms.advantages.group_rewards import leave_one_out
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
 from megarl.algorithms.memory import empty
 from megarl.algorithms.recurrence import suffix_sums
@@ -21,9 +22,13 @@ def prime(scored: ScoredResponses, *, gamma: float) -> Advantages:
     means, present = responses.mean(rewards).double(), (responses.lengths > 0).double()
     others = groups.spread(groups.sum(present)) - present
     baselines = (groups.spread(groups.sum(means)) - means) / others.clamp(min=1)
-    centred = responses.spread(baselines.to(rewards.dtype)).neg_().add_(rewards)
-    process = suffix_sums(centred, responses, gamma)
-    return Advantages(process.add_(rloo(scored).advantages))
+    baselines = baselines.to(rewards.dtype)
+
+    def centred(tokens: slice) -> Tensor:
+        return responses.spread_part(baselines, tokens).neg_().add_(rewards[tokens])
+
+    outcomes = leave_one_out(scored.scores, groups).to(rewards.dtype)
+    return Advantages(responses.add_(suffix_sums(centred, responses, gamma), outcomes))
 
 
 def distillation(scored: ScoredResponses) -> Advantages:

@@ -1,5 +1,6 @@
 """Numbers on their own and with a gradient go different ways: both must arrive at the same."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,24 @@ def test_what_a_response_has_reaches_all_its_tokens(lengths: list[int], gradient
         spread.sum().backward()
         assert of_responses.grad is not None
         assert of_responses.grad.tolist() == [float(n) for n in lengths]
+
+
+@given(LENGTHS, st.data())
+def test_what_a_response_has_reaches_a_part_of_the_tokens(lengths: list[int], data: st.DataObject) -> None:
+    ragged, of_responses = Ragged(torch.tensor(lengths)), values(len(lengths))
+    start = data.draw(st.integers(0, ragged.tokens))
+    part = slice(start, data.draw(st.integers(start, ragged.tokens)))
+    assert torch.equal(ragged.spread_part(of_responses, part), ragged.spread(of_responses)[part])
+
+
+@given(LENGTHS)
+def test_what_a_response_has_is_added_part_by_part(lengths: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.algorithms.ragged._PART", 3)
+        ragged, of_responses, tokens = Ragged(torch.tensor(lengths)), values(len(lengths)), values(sum(lengths))
+        expected = tokens + ragged.spread(of_responses)
+        assert ragged.add_(tokens, of_responses) is tokens
+        assert torch.equal(tokens, expected)
 
 
 @given(LENGTHS)
