@@ -1,11 +1,11 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
 import textwrap
-import time
 
 import psutil
 import pytest
 import ray
+from eventually import eventually
 
 from converters.errors import UserError
 from megarl.cluster import worker_group
@@ -105,7 +105,7 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
         first, second = group.nodes()
         assert first == second
         pids = group.call("pid")
-    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
 
 
@@ -141,10 +141,3 @@ def play(group, *parts):
 def test_cluster_without_room_is_a_user_error(make_group):
     with pytest.raises(UserError, match="after 1 s only 0 of 2 worker processes run: each asks for 100 CPUs"):
         make_group(cpus=100)
-
-
-def wait_until(condition) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()

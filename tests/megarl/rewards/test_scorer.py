@@ -3,11 +3,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from eventually import eventually
 
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
@@ -92,14 +92,6 @@ def processes():
     return [
         child.pid for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())
     ]
-
-
-def wait_until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it did not come")
 
 
 HANGS = {
@@ -199,10 +191,10 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
         f"scorer.score([RewardSample('', {act!r}, '', {{}})])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    wait_until(lambda: note.exists() and note.read_text())
+    assert eventually(lambda: note.exists() and note.read_text())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_until(lambda: not Path("/proc", note.read_text()).exists())
+    assert eventually(lambda: not Path("/proc", note.read_text()).exists())
 
 
 def test_async_functions_run_side_by_side(file):
@@ -223,7 +215,7 @@ def test_samples_are_scored_while_others_come(file):
     with scorer_of(file, "act") as scorer:
         batch = scorer.begin()
         batch.add(sample("1"))
-        wait_until(lambda: batch._futures[0].done())
+        assert eventually(lambda: batch._futures[0].done())
         batch.add(sample("2"))
         assert [value(score) for score in batch.finish().scores] == [1.0, 2.0]
 

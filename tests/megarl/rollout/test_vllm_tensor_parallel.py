@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from engine_host import PROMPTS, Served
+from eventually import eventually
 
 from converters.layouts.recorded import recorded_layout, unrecorded
 from megarl.rollout.protocol import UpdateError
@@ -46,10 +47,7 @@ def test_two_ranks(engines, folders, make_trainer, pool, assert_greedy):
     check_that_a_dead_worker_is_noticed(served, pool)
     engines.close()
     # Those of an engine that another test starts at this moment have a name until all its ranks have mapped them.
-    deadline = time.monotonic() + 30
-    while _segments() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert _segments() <= before
+    assert eventually(lambda: _segments() <= before)
 
 
 def check_that_a_dead_worker_is_noticed(served, pool):

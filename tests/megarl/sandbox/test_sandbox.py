@@ -3,11 +3,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from eventually import eventually
 
 from megarl.sandbox.run import Limits, SandboxUnavailable, run
 
@@ -177,18 +177,10 @@ def test_a_supervisor_dies_with_the_one_that_asked():
     asking = subprocess.Popen([sys.executable, "-c", ask], env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE)
     asking.stdin.write(program.encode())
     asking.stdin.close()
-    wait_until(lambda: processes_with(mark))
+    assert eventually(lambda: processes_with(mark))
     asking.kill()
     asking.wait()
-    wait_until(lambda: not processes_with(mark))
-
-
-def wait_until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it did not come")
+    assert eventually(lambda: not processes_with(mark))
 
 
 def test_what_a_machine_does_not_allow_is_said(monkeypatch):

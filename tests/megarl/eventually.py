@@ -1,0 +1,12 @@
+"""Waiting for what another process does."""
+
+import time
+from collections.abc import Callable
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
+    """Whether the condition comes true within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not (holds := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds
