@@ -41,6 +41,10 @@ class PolicyObjective:
         """The same with another coefficient of the KL, one that adapts."""
         return PolicyObjective(replace(self.algorithm, kl_coefficient=coefficient))
 
+    def has_kl_in(self, place: str) -> bool:
+        """Whether there is a KL to the reference, and it goes there: into the loss, or into the reward."""
+        return self.algorithm.kl_coefficient > 0 and self.algorithm.kl_in == place
+
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model has to be kept."""
@@ -92,7 +96,7 @@ class PolicyObjective:
         if tokens.reference_log_probs is not None:
             estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, tokens.reference_log_probs)
             metrics = metrics | Metrics(means={"policy/kl_to_reference": Mean.of(estimate)})
-            if self.algorithm.kl_coefficient and self.algorithm.kl_in == "loss":
+            if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
         total = trained.weigh(loss)
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
@@ -106,8 +110,7 @@ class PolicyObjective:
         log_probs = trained.take(predictions.log_probs)
         old = trained.field("old_log_probs") if "old_log_probs" in trained.fields else log_probs.detach()
         tokens = Tokens(log_probs, old, trained.field("advantages"), trained.ragged)
-        kl = self.algorithm.kl_coefficient and self.algorithm.kl_in == "loss"
-        if kl or self._loss.needs_reference or "reference_log_probs" in trained.fields:
+        if self.has_kl_in("loss") or self._loss.needs_reference or "reference_log_probs" in trained.fields:
             tokens = replace(tokens, reference_log_probs=trained.field("reference_log_probs"))
         if self.needs_selection:
             tokens = replace(tokens, chosen=trained.field("chosen"))

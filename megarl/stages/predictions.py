@@ -31,8 +31,7 @@ def with_predictions(
     algorithm, temperature = config.algorithm, config.rollout.temperature
     needs = ADVANTAGES[algorithm.advantage].needs
     fields: dict[str, Tensor] = {}
-    kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0
-    if algorithm.updates_per_step > 1 or needs & _OF_THE_OLD_POLICY or kl_in_reward:
+    if algorithm.updates_per_step > 1 or needs & _OF_THE_OLD_POLICY or objective.has_kl_in("reward"):
         old = policy.log_probs(batch, temperature=temperature)
         fields["old_log_probs"] = old.log_probs
         if "probability_squares" in needs:
