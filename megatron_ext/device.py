@@ -94,10 +94,38 @@ def transformer_config_fields() -> dict[str, Any]:
     }
 
 
+def uuid(index: int | None = None) -> str:
+    """The name of a GPU, by default this process's own, that is the same in every process of the host."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid)
+
+
+def reaches(other: str) -> bool:
+    """Whether this process's GPU can read the memory of the GPU with UUID `other`; True if nothing is known of that."""
+    own = torch.cuda.current_device()
+    visible = {uuid(index): index for index in range(torch.cuda.device_count())}
+    return visible.get(other, own) == own or torch.cuda.can_device_access_peer(own, visible[other])
+
+
 def synchronize() -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has done all that was asked of it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class SideStream:
+    """Work of this process's GPU beside all other. On a CPU work is done when the call that asks for it returns."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def entered(self) -> contextlib.AbstractContextManager:
+        """Inside, what this thread asks for goes to this stream, which waits for nothing that was asked elsewhere."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Wait until what was asked of this stream is done, and for nothing else."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def peak_memory_bytes() -> int:

@@ -84,6 +84,8 @@ class Destination:
 
     def _take(self, version: int, take: Callable[[Receiver], None]) -> None:
         assert self._from_sources is not None
+        # Nothing that was asked of the device before may read or write the tensors any more.
+        device.synchronize()
         self._arrivals.expect()
         moving: list[Callable[[], object]] = [partial(take, self._from_sources)]
         if self._from_neighbours is not None:

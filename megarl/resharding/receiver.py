@@ -50,6 +50,7 @@ class Receiver:
         self._abandoned = ""
         self._end: ReceivingEnd | None = None
         self._views: dict[tuple[int, int, int], list[Block]] = {}
+        self._stream = device.SideStream()
 
     def join(self) -> None:
         """Meet all sources. Raises TransferError if one does not answer or has another plan."""
@@ -113,7 +114,7 @@ class Receiver:
         missing = {source: set(range(len(stream))) for source, stream in self._streams.items()}
         announced: deque[tuple[int, Announcement]] = deque()
         pulled: deque[_Incoming] = deque()
-        with telling(self._links):
+        with telling(self._links), self._stream.entered():
             while pulled or announced or any(missing.values()):
                 announced += self._announcements(missing, version, wait=not pulled and not announced)
                 while announced and len(pulled) < self._end.pulls_at_once:
@@ -151,7 +152,7 @@ class Receiver:
                 f"message {announcement.number} of {self._links[incoming.source].peer} came with checksum {found} in "
                 f"the place of {announcement.checksum}"
             )
-        device.synchronize()
+        self._stream.synchronize()
 
     def _views_of(self, incoming: _Incoming) -> list[Block]:
         bucket = incoming.pull()

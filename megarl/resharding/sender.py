@@ -61,6 +61,7 @@ class Sender:
         self._outgoing: dict[Outgoing, _Packed] = {}
         self._readers: list[Link | None] = [None] * BUCKETS
         """Of each bucket, who has not acknowledged it yet."""
+        self._stream = device.SideStream()
 
     @property
     def address(self) -> Address:
@@ -92,12 +93,15 @@ class Sender:
 
         Raises TransferError if one of them is gone, silent or failed.
         """
+        # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
+        # waited for.
+        device.synchronize()
         return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum))
 
     def send_chosen(self, version: int, choice: Choice) -> int:
         """`send`, in the order that `choice` makes as it goes along; what it raises, receivers are told."""
         left = dict(self._outgoing)
-        with telling(self._links):
+        with telling(self._links), self._stream.entered():
             for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
@@ -152,7 +156,7 @@ class Sender:
         if bucket not in packed.views:
             packed.views[bucket] = blocks(packed.message, self._end.buckets[bucket], self._tensors, "source")
         checksum = pack(packed.views[bucket], with_checksum=with_checksum)
-        device.synchronize()
+        self._stream.synchronize()
         size = packed.message.size_bytes
         self._end.push(bucket, size, destination)
         self._readers[bucket] = link = self._links[destination]
