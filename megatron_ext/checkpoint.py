@@ -42,6 +42,7 @@ def save(engine: MegatronEngine, folder: Path) -> None:
     """
     # A policy that waits for its critic has made no step yet.
     compat.prime_optimizer_state(engine.optimizer)
+    engine.complete_weights()
     state = _sharded_state(engine, is_loading=False)
     if engine.reference is not None and engine.reference.refreshed:
         state |= _sharded_reference(engine, engine.reference)

@@ -21,7 +21,9 @@ from megatron_ext.model import build_model, local_tensors
 from megatron_ext.objective import Objective
 from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
+from megatron_ext.overlap import gather_weights, gathers_in_forward
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
+from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
 from megatron_ext.step_result import StepResult
 from megatron_ext.weights import export_huggingface, load_huggingface
@@ -48,10 +50,25 @@ class MegatronEngine:
         )
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
+        self._weights_are_complete = True
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's weights by the names of its Megatron layout."""
+        """This rank's weights by the names of its Megatron layout: the tensors that train steps change.
+
+        Whoever keeps them calls `complete_weights` each time before reading.
+        """
+        self.complete_weights()
         return local_tensors(self._bare_chunks)
+
+    def complete_weights(self) -> None:
+        """Give every rank all weights of the last train step.
+
+        With `overlap_param_gather` a step leaves each data-parallel rank with its own part of them. A forward pass
+        gathers the others' by itself, so that steps in a row overlap; every other reader has to ask.
+        """
+        if not self._weights_are_complete:
+            gather_weights(self.chunks)
+            self._weights_are_complete = True
 
     def load_huggingface(self, checkpoint: HuggingFaceCheckpoint) -> None:
         """Read this rank's boxes of a HuggingFace checkpoint; call before `prepare_training`."""
@@ -63,15 +80,11 @@ class MegatronEngine:
 
     def export_huggingface(self, folder: Path, copy_from: Path) -> None:
         """Write the weights as a HuggingFace checkpoint, with config and tokenizer taken from `copy_from`."""
-        export_huggingface(
-            self._bare_chunks,
-            self.architecture,
-            self.options.parallel,
-            self.rank,
-            folder,
-            copy_from,
-            barrier=torch.distributed.barrier,
-        )
+        self.complete_weights()
+        with patient_barrier() as barrier:
+            export_huggingface(
+                self._bare_chunks, self.architecture, self.options.parallel, self.rank, folder, copy_from, barrier
+            )
 
     def prepare_training(self, total_steps: int) -> None:
         """Wrap the model for data parallelism and make its optimizer and schedule of `total_steps` optimizer steps."""
@@ -153,6 +166,7 @@ class MegatronEngine:
             predict_values if self.architecture.head == "value" else predict_labels(temperature),
         )
         updated, gradient_norm, _ = self.optimizer.step()
+        self._weights_are_complete = not gathers_in_forward(self.chunks)
         if not updated:
             raise RuntimeError("the optimizer skipped its step: the gradients overflowed")
         self.scheduler.step(increment=1)

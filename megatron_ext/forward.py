@@ -1,6 +1,7 @@
 """Running micro-batches through Megatron's pipeline schedules, forward alone or with backward."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_ext.backbone import LanguageModel, ValueModel
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
+from megatron_ext.overlap import overlapping
 from megatron_ext.packing import MicroBatch
 
 Predict: TypeAlias = Callable[[Any, Tensor, MicroBatch], Any]
@@ -35,14 +37,29 @@ def predict_values(model: ValueModel, hidden: Tensor, micro_batch: MicroBatch) -
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
-    """The predictions of each micro-batch; empty on all but the last pipeline stage."""
+    """The predictions of each micro-batch; empty on all but the last pipeline stage.
+
+    In evaluation mode: activations are not kept for a backward pass that never comes.
+    """
 
     def collect(predictions: Any, _micro_batch: MicroBatch) -> Any:
         return predictions
 
     step = partial(_forward_step, predict=predict, consume=collect)
-    with torch.no_grad():
+    with torch.no_grad(), _evaluating(chunks):
         return _run_schedule(chunks, micro_batches, step, forward_only=True, collect_non_loss_data=True)
+
+
+@contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, training, strict=True):
+            chunk.train(mode)
 
 
 def forward_backward(
@@ -63,7 +80,8 @@ def forward_backward(
     step = partial(_forward_step, predict=predict, consume=lose)
     config = chunks[0].config
     config.finalize_model_grads_func = _finalize_without_scaling
-    return _run_schedule(chunks, micro_batches, step, forward_only=False)
+    with overlapping(chunks):
+        return _run_schedule(chunks, micro_batches, step, forward_only=False)
 
 
 def _finalize_without_scaling(model: list[torch.nn.Module], _num_tokens: Tensor | None, **groups: Any) -> None:

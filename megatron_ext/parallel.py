@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +18,7 @@ from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
 _TIMEOUT = timedelta(minutes=30)
+_TIMEOUT_OF_FILES = timedelta(hours=12)
 _SEED = 1234
 
 
@@ -77,6 +80,16 @@ def parallel_rank() -> ParallelRank:
         expert=parallel_state.get_expert_model_parallel_rank(),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )
+
+
+@contextmanager
+def patient_barrier() -> Iterator[Callable[[], None]]:
+    """Collective: a barrier for ranks that write files, which may take longer than any collective should."""
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT_OF_FILES)
+    try:
+        yield lambda: dist.barrier(group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def shutdown() -> None:

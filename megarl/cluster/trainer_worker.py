@@ -122,6 +122,7 @@ class TrainerWorker:
 
     def write(self, bucket: Bucket) -> None:
         """Write this rank's boxes of a bucket into its segment."""
+        self.engine.complete_weights()
         self.weights.write(bucket)
 
     def open_transfer(self, route: Route) -> Address:
@@ -146,6 +147,7 @@ class TrainerWorker:
     def send(self, version: int, with_checksum: bool) -> int:
         """Send the present weights as `version`; the number of bytes. See `Sender.send`."""
         assert self.sender is not None
+        self.engine.complete_weights()
         with self._closing_on_error():
             return self.sender.send(version, with_checksum=with_checksum)
 

@@ -1,0 +1,70 @@
+"""Passes through the schedules: what a forward pass alone leaves out, and what waits for slow disks."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from megatron.core import tensor_parallel
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import sft_objective
+from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext.engine import MegatronEngine
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BATCH = RaggedBatch(torch.arange(4, 16), torch.tensor([5, 7]), {"weights": torch.ones(12)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+
+
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path) -> MegatronEngine:
+    options = MegatronOptions(sizes, torch.float32, transformer=RECOMPUTE, optimizer={"lr": 0.0})
+    engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
+    engine.load_huggingface(HuggingFaceCheckpoint(folder))
+    engine.prepare_training(1)
+    return engine
+
+
+def test_predictions_alone_recompute_nothing_and_the_next_step_does_again(folder: Path) -> None:
+    (checkpoints,) = run_ranks(checkpoints_of_passes, ParallelSizes(), folder)
+    assert checkpoints == {"log_probs": 0, "train_step": 2}
+
+
+def checkpoints_of_passes(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, int]:
+    """How often a layer was to be recomputed later."""
+    engine, calls, checkpoint = make_engine(rank, sizes, folder), [], tensor_parallel.checkpoint
+
+    def counting(*arguments):
+        calls.append(arguments)
+        return checkpoint(*arguments)
+
+    tensor_parallel.checkpoint = counting
+    engine.log_probs(BATCH, [[0, 1]], temperature=1.0)
+    of_log_probs = len(calls)
+    engine.train_step(BATCH, [[0, 1]], sft_objective)
+    return {"log_probs": of_log_probs, "train_step": len(calls) - of_log_probs}
+
+
+def test_an_export_waits_longer_than_collectives_do(folder: Path, tmp_path: Path) -> None:
+    run_ranks(export_late, ParallelSizes(world_size=2), folder, tmp_path / "export")
+    assert (tmp_path / "export" / CONFIG).exists()
+
+
+def export_late(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> None:
+    engine = make_engine(rank, sizes, folder)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    if rank == 1:
+        time.sleep(2.5)
+    engine.export_huggingface(target, folder)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=5), dist.group.WORLD)

@@ -1,0 +1,157 @@
+"""Communication that overlaps with computation changes no weight, whoever reads it, and whatever the micro-batches."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import sft_objective
+from megarl.cluster.trainer_worker import TrainerWorker
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.resharding.buckets import cut_into_buckets, views
+from megarl.resharding.shared_memory import Segment
+from megarl.resharding.source import WeightSource
+from megatron_ext import checkpoint
+from megatron_ext.engine import MegatronEngine
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+from megatron_ext.parallel import parallel_rank
+
+OFF: Mapping[str, Any] = {}
+REDUCE = {"overlap_grad_reduce": True, "bucket_size": 20_000}
+GATHER = {**REDUCE, "overlap_param_gather": True}
+ALIGNED = {**GATHER, "align_param_gather": True}
+LAYOUTS = {
+    "DP2": (ParallelSizes(world_size=2), (3, 5, 2, 1, 4, 2), (REDUCE, GATHER)),
+    "PP2 VPP2 DP2 EP2": (
+        ParallelSizes(
+            world_size=4,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            expert_model_parallel_size=2,
+        ),
+        (4, 6, 2, 2, 4, 2),
+        (GATHER, ALIGNED),
+    ),
+}
+BUCKET_BYTES = 1 << 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_reader_finds_the_weights_of_a_run_without_overlap(layout: str, folder: Path, tmp_path: Path) -> None:
+    sizes, counts, settings = LAYOUTS[layout]
+    for rank, readings in enumerate(run_ranks(of_each, sizes, folder, tmp_path, counts, (OFF, *settings))):
+        for fields, found in zip(settings, readings[1:], strict=True):
+            assert found.keys() == readings[0].keys()
+            for name, expected in readings[0].items():
+                worst = float((found[name] - expected).abs().max())
+                assert worst <= 1e-5, f"{name} of rank {rank} is {worst} off with {fields}"
+
+
+def of_each(
+    rank: int, sizes: ParallelSizes, folder: Path, target: Path, counts: tuple[int, ...], settings: tuple
+) -> list[dict[str, Tensor]]:
+    return [read(rank, sizes, folder, target / str(number), counts, each) for number, each in enumerate(settings)]
+
+
+def read(
+    rank: int,
+    sizes: ParallelSizes,
+    folder: Path,
+    target: Path,
+    counts: tuple[int, ...],
+    distributed: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """What each reader of weights finds who is the first after a train step of one of `counts` micro-batches."""
+    worker = TrainerWorker(rank)
+    worker.engine = engine = make_engine(rank, sizes, folder, distributed)
+    worker.weights = WeightSource(engine.architecture, sizes, rank, engine.local_tensors(), "local")
+    steps = enumerate(counts)
+    readings = {}
+
+    def train() -> None:
+        step, count = next(steps)
+        result = engine.train_step(batch_of(step, count), [[i] for i in range(count)], sft_objective)
+        readings[f"norm of step {step}"] = torch.tensor(result.gradient_norm)
+
+    def keep(reader: str, tensors: Mapping[str, Tensor]) -> None:
+        readings.update({f"{reader}: {name}": tensor.detach().clone() for name, tensor in tensors.items()})
+
+    train()
+    keep("refit", written(worker))
+    train()
+    if rank == 0:
+        (target / "checkpoint").mkdir(parents=True)
+    torch.distributed.barrier()
+    checkpoint.save(engine, target / "checkpoint")
+    keep("checkpoint", restored(rank, sizes, folder, target / "checkpoint"))
+    train()
+    engine.export_huggingface(target / "export", folder)
+    for file in sorted((target / "export").glob("*.safetensors")):
+        keep("export", load_file(file))
+    train()
+    keep("reference", log_probs(engine, reference=True))
+    keep("policy after the reference", log_probs(engine))
+    train()
+    engine.refresh_reference()
+    train()
+    keep("policy after two steps", log_probs(engine))
+    keep("refreshed reference", log_probs(engine, reference=True))
+    keep("weights", engine.local_tensors())
+    return readings
+
+
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronEngine:
+    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-2}, distributed=distributed)
+    engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
+    engine.load_huggingface(HuggingFaceCheckpoint(folder))
+    engine.keep_reference()
+    engine.prepare_training(10)
+    return engine
+
+
+def batch_of(step: int, count: int) -> RaggedBatch:
+    """Other sequences on every data-parallel rank, one for each micro-batch."""
+    generator = torch.Generator().manual_seed(100 * step + parallel_rank().data)
+    lengths = torch.randint(3, 9, (count,), generator=generator)
+    tokens = torch.randint(4, 50, (int(lengths.sum()),), generator=generator)
+    return RaggedBatch(tokens, lengths, {"weights": torch.full((len(tokens),), 0.1)})
+
+
+def written(worker: TrainerWorker) -> dict[str, Tensor]:
+    """What this rank writes into the bucket of a refit."""
+    dtypes = worker.weight_dtypes()
+    shapes = {name: shape for name, shape in worker.engine.architecture.hf_shapes.items() if name in dtypes}
+    (bucket,) = cut_into_buckets(shapes, dtypes, BUCKET_BYTES, segments=1)
+    segment = Segment(BUCKET_BYTES)
+    worker.connect([segment.handle()], BUCKET_BYTES)
+    segment.close()
+    worker.write(bucket)
+    return {name: tensor.clone() for name, tensor in views(bucket, segment.memory).items()}
+
+
+def restored(rank: int, sizes: ParallelSizes, folder: Path, saved: Path) -> dict[str, Tensor]:
+    engine = make_engine(rank, sizes, folder, OFF)
+    checkpoint.load(engine, saved)
+    return engine.local_tensors()
+
+
+def log_probs(engine: MegatronEngine, *, reference: bool = False) -> dict[str, Tensor]:
+    batch = batch_of(50, 2)
+    with engine.reference_weights() if reference else nullcontext():
+        predictions = engine.log_probs(batch, [[0], [1]], temperature=1.0)
+    return {} if predictions is None else {"log_probs": predictions.log_probs}
