@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,10 +37,21 @@ def install() -> None:
     """Apply the replacements; idempotent."""
     copy_optimizer_state_by_saved_keys()
     collect_write_results_in_this_process()
-    if not device.has_transformer_engine():
+    if device.has_transformer_engine():
+        let_output_layer_go_without_apex()
+    else:
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
         let_selective_recompute_go_without_transformer_engine()
+
+
+def let_output_layer_go_without_apex() -> None:
+    """`ColumnParallelLinear` refuses `gradient_accumulation_fusion` without apex, whose kernel its backward calls.
+
+    With Transformer Engine all layers fuse by its own kernels, and the one ColumnParallelLinear that is left, the
+    output layer, adds up its gradient itself (`log_probs`).
+    """
+    layers._grad_accum_fusion_available = True
 
 
 def define_router_gemm() -> None:

@@ -73,27 +73,6 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config_fields() -> dict[str, Any]:
-    """Fields of TransformerConfig for which only one value works on this device."""
-    if has_transformer_engine():
-        return {"moe_grouped_gemm": True}
-    without_kernels = (
-        "gradient_accumulation_fusion",
-        "apply_rope_fusion",
-        "cross_entropy_loss_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-    )
-    return {
-        **dict.fromkeys(without_kernels, False),
-        "use_cpu_initialization": backend() == "gloo",
-        # A send on gloo may still be reading the tensor that this option frees.
-        "deallocate_pipeline_outputs": False,
-    }
-
-
 def uuid(index: int | None = None) -> str:
     """The name of a GPU, by default this process's own, that is the same in every process of the host."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid)

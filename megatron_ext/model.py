@@ -14,6 +14,7 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device
 from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
+from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
 
@@ -74,6 +75,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """The configuration of every layer: the architecture's fields, then `overrides`, then what cannot be chosen.
 
+    The device's defaults come before all of these.
+
     Raises UserError as `build_model` does.
     """
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
@@ -84,6 +87,7 @@ def transformer_config(
             **{
                 # The default dispatcher refuses variable lengths, even in a model without experts.
                 "moe_token_dispatcher_type": "alltoall",
+                **default_fields({**architecture.transformer_config, **overrides, **fixed}),
                 **architecture.transformer_config,
                 **overrides,
                 **fixed,
@@ -101,7 +105,7 @@ def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[st
     """Fields that follow from the device, the parallel sizes, the type of the weights and the packed micro-batches."""
     interleaved = parallel.chunks > 1
     return {
-        **device.transformer_config_fields(),
+        **required_fields(),
         **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "context_parallel_size": 1,

@@ -12,7 +12,9 @@ import pytest
 import torch
 from launch import run_ranks
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from parity import loaded_model
 from torch import Tensor
 
@@ -29,6 +31,32 @@ def test_the_router_computes_without_transformer_engine() -> None:
     compat.install()
     tokens, weight = torch.randn(3, 4), torch.randn(2, 4)
     torch.testing.assert_close(router_gating_linear(tokens, weight, None, torch.float32), tokens @ weight.T)
+
+
+def output_layers_with_fusion(rank: int, sizes: ParallelSizes) -> list[str]:
+    """What making an output layer raises where the gradients of others are added up by a kernel; at first, and then."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        gradient_accumulation_fusion=True,
+        use_cpu_initialization=True,
+    )
+    errors = []
+    for prepare in (lambda: None, compat.let_output_layer_go_without_apex):
+        prepare()
+        try:
+            layers.ColumnParallelLinear(8, 16, config=config, init_method=torch.nn.init.zeros_, bias=False)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_the_output_layer_is_not_asked_for_a_kernel_that_it_never_runs() -> None:
+    (errors,) = run_ranks(output_layers_with_fusion, ONE)
+    assert "fused_weight_gradient_mlp_cuda module is not found" in errors[0]
+    assert errors[1] == ""
 
 
 class Training:

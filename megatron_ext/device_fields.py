@@ -1,0 +1,104 @@
+"""Fields of megatron-core's TransformerConfig that depend on the device and on what is installed beside it."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron_ext import device
+
+_NEED_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+)
+
+
+def required_fields() -> dict[str, Any]:
+    """Fields for which only one value works on this device."""
+    if device.has_transformer_engine():
+        return {"moe_grouped_gemm": True}
+    without_kernels: dict[str, Any] = dict.fromkeys(_NEED_TRANSFORMER_ENGINE, False)
+    if device.backend() == "nccl":
+        return without_kernels
+    return {
+        **without_kernels,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True,
+        # A send on gloo may still be reading the tensor that this option frees.
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def default_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron's own training turns on and its dataclasses do not, for a model with the other `fields`.
+
+    Nothing on a CPU; on CUDA what is installed and suits the model.
+    """
+    if device.backend() != "nccl":
+        return {}
+    return {row.field: True for row in _TRAINING_DEFAULTS if row.suits(fields) and any(map(_is_there, row.needs))}
+
+
+@dataclass(frozen=True)
+class _TrainingDefault:
+    """A field that is True where one of `needs` is there (`module` or `module:name`) and the model `suits`."""
+
+    field: str
+    needs: tuple[str, ...] = ("torch",)
+    suits: Callable[[Mapping[str, Any]], bool] = lambda _fields: True
+
+
+def _rotates_whole_heads(fields: Mapping[str, Any]) -> bool:
+    # The kernel for packed sequences does not know interleaved rotation, and megatron-core does not say so.
+    return not fields.get("multi_latent_attention") and not fields.get("rotary_interleaved")
+
+
+def _rotates_latent_heads(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("multi_latent_attention")) and fields.get("rope_type") == "yarn"
+
+
+def _is_swiglu(fields: Mapping[str, Any]) -> bool:
+    swiglu = fields.get("activation_func") is F.silu and fields.get("gated_linear_unit")
+    return bool(swiglu) and not fields.get("use_te_activation_func")
+
+
+_TRAINING_DEFAULTS = (
+    _TrainingDefault(
+        "gradient_accumulation_fusion",
+        ("megatron.core.extensions.transformer_engine:HAVE_TE", "fused_weight_gradient_mlp_cuda"),
+    ),
+    _TrainingDefault(
+        "apply_rope_fusion",
+        ("megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd",),
+        _rotates_whole_heads,
+    ),
+    _TrainingDefault(
+        "apply_rope_fusion",
+        ("megatron.core.fusions.fused_mla_yarn_rope_apply:HAVE_TRITON",),
+        _rotates_latent_heads,
+    ),
+    _TrainingDefault(
+        "moe_permute_fusion",
+        ("megatron.core.extensions.transformer_engine:fused_permute_with_probs",),
+        lambda fields: bool(fields.get("num_moe_experts")),
+    ),
+    _TrainingDefault("bias_activation_fusion", suits=_is_swiglu),
+    _TrainingDefault("bias_dropout_fusion", suits=lambda fields: not fields.get("add_bias_linear", True)),
+    _TrainingDefault("deallocate_pipeline_outputs"),
+)
+"""With megatron-core 0.16.1. `masked_softmax_fusion`, which Megatron turns on too, is of an attention not used here."""
+
+
+def _is_there(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return False
+    return not attribute or bool(getattr(found, attribute, None))
