@@ -7,7 +7,8 @@ from converters.errors import UserError
 from megatron_ext.arguments import nearest_name
 from megatron_ext.dataclass_fields import FieldType, read_fields
 
-CLASSES = {"vllm": ("vllm.engine.arg_utils", "AsyncEngineArgs")}
+CLASSES: Mapping[str, tuple[str, str]] = {"vllm": ("vllm.engine.arg_utils", "EngineArgs")}
+"""Module and name of the dataclass from which an engine is made."""
 
 
 def engine_arguments(engine: str) -> Mapping[str, FieldType]:
@@ -23,7 +24,7 @@ def engine_arguments(engine: str) -> Mapping[str, FieldType]:
 def check_engine_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
     """Raise UserError for an option that the installed engine does not have, with the nearest it has.
 
-    Where the engine is not installed (the machine that submits a job), its workers check instead.
+    Where the engine is not installed (the machine that submits a job), it is checked where it starts.
     """
     known = engine_arguments(engine)
     for name in arguments if known else ():

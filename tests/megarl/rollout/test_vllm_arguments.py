@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from converters.errors import UserError
+from megarl.config.engine_arguments import engine_arguments
 from megarl.rollout.vllm.arguments import make_engine_config
 
 
@@ -23,7 +24,9 @@ def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tensor_parallel": 2}, r"engine_args\.tensor_parallel is not an argument .* nearest is tensor_parallel_size"),
+        ({"tensor_parallel": 2}, r"engine_args\.tensor_parallel: .* did you mean .*\.tensor_parallel_size"),
+        # Of the class for servers alone.
+        ({"enable_log_requests": True}, r"engine_args\.enable_log_requests: the installed vllm has no such option"),
         ({"logprobs_mode": "raw_logprobs"}, r"engine_args\.logprobs_mode is set by megarl"),
         ({"max_model_len": -5}, r"vLLM refuses rollout\.engine_args=.*max_model_len"),
         ({"dtype": "float13"}, r"vLLM refuses rollout\.engine_args=.*float13"),
@@ -32,3 +35,20 @@ def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
 def test_arguments_that_do_not_exist_or_are_refused(vllm_process, model_folder, given, message):
     with pytest.raises(UserError, match=message):
         vllm_process(make_engine_config, model_folder("qwen3", 0), given)
+
+
+def _names_and_batches(folder):
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    ours = make_engine_config(folder, {}).scheduler_config.max_num_batched_tokens
+    offline, _ = EngineArgs.get_batch_defaults(1)
+    return {field.name for field in fields(EngineArgs)}, ours, offline[UsageContext.LLM_CLASS]
+
+
+def test_what_is_checked_early_is_what_the_engine_is_made_from(vllm_process, model_folder):
+    names, batched_tokens, offline = vllm_process(_names_and_batches, model_folder("qwen3", 0))
+    assert set(engine_arguments("vllm")) == names
+    assert batched_tokens == offline
