@@ -23,7 +23,8 @@ class Place:
 
 def trainer_place(cluster: ClusterConfig) -> Place:
     """The place of one Megatron rank: a GPU of its own where the cluster has any."""
-    return _place(cluster, cluster.trainer_cpus, gpus=1)
+    # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
+    return _place(cluster, cluster.trainer_cpus, gpus=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 def engine_place(cluster: ClusterConfig, engine_args: Mapping[str, Any]) -> Place:
@@ -32,15 +33,15 @@ def engine_place(cluster: ClusterConfig, engine_args: Mapping[str, Any]) -> Plac
     gpus = 1
     for size in sizes:
         gpus *= size
-    return _place(cluster, cluster.engine_cpus, gpus)
+    return _place(cluster, cluster.engine_cpus, gpus, environment={})
 
 
-def _place(cluster: ClusterConfig, cpus: float, gpus: int) -> Place:
+def _place(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> Place:
     return Place(
         # On this machine alone nobody else's work has to be kept apart from ours.
         cpus=0 if cluster.address is None else cpus,
         gpus=gpus if ray.cluster_resources().get("GPU", 0) else 0,
-        environment=_environment(cluster),
+        environment={**_environment(cluster), **environment},
         timeout_s=cluster.start_timeout_s,
     )
 
@@ -51,7 +52,6 @@ def _environment(cluster: ClusterConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     if cluster.address is None:
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
