@@ -25,7 +25,7 @@ from converters.fp8 import add_scales, quantisation_config, quantised_names, sca
 from converters.import_huggingface import COPIES, HUGGINGFACE
 from converters.layout import Shape
 from converters.layouts.torch_dist import Piece, stored_pieces
-from converters.manifest import MANIFEST, read_manifest, write_manifest
+from converters.manifest import MANIFEST, Manifest, manifest_of, require_files, write_manifest
 from converters.output_folder import OutputFolder
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
@@ -64,6 +64,9 @@ def export_checkpoint(
     Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
     being left.
     """
+    found = manifest_of(megatron_folder)
+    if found:
+        require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None)
     checkpoint = TorchDistCheckpoint(megatron_folder)
     companions = hf_config_folder or _own_companions(checkpoint)
     config = read_json(companions / CONFIG)
@@ -76,7 +79,7 @@ def export_checkpoint(
         architecture,
         pieces,
         source,
-        copies=_copies(checkpoint, architecture),
+        copies=_copies(found, architecture),
         fp8=fp8,
         shard_size_bytes=shard_size_bytes,
     )
@@ -154,16 +157,15 @@ def _dtype(source: TorchDistSource, parts: list[Part]) -> torch.dtype:
     return source.dtype(parts[0].source)
 
 
-def _copies(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> tuple[str, ...]:
+def _copies(found: tuple[Path, Manifest] | None, architecture: Architecture) -> tuple[str, ...]:
     """The copies of tied weights to write: those of the model it was made from, else those of released ones."""
-    manifest = read_manifest(checkpoint.folder.parent)
-    if manifest is None or COPIES not in manifest.source:
+    if found is None or COPIES not in found[1].source:
         return architecture.exported_copies
-    copies, possible = manifest.source[COPIES], list(architecture.hf_copies)
+    copies, possible = found[1].source[COPIES], list(architecture.hf_copies)
     if unknown := [name for name in copies if name not in possible] if isinstance(copies, list) else [copies]:
         raise UserError(
-            f"{checkpoint.folder.parent / MANIFEST} names copies of weights, {unknown[0]} for one, that the model of"
-            " config.json does not have; copy the checkpoint again"
+            f"{found[0] / MANIFEST} names copies of weights, {unknown[0]} for one, that the model of config.json does"
+            " not have; copy the checkpoint again"
         )
     return tuple(name for name in possible if name in copies)
 

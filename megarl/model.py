@@ -10,7 +10,9 @@ from converters.convert import check_checkpoint, check_distributed
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.import_huggingface import HUGGINGFACE
 from converters.layouts.megatron import megatron_layout
+from converters.manifest import manifest_of, require_files
 from megarl.config.schema import ModelConfig
 from megatron_ext.options import MegatronOptions
 
@@ -42,12 +44,18 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
             f" tensors of model.layers.{architecture.num_layers} and after)"
         )
     if megatron_checkpoint:
+        if found := manifest_of(megatron_checkpoint):
+            require_files(*found, but_below=None if _is_below(folder, found[0]) else HUGGINGFACE)
         check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
     else:
         check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
     return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
+
+
+def _is_below(folder: Path, root: Path) -> bool:
+    return root.resolve() in folder.resolve().parents
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:

@@ -4,6 +4,7 @@ The weights in it can be read at any layout. A run continues with the ranks and 
 number generators are kept per rank.
 """
 
+import pickle
 import random
 import shutil
 from collections.abc import Mapping
@@ -21,13 +22,16 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from converters.errors import UserError
-from megatron_ext import compat, device
+from converters.formats.torch_dist import COMMON
+from megatron_ext import checkpoint_folder, compat, device
 from megatron_ext.engine import MegatronEngine
+from megatron_ext.intact import require_intact
 from megatron_ext.reference import ReferenceWeights
 
 _REFERENCE = "reference."
@@ -36,7 +40,8 @@ _REFERENCE = "reference."
 def save(engine: MegatronEngine, folder: Path) -> None:
     """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
 
-    Also the weights of the reference model, if they are no longer those that the model began with.
+    Also the weights of the reference model, if they are no longer those that the model began with, and a list of what
+    was written with its checksums, for the manifest.
 
     Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
     """
@@ -47,20 +52,27 @@ def save(engine: MegatronEngine, folder: Path) -> None:
     if engine.reference is not None and engine.reference.refreshed:
         state |= _sharded_reference(engine, engine.reference)
     _check_room(state, folder)
-    dist_checkpointing.save(state, str(folder))
+    with compat.checksums_of_writes() as written:
+        dist_checkpointing.save(state, str(folder))
+    if torch.distributed.get_rank() == 0:
+        checkpoint_folder.list_written(folder, written)
 
 
 def load(engine: MegatronEngine, folder: Path) -> None:
     """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called.
 
     The reference model, where the engine keeps one, becomes that of the checkpoint, if it holds one.
+
+    Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged.
     """
+    require_intact(folder, weights_only=False)
     compat.prime_optimizer_state(engine.optimizer)
     wanted = _sharded_state(engine, is_loading=True)
     reference = engine.reference if _holds_reference(folder) else None
     if reference is not None:
         wanted |= _sharded_reference(engine, reference)
-    state = dist_checkpointing.load(wanted, str(folder))
+    with compat.user_error_of_any_rank():
+        state = dist_checkpointing.load(wanted, str(folder), common_strategy=_Common())
     if reference is not None:
         reference.refresh(_loaded_reference(engine, state))
     for name, chunk in _named_chunks(engine).items():
@@ -73,6 +85,17 @@ def load(engine: MegatronEngine, folder: Path) -> None:
         group |= {"max_lr": highest, "min_lr": lowest}
     engine.scheduler.load_state_dict(state["scheduler"])
     _set_rng_state(state["rng_state"])
+
+
+class _Common(TorchCommonLoadStrategy):
+    """Reads `common.pt`, of which torch loads plain values only."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        path = Path(checkpoint_dir) / COMMON
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise UserError(f"{path} is missing, damaged or no plain values; copy the checkpoint again") from error
 
 
 def _check_room(state: Mapping[str, Any], folder: Path) -> None:

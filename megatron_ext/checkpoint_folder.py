@@ -1,22 +1,27 @@
 """Checkpoint folders: written under another name, complete as soon as they have their own.
 
-A checkpoint is a folder `iter_0000010` as Megatron-LM lays it out, with one file more, `megarl.json`, for what the
-controller knows. kill -9 at any moment leaves the last complete checkpoint the latest.
+A checkpoint is a folder `iter_0000010` as Megatron-LM lays it out, with two files more: `megarl.json` for what the
+controller knows, and a manifest with a checksum of everything. kill -9 at any moment leaves the last complete
+checkpoint the latest.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
+from converters.manifest import MANIFEST, read_manifest, require_files, write_manifest
+from converters.stream.targets import Written
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONTROLLER_STATE = "megarl.json"
 _PARTIAL = ".partial"
+_WRITTEN = "written.json"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -48,11 +53,17 @@ def begin(root: Path, iteration: int) -> Path:
     return folder
 
 
+def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None:
+    """Leave word for `commit` of what is in the files of `folder`, so that it need not read them for the manifest."""
+    (folder / _WRITTEN).write_text(json.dumps({name: [astuple(each) for each in all] for name, all in written.items()}))
+
+
 def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int) -> Path:
     """Give a written checkpoint its name, make it the latest, and delete all but the newest `keep`."""
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
     try:
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
+        write_manifest(partial, _listed(partial), {"iteration": iteration})
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
@@ -72,13 +83,38 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
     return folder
 
 
+def _listed(folder: Path) -> dict[str, list[Written]]:
+    """What the lists in `folder` and below say, by paths relative to it; the lists go."""
+    listed: dict[str, list[Written]] = {}
+    for path in sorted(folder.rglob(_WRITTEN)):
+        below = path.parent.relative_to(folder)
+        for name, places in json.loads(path.read_text()).items():
+            written = [Written(str(below / file), *numbers) for file, *numbers in places]
+            listed[str(below / name) if below.parts else name] = written
+        path.unlink()
+    return listed
+
+
 def abandon(root: Path, iteration: int) -> None:
     """Remove a checkpoint that could not be completed."""
     shutil.rmtree(partial_folder(root, iteration), ignore_errors=True)
 
 
 def read_controller_state(folder: Path) -> dict[str, Any]:
-    """What the controller saved with the checkpoint `folder`."""
+    """What the controller saved with the checkpoint `folder`, of which every small file is compared with the manifest.
+
+    Raises UserError where a file is missing, has another size, or, beside the tensors, other bytes than were written.
+    The tensors are compared by the ranks that read them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(
+            f"{folder} has no {MANIFEST}, so that nobody knows whether it is whole: copy it again, or move it away and"
+            " go on from the checkpoint before it"
+        )
+    require_files(folder, manifest)
+    if CONTROLLER_STATE not in manifest.files:
+        raise UserError(f"{folder / MANIFEST} has no {CONTROLLER_STATE}: no run can go on from this checkpoint")
     return json.loads((folder / CONTROLLER_STATE).read_text())
 
 

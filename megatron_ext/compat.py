@@ -5,14 +5,21 @@ depends on the device alone is in `device`.
 """
 
 import contextlib
+import functools
+import io
+import pickle
 import queue
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
@@ -26,7 +33,13 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
+from converters.errors import UserError
+from converters.formats.torch_dist import load_metadata
+from converters.stream.targets import Written
 from megatron_ext import device
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -37,6 +50,7 @@ def install() -> None:
     """Apply the replacements; idempotent."""
     copy_optimizer_state_by_saved_keys()
     collect_write_results_in_this_process()
+    load_checkpoints_without_running_their_code()
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
@@ -114,6 +128,107 @@ def collect_write_results_in_this_process() -> None:
     The server imports the whole program anew, seconds per rank at the first checkpoint, and stays until the end.
     """
     filesystem_async._results_queue = queue.Queue()
+
+
+def load_checkpoints_without_running_their_code() -> None:
+    """Loading unpickles `.metadata` with `pickle.load` and objects with `torch.load(weights_only=False)`.
+
+    Either calls whatever the file names. Read the one with classes of a list only, and try the other first with those
+    that torch and megatron-core call safe: what passes can be loaded in any way.
+    """
+    if torch_dist._get_filesystem_reader is _table_of_contents:
+        return
+    original = torch_dist.MCoreLoadPlanner.load_bytes
+
+    def load_bytes(self: torch_dist.MCoreLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise UserError(
+                f"the checkpoint's object {read_item.storage_index.fqn} is damaged or no plain values, and is not"
+                " loaded; copy the checkpoint again"
+            ) from error
+        value.seek(0)
+        original(self, read_item, value)
+
+    torch_dist.MCoreLoadPlanner.load_bytes = load_bytes
+    torch_dist._get_filesystem_reader = _table_of_contents
+
+
+def _table_of_contents(checkpoint_dir: str | Path, cache_metadata: bool = False) -> FileSystemReader:  # noqa: ARG001
+    return _SafeReader(checkpoint_dir)
+
+
+class _SafeReader(FileSystemReader):
+    """Reads `.metadata` once, and runs nothing of it."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = load_metadata(Path(self.path))
+        return self._metadata
+
+
+@contextlib.contextmanager
+def user_error_of_any_rank() -> Iterator[None]:
+    """Where a rank fails to read, torch raises on all of them an exception of its own, with all tracebacks in it."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values() if isinstance(failure, UserError)]
+        raise (failures[0] if failures else error) from error
+
+
+@contextlib.contextmanager
+def checksums_of_writes() -> Iterator[dict[str, list[Written]]]:
+    """What a save within the context writes, with checksums, on the rank that writes `.metadata`; {} on others.
+
+    megarl's manifest has them, and reading a checkpoint of terabytes again would take as long as writing it. The
+    writers are forked processes, whose results alone come back.
+    """
+    written: dict[str, list[Written]] = {}
+    write_item, finish = filesystem_async._write_item, filesystem_async.FileSystemWriterAsync.finish
+
+    @functools.wraps(write_item)
+    def write_with_checksum(transforms: Any, stream: Any, *arguments: Any, **options: Any) -> "_Checked":
+        summed = _SummedStream(stream)
+        result = write_item(transforms, summed, *arguments, **options)
+        return _Checked(result.index, result.size_in_bytes, result.storage_data, summed.crc32)
+
+    def finish_and_note(self: Any, metadata: Metadata, results: list[list["_Checked"]]) -> None:
+        for each in (result for of_rank in results for result in of_rank):
+            place = each.storage_data
+            name = each.index.fqn + (str(list(each.index.offset)) if each.index.offset is not None else "")
+            written[name] = [Written(place.relative_path, place.offset, place.length, each.crc32)]
+        finish(self, metadata, results)
+
+    filesystem_async._write_item = write_with_checksum
+    filesystem_async.FileSystemWriterAsync.finish = finish_and_note
+    try:
+        yield written
+    finally:
+        filesystem_async._write_item = write_item
+        filesystem_async.FileSystemWriterAsync.finish = finish
+
+
+@dataclass(frozen=True)
+class _Checked(WriteResult):
+    crc32: int
+
+
+class _SummedStream:
+    """A file that is written from its beginning to its end, with the checksum of what has been."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self.crc32 = stream, 0
+
+    def write(self, content: Any) -> int:
+        self.crc32 = crc32(content, self.crc32)
+        return self._stream.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -17,6 +17,7 @@ from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.megatron import ModuleNames
 from converters.layouts.torch_dist import has_uniform_layers
 from converters.layouts.torch_dist.keys import cells
+from megatron_ext.intact import require_intact
 
 
 def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, folder: Path) -> None:
@@ -27,7 +28,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     be in the checkpoint and not in the model. Padding becomes 0.
 
     Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of
-    `architecture`.
+    `architecture`, and where a weight does not have its checksum.
     """
     if architecture.head == "value":
         raise UserError(
@@ -42,6 +43,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
         for name, key in _transformer_engine_keys(chunk, architecture, uniform=uniform).items():
             if name in tensors and key in checkpoint.weights:
                 tensors[name].key = key
+    require_intact(checkpoint.folder, weights_only=True)
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder), common_strategy=_WithoutCommon())
     for chunk, name in zip(chunks, wanted, strict=True):
         different = chunk.load_state_dict(loaded[name], strict=False)

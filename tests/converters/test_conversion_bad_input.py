@@ -32,6 +32,8 @@ from test_torch_dist_metadata import damages
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
+from converters.manifest import MANIFEST
+from converters.manifest.content import sealed
 
 INDEX = "model.safetensors.index.json"
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -287,8 +289,10 @@ def cut_distcp(length: int) -> Change:
 
 def manifest_says(**fields: Any) -> Change:
     def change(folder: Path) -> None:
-        path = folder / "megarl_manifest.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        path = folder / MANIFEST
+        content = json.loads(path.read_text())
+        del content["crc32"]
+        path.write_bytes(sealed({**content, **fields}))
 
     return change
 
@@ -349,23 +353,55 @@ MEGATRON_CHANGES: dict[str, tuple[Change, str]] = {
         lambda folder: (folder / OWN_CONFIG).write_text(json.dumps(MODELS["qwen3"])) and None,
         "lacks output_layer.weight",
     ),
+}
+MANIFEST_CHANGES: dict[str, tuple[Change, str]] = {
     "broken manifest": (write("megarl_manifest.json", "{"), "megarl_manifest.json is damaged"),
     "manifest of something else": (write("megarl_manifest.json", "[]"), "megarl_manifest.json is damaged"),
-    "manifest without a source": (manifest_says(source=None), "megarl_manifest.json is damaged"),
-    "manifest with a place of few numbers": (manifest_says(files={"a": ["b", 1]}), "megarl_manifest.json is damaged"),
+    "manifest without a source": (manifest_says(source=None), "megarl_manifest.json is no manifest"),
+    "manifest with a place of few numbers": (
+        manifest_says(files={"a": ["b", 1]}),
+        "megarl_manifest.json is no manifest",
+    ),
     "manifest with places in words": (
         manifest_says(tensors={"a": [["b", "0", 1, 2]]}),
-        "megarl_manifest.json is damaged",
+        "megarl_manifest.json is no manifest",
     ),
     "manifest of an unknown copy": (manifest_says(source={"copies": ["ln_head.weight"]}), "ln_head.weight"),
     "manifest of no list of copies": (manifest_says(source={"copies": 7}), "names copies of weights, 7 for one"),
 }
 
 
+@pytest.mark.parametrize("name", MANIFEST_CHANGES)
+def test_what_is_wrong_with_a_manifest_is_said(name, megatron, tmp_path):
+    change, message = MANIFEST_CHANGES[name]
+    change(megatron)
+    (tmp_path / "there").mkdir()
+    assert_refused(export, megatron, tmp_path / "there/out", message, workers=2)
+
+
+@pytest.mark.parametrize("file", ["huggingface/tokenizer.json", OWN_CONFIG, TRACKER, "release/common.pt"])
+def test_small_files_that_are_not_those_of_the_manifest_are_refused(file, megatron, tmp_path):
+    path = megatron / file
+    path.write_bytes(path.read_bytes() + b" ")
+    (tmp_path / "there").mkdir()
+    assert_refused(export, megatron, tmp_path / "there/out", f"{file} is not the file that .*{MANIFEST} has the")
+    path.unlink()
+    assert_refused(export, megatron, tmp_path / "there/out", f"{file} is missing, which is in")
+
+
+def test_companions_of_ones_own_take_the_place_of_damaged_ones(megatron, tmp_path):
+    shutil.copytree(megatron / "huggingface", tmp_path / "mine")
+    (megatron / "huggingface/tokenizer.json").write_text("{")
+    export(megatron, tmp_path / "out", hf_config_folder=tmp_path / "mine")
+    assert (tmp_path / "out/tokenizer.json").read_text() == (tmp_path / "mine/tokenizer.json").read_text()
+
+
 @pytest.mark.parametrize("name", MEGATRON_CHANGES)
 def test_what_is_wrong_with_a_distributed_checkpoint_is_said(name, megatron, tmp_path):
+    """Even where there is no manifest to compare it with."""
     change, message = MEGATRON_CHANGES[name]
     change(megatron)
+    (megatron / MANIFEST).unlink()
     (tmp_path / "there").mkdir()
     assert_refused(export, megatron, tmp_path / "there/out", message, workers=2)
 

@@ -92,6 +92,16 @@ def test_new_run_among_the_checkpoints_of_another(run, tmp_path):
     assert checkpoint_folder.complete_iterations(root) == [7]
 
 
+def test_a_checkpoint_whose_state_was_cut(run, tmp_path):
+    root = tmp_path / "earlier" / "checkpoints"
+    checkpoint_folder.begin(root, 7)
+    state = checkpoint_folder.commit(root, 7, {"step": 7}, keep=1) / checkpoint_folder.CONTROLLER_STATE
+    state.write_bytes(state.read_bytes()[:-1])
+    message = run(f"output_dir={root.parent}")
+    assert f"{state} is not the file that" in message
+    assert "copy it again" in message
+
+
 def test_parquet_without_a_column(run, tmp_path):
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"data_source": ["a"], "prompt": [[{"role": "user", "content": "1+1="}]]}), path)

@@ -1,8 +1,10 @@
 """Checkpoint folders: complete under their name, or not there."""
 
 import pytest
+from isal.isal_zlib import crc32
 
 from converters.errors import UserError
+from converters.stream.targets import Written
 from megatron_ext import checkpoint_folder
 
 
@@ -42,6 +44,41 @@ def test_the_same_iteration_can_be_written_again(tmp_path):
     write(tmp_path, 4)
     write(tmp_path, 4)
     assert checkpoint_folder.complete_iterations(tmp_path) == [4]
+
+
+def cut_state(folder):
+    path = folder / checkpoint_folder.CONTROLLER_STATE
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip_manifest(folder):
+    path = folder / "megarl_manifest.json"
+    path.write_text(path.read_text().replace('"iteration":4', '"iteration":5'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_state, r"megarl.json is not the file that .*megarl_manifest.json has the checksum of"),
+        (lambda folder: (folder / "megarl.json").unlink(), r"megarl.json is missing"),
+        (lambda folder: (folder / "part.distcp").write_bytes(b"weight"), r"part.distcp is not the file"),
+        (lambda folder: (folder / "critic/common.pt").write_bytes(b"commom"), r"critic/common.pt is not the file"),
+        (flip_manifest, r"megarl_manifest.json is damaged"),
+        (lambda folder: (folder / "megarl_manifest.json").unlink(), r"has no megarl_manifest.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_sentence(damage, says, tmp_path):
+    partial = checkpoint_folder.begin(tmp_path, 4)
+    (partial / "critic").mkdir()
+    (partial / "critic/common.pt").write_bytes(b"common")
+    (partial / "part.distcp").write_bytes(b"weights")
+    checkpoint_folder.list_written(partial, {"w": [Written("part.distcp", 0, 7, crc32(b"weights"))]})
+    folder = checkpoint_folder.commit(tmp_path, 4, {"step": 4}, keep=1)
+    assert checkpoint_folder.read_controller_state(folder) == {"step": 4}
+    assert not list(folder.rglob("written.json"))
+    damage(folder)
+    with pytest.raises(UserError, match=says):
+        checkpoint_folder.read_controller_state(folder)
 
 
 def test_place_that_cannot_be_written_is_a_user_error(tmp_path):

@@ -1,6 +1,13 @@
 """Megatron's distributed checkpoints (torch_dist): `.distcp` files of chunks and a table of contents."""
 
-from converters.formats.torch_dist.checkpoint import COMMON, LATEST, RELEASE, TorchDistCheckpoint, find_checkpoint
+from converters.formats.torch_dist.checkpoint import (
+    COMMON,
+    LATEST,
+    RELEASE,
+    TorchDistCheckpoint,
+    find_checkpoint,
+    is_weight,
+)
 from converters.formats.torch_dist.framing import Frame, frame
 from converters.formats.torch_dist.metadata import (
     METADATA,
@@ -8,6 +15,7 @@ from converters.formats.torch_dist.metadata import (
     Contents,
     StoredObject,
     StoredTensor,
+    load_metadata,
     read_metadata,
     write_metadata,
 )
@@ -25,6 +33,8 @@ __all__ = [
     "TorchDistCheckpoint",
     "find_checkpoint",
     "frame",
+    "is_weight",
+    "load_metadata",
     "read_metadata",
     "write_metadata",
 ]

@@ -41,6 +41,11 @@ def find_checkpoint(folder: Path) -> Path:
     return found
 
 
+def is_weight(key: str) -> bool:
+    """Whether a tensor is one of the model's, by its key: no state of an optimizer."""
+    return not key.startswith(_NOT_WEIGHTS)
+
+
 class TorchDistCheckpoint:
     """The weights of a checkpoint by key. Opening it reads its table of contents only; no code of it ever runs.
 
@@ -55,7 +60,7 @@ class TorchDistCheckpoint:
     @cached_property
     def weights(self) -> Mapping[str, StoredTensor]:
         """The tensors of the model by key, without the state of an optimizer."""
-        return {key: each for key, each in self.contents.tensors.items() if not key.startswith(_NOT_WEIGHTS)}
+        return {key: each for key, each in self.contents.tensors.items() if is_weight(key)}
 
     @cached_property
     def common(self) -> dict[str, Any]:

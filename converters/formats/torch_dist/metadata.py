@@ -69,13 +69,7 @@ def read_metadata(folder: Path) -> Contents:
     folder or one that is missing, and where a file is shorter than its chunks.
     """
     path = folder / METADATA
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} has no {METADATA}; give the folder of a complete torch_dist checkpoint") from error
-    loaded = safe_load(content, path)
-    if not isinstance(loaded, dcp.Metadata) or not isinstance(loaded.storage_data, dict):
-        raise UserError(f"{path} is not the table of contents of a checkpoint; copy it again")
+    loaded = load_metadata(folder)
     try:
         contents = _contents(loaded, path)
         for key, tensor in contents.tensors.items():
@@ -84,6 +78,19 @@ def read_metadata(folder: Path) -> Contents:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); copy the checkpoint again") from error
     _check_files(folder, contents)
     return contents
+
+
+def load_metadata(folder: Path) -> dcp.Metadata:
+    """`.metadata` as torch knows it. No code of the file runs; UserError where it is missing or something else."""
+    path = folder / METADATA
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no {METADATA}; give the folder of a complete torch_dist checkpoint") from error
+    loaded = safe_load(content, path)
+    if not isinstance(loaded, dcp.Metadata) or not isinstance(loaded.storage_data, dict):
+        raise UserError(f"{path} is not the table of contents of a checkpoint; copy it again")
+    return loaded
 
 
 def _check_tensor(key: str, tensor: StoredTensor) -> None:

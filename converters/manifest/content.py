@@ -1,18 +1,23 @@
-"""The manifest of a checkpoint: a checksum for every tensor or chunk, and for every small file beside them."""
+"""The manifest's content: a checksum for every tensor or chunk, for every small file beside them, and for itself."""
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 from converters.errors import UserError
 from converters.stream.journal import checksum
 from converters.stream.targets import Written
 
 MANIFEST = "megarl_manifest.json"
-_VERSION = 1
+_VERSION = 2
+_SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
+"""How a manifest begins: with the CRC-32 of all that follows."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,18 @@ class Manifest:
     """What a folder was written with. Files are relative to it."""
 
     tensors: Mapping[str, Sequence[Written]]
-    """Name of a tensor or chunk -> where its elements are, with their CRC-32; a second place is that of its scales."""
+    """Name of a tensor or chunk -> where it is, with its CRC-32; a second place is that of its scales."""
     between: Mapping[str, Written]
-    """File of tensors -> its size, and the CRC-32 of all of its bytes that are no elements: headers and frames."""
+    """File of tensors -> its size, and the CRC-32 of all of its bytes that belong to none: headers and frames."""
     files: Mapping[str, Written]
     """The other files, whole."""
     source: Mapping[str, Any]
     """What it was made from."""
+
+    @property
+    def data_files(self) -> set[str]:
+        """The files with tensors."""
+        return {place.file for places in self.tensors.values() for place in places}
 
 
 def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], source: Mapping[str, Any]) -> None:
@@ -38,7 +48,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
     others = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        if name not in data_files and not path.name.startswith(".journal"):
+        if name not in data_files and name != MANIFEST and not path.name.startswith(".journal"):
             others[name] = _whole(path, name)
     content = {
         "version": _VERSION,
@@ -48,7 +58,13 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
         "between": {name: _fields(around(folder, name, places)) for name, places in sorted(data_files.items())},
         "files": {name: _fields(each) for name, each in others.items()},
     }
-    (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    (folder / MANIFEST).write_bytes(sealed(content))
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """A table as JSON that begins with its own checksum."""
+    rest = f"{json.dumps(content, separators=(',', ':'))[1:]}\n".encode()
+    return b'{"crc32":"%08x",' % crc32(rest) + rest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -56,8 +72,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
+    raw = path.read_bytes()
+    seal = _SEAL.match(raw)
+    if seal is None or crc32(raw[seal.end() :]) != int(seal.group(1), 16):
+        raise UserError(f"{path} is damaged: it does not have the checksum that it begins with; copy it again")
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(raw)
         return Manifest(
             {name: [_written(*place) for place in places] for name, places in content["tensors"].items()},
             {name: _written(*place) for name, place in content["between"].items()},
@@ -65,13 +85,16 @@ def read_manifest(folder: Path) -> Manifest | None:
             dict(content["source"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from error
+        raise UserError(f"{path} is no manifest as megarl writes it ({error}); copy the checkpoint again") from error
 
 
 def _written(file: Any, offset: Any, nbytes: Any, value: Any) -> Written:
     numbers = offset, nbytes, value
     if not isinstance(file, str) or not all(isinstance(each, int) and each >= 0 for each in numbers):
         raise ValueError(f"a tensor or file has the place {[file, *numbers]}")
+    relative = PurePosixPath(file)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise ValueError(f"{file} leads out of the folder")
     return Written(file, offset, nbytes, value)
 
 

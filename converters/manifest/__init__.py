@@ -1,0 +1,18 @@
+"""The manifest of a checkpoint: what it was written with, where it is, and whether that still holds."""
+
+from converters.manifest.checking import Check, checks_of, damages, missing_files, require_files
+from converters.manifest.content import MANIFEST, Manifest, read_manifest, write_manifest
+from converters.manifest.finding import manifest_of
+
+__all__ = [
+    "MANIFEST",
+    "Check",
+    "Manifest",
+    "checks_of",
+    "damages",
+    "manifest_of",
+    "missing_files",
+    "read_manifest",
+    "require_files",
+    "write_manifest",
+]

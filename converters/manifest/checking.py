@@ -1,0 +1,118 @@
+"""Whether the files of a manifest still have the bytes that were written."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from converters.errors import UserError
+from converters.manifest.content import MANIFEST, Manifest, around
+from converters.stream.journal import is_intact
+from converters.stream.targets import Written
+
+
+class Check(Protocol):
+    """Something with a checksum."""
+
+    @property
+    def file(self) -> str:
+        """The file that has it."""
+
+    @property
+    def key(self) -> str:
+        """The tensor, chunk or object that it is; "" for what is none."""
+
+    @property
+    def nbytes(self) -> int:
+        """That are read to compare it."""
+
+    def damage(self) -> str | None:
+        """What is damaged, None where nothing is. Called in a thread."""
+
+
+def damages(checks: Sequence[Check], *, workers: int, on_bytes: Callable[[int], None]) -> list[str]:
+    """What is damaged, in the order of the checks. `on_bytes` is told, from several threads, what has been read."""
+
+    def work(check: Check) -> str | None:
+        damage = check.damage()
+        on_bytes(check.nbytes)
+        return damage
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [damage for damage in pool.map(work, checks) if damage]
+
+
+def missing_files(root: Path, manifest: Manifest) -> list[str]:
+    """Files of the manifest that are not there."""
+    return sorted(name for name in manifest.data_files | manifest.files.keys() if not (root / name).is_file())
+
+
+def checks_of(root: Path, manifest: Manifest) -> list[Check]:
+    """A check for every tensor, for what is around them in each file, and for every small file, of those there are."""
+    places: dict[str, list[Written]] = {file: [] for file in manifest.data_files}
+    checks: list[Check] = []
+    for name, each in manifest.tensors.items():
+        for place in each:
+            places[place.file].append(place)
+            checks.append(_Piece(root, name, f"{name} in {place.file}", place))
+    checks += [_Piece(root, "", name, place) for name, place in manifest.files.items()]
+    checks += [_Frame(root, places.get(file, []), expected) for file, expected in manifest.between.items()]
+    missing = set(missing_files(root, manifest))
+    return [check for check in checks if check.file not in missing]
+
+
+def require_files(root: Path, manifest: Manifest, *, but_below: str | None = None) -> None:
+    """Raise UserError unless the files of tensors have their sizes, and the files beside them every byte.
+
+    Nothing is asked of what is in the folder `but_below`.
+    """
+    for name, written in {**manifest.between, **manifest.files}.items():
+        if but_below and name.startswith(f"{but_below}/"):
+            continue
+        path = root / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing, which is in {root / MANIFEST}; copy the checkpoint again")
+        if path.stat().st_size != written.nbytes or (name in manifest.files and not is_intact(root, written)):
+            raise UserError(f"{path} is not the file that {root / MANIFEST} has the checksum of; copy it again")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor, or a small file."""
+
+    root: Path
+    key: str
+    name: str
+    expected: Written
+
+    @property
+    def file(self) -> str:
+        return self.expected.file
+
+    @property
+    def nbytes(self) -> int:
+        return self.expected.nbytes
+
+    def damage(self) -> str | None:
+        return None if is_intact(self.root, self.expected) else self.name
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The bytes of a file around its tensors: headers and frames."""
+
+    root: Path
+    places: Sequence[Written]
+    expected: Written
+    key: str = ""
+    nbytes: int = 0
+
+    @property
+    def file(self) -> str:
+        return self.expected.file
+
+    def damage(self) -> str | None:
+        if around(self.root, self.file, self.places) == self.expected:
+            return None
+        return f"{self.file}, in its length or around its tensors"

@@ -1,0 +1,39 @@
+"""Finding the manifest that is about a checkpoint."""
+
+from pathlib import Path, PurePosixPath
+
+from converters.formats.torch_dist import LATEST
+from converters.manifest.content import Manifest, read_manifest
+
+_DIGITS, _MOST_DIGITS = 7, 20
+
+
+def manifest_of(folder: Path) -> tuple[Path, Manifest] | None:
+    """The manifest that is about the checkpoint that `folder` stands for, and the folder that has it.
+
+    It is in the iteration below `folder` that the tracker names, in `folder` itself, or in the one above. None where
+    there is none; UserError where it is damaged.
+    """
+    newest = _newest(folder)
+    for root in (*([folder / newest] if newest else []), folder, folder.absolute().parent):
+        manifest = read_manifest(root)
+        if manifest and _is_about(manifest, folder / newest, root):
+            return root, manifest
+    return None
+
+
+def _newest(folder: Path) -> str:
+    """The iteration below `folder` that its tracker names; "" where that is not there."""
+    tracker = folder / LATEST
+    latest = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    name = f"iter_{latest.zfill(_DIGITS)}" if latest.isdecimal() and len(latest) < _MOST_DIGITS else ""
+    return name if name and (folder / name).is_dir() else ""
+
+
+def _is_about(manifest: Manifest, checkpoint: Path, root: Path) -> bool:
+    """Whether the files of the checkpoint are in the manifest.
+
+    Where a run went on from a converted checkpoint, the manifest above is about another one than the newest.
+    """
+    parts = checkpoint.absolute().relative_to(root.absolute()).parts
+    return not parts or any(PurePosixPath(file).parts[: len(parts)] == parts for file in manifest.data_files)

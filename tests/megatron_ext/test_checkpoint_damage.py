@@ -1,0 +1,172 @@
+"""A checkpoint that is not what was written, or would run code, is refused by all ranks before any of it is used."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from test_checkpoint import make_engine, train
+
+from converters.errors import UserError
+from converters.examine import verify
+from converters.formats.torch_dist import COMMON, METADATA, TorchDistCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from converters.manifest import read_manifest, write_manifest
+from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext import checkpoint, checkpoint_folder
+
+EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+
+
+class Touch:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run, with a manifest."""
+    root = tmp_path_factory.mktemp("run") / "checkpoints"
+    folder = checkpoint_folder.begin(root, 1)
+    run_ranks(train_and_save, EP2, model, folder)
+    return checkpoint_folder.commit(root, 1, {"step": 1}, keep=1)
+
+
+def train_and_save(rank: int, sizes: ParallelSizes, model: Path, folder: Path) -> None:
+    engine = make_engine(rank, sizes, model)
+    train(engine, range(1))
+    checkpoint.save(engine, folder)
+
+
+def test_the_manifest_covers_every_byte_and_no_tensor_was_read_for_it(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    assert manifest.data_files == {path.name for path in saved.glob("*.distcp")}
+    assert set(manifest.files) == {METADATA, COMMON, "metadata.json", checkpoint_folder.CONTROLLER_STATE}
+    for file in manifest.data_files:
+        pieces = sorted(
+            (place.offset, place.nbytes)
+            for places in manifest.tensors.values()
+            for place in places
+            if place.file == file
+        )
+        end = 0
+        for offset, nbytes in pieces:
+            assert offset == end
+            end += nbytes
+        assert end == (saved / file).stat().st_size
+    found = verify(saved, workers=1, progress=lambda _done, _total: None)
+    assert found.by_manifest
+    assert (found.is_intact, found.unlisted) == (True, [])
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 16
+    path.write_bytes(content)
+
+
+def flip_first(folder: Path) -> None:
+    flip(sorted(folder.glob("*.distcp"))[0], 5)
+
+
+def flip_last(folder: Path) -> None:
+    path = sorted(folder.glob("*.distcp"))[-1]
+    flip(path, path.stat().st_size - 1)
+
+
+def flip_moment(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    name = next(name for name in manifest.tensors if name.startswith("optimizer.") and "exp_avg_sq" in name)
+    (place,) = manifest.tensors[name]
+    flip(folder / place.file, place.offset + place.nbytes // 2)
+
+
+def renew_manifest(folder: Path) -> None:
+    """As somebody would who means harm."""
+    write_manifest(folder, {}, {"iteration": 1})
+
+
+def run_code_in_metadata(folder: Path) -> None:
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    metadata.planner_data = Touch(folder.parent / "executed")
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    renew_manifest(folder)
+
+
+def run_code_in_common(folder: Path) -> None:
+    torch.save({"args": Touch(folder.parent / "executed")}, folder / COMMON)
+    renew_manifest(folder)
+
+
+def run_code_in_an_object(folder: Path) -> None:
+    stored = TorchDistCheckpoint(folder).contents.objects["rng_state/shard_0_2"]
+    path = folder / "evil.distcp"
+    torch.save(Touch(folder.parent / "executed"), path)
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    for place in metadata.storage_data.values():
+        if (place.relative_path, place.offset) == (stored.file, stored.offset):
+            place.relative_path, place.offset, place.length = path.name, 0, path.stat().st_size
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    renew_manifest(folder)
+
+
+DAMAGES: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "first bytes": (flip_first, "is damaged: .* in __0_0.distcp"),
+    "last byte": (flip_last, "is damaged: .* in __1_"),
+    "optimizer": (flip_moment, "is damaged: optimizer.*exp_avg_sq"),
+    "without common.pt": (lambda folder: (folder / COMMON).unlink(), "is damaged: common.pt is missing"),
+    "without a file": (lambda folder: (folder / "__1_0.distcp").unlink(), "is damaged: __1_0.distcp is missing"),
+    "code in common.pt": (run_code_in_common, "common.pt is missing, damaged or no plain values"),
+    "code in an object": (run_code_in_an_object, "object rng_state/shard_0_2 is damaged or no plain values"),
+}
+
+
+def test_every_rank_refuses_what_is_damaged_and_nobody_runs_code(model: Path, saved: Path, tmp_path: Path) -> None:
+    said = run_ranks(load_damaged, EP2, model, saved, tmp_path)
+    for name, (_, message) in DAMAGES.items():
+        for rank in said:
+            assert rank[name] is not None, name
+        texts = [rank[name] for rank in said]
+        with pytest.raises(UserError, match=message):
+            raise UserError(next(text for text in texts if text is not None))
+    # What is no part of the table of contents is left out, and the rest of it is right.
+    assert [rank["code in .metadata"] for rank in said] == [None, None]
+    assert not list(tmp_path.rglob("executed"))
+
+
+def load_damaged(rank: int, sizes: ParallelSizes, model: Path, saved: Path, scratch: Path) -> dict[str, str | None]:
+    engine = make_engine(rank, sizes, model)
+    said: dict[str, str | None] = {}
+    for name, damage in {
+        **{name: each for name, (each, _) in DAMAGES.items()},
+        "code in .metadata": run_code_in_metadata,
+    }.items():
+        folder = scratch / name / "iter"
+        if rank == 0:
+            shutil.copytree(saved, folder)
+            damage(folder)
+        torch.distributed.barrier()
+        try:
+            checkpoint.load(engine, folder)
+            said[name] = None
+        except UserError as error:
+            said[name] = str(error)
+        torch.distributed.barrier()
+    return said
