@@ -1,13 +1,72 @@
-"""Processes that a program has left behind, where no namespace ends them."""
+"""A child process and all that it starts: watched, and ended to the last one."""
 
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from megarl.sandbox.libc import call
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TOLD_TO_END = (signal.SIGALRM, signal.SIGTERM)
+_WATCHED = (*_TOLD_TO_END, signal.SIGCHLD)
+
+
+class Ended(NamedTuple):
+    """How a watched child ended: its exit code, negative for a signal; or `told`, what this process got before that."""
+
+    code: int = 0
+    told: signal.Signals | None = None
+
+
+def die_with(parent: int, by: signal.Signals) -> None:
+    """Get a signal when the parent dies; end at once if it is dead already."""
+    call("prctl", _PR_SET_PDEATHSIG, by, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own has ended."""
+    call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def fork() -> int:
+    """Fork a child to watch. From now on SIGALRM and SIGTERM wait here for `wait_end`; the child has none of this."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+    return child
+
+
+def wait_end(child: int) -> Ended:
+    """Wait for the end of a child of `fork`, or until this process is told to end."""
+    while True:
+        number = signal.Signals(signal.sigwait(_WATCHED))
+        if number in _TOLD_TO_END:
+            return Ended(told=number)
+        pid = -1
+        while pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == child:
+                return Ended(os.waitstatus_to_exitcode(status))
+
+
+def end_by(number: int) -> NoReturn:
+    """End this process by a signal."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
+    os.kill(os.getpid(), number)
+    raise AssertionError(f"{number} ended nothing")
 
 
 def kill_descendants() -> None:
-    """Kill and collect all processes below this one, which must be what orphans are given to."""
+    """Kill and collect all processes below this one, which must have adopted the orphans."""
     while True:
         for pid in _descendants():
             try:

@@ -29,7 +29,6 @@ from megarl.sandbox import namespaces, process_tree, system_calls
 from megarl.sandbox.libc import call
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _FIRST_USER, _USERS = 10_000, 50_000
 _SIGNALLED = 128
 _ENVIRONMENT = {
@@ -60,18 +59,23 @@ def main(parent: int, request_fd: int, complaint_fd: int) -> int:
 def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
     user = _other_user()
     namespaces.enter(user)
-    _die_with(parent, signal.SIGTERM)
+    process_tree.die_with(parent, signal.SIGTERM)
     alive, here = os.pipe()
-    child = os.fork()
-    if child:
-        # Neither SIGALRM nor SIGTERM has a handler: this process dies of it, with it the first one of the namespace,
-        # and with that one all others.
+    first = process_tree.fork()
+    if first:
         signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ended = process_tree.wait_end(first)
+        if ended.told:
+            # With the first process of a namespace all others end, and its end is not seen before theirs.
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+            process_tree.end_by(ended.told)
+        return ended.code
     os.close(here)
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if select.select([alive], [], [], 0)[0]:
         os._exit(1)  # the parent died before it could be followed
+    os.umask(0o022)  # the program's user has to find its way through what is made here
     namespaces.own_root(request["file_bytes"])
     program = os.fork()
     if not program:
@@ -80,38 +84,29 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
     while True:  # the first process of a namespace has to collect all that end in it
         pid, status = os.wait()
         if pid == program:
-            os._exit(_exit_code(status))
+            os._exit(_exit_code(os.waitstatus_to_exitcode(status)))
 
 
 def _with_limits(request: Mapping[str, Any], parent: int) -> int:
-    _die_with(parent, signal.SIGTERM)
-    call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, _over)
+    process_tree.die_with(parent, signal.SIGTERM)
+    process_tree.adopt_orphans()
     user = _other_user()
+    processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
+    os.umask(0o077)
     folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
-    ended_by = None
     try:
-        if user:
-            os.chown(folder, user, user)
-        signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
-        program = os.fork()
+        program = process_tree.fork()
         if not program:
-            processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
             _become_program(request, folder, user, processes, may_signal=False)
-        code = _exit_code(os.waitpid(program, 0)[1])
-    except _Over as over:
-        ended_by = over.number
+        signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
+        ended = process_tree.wait_end(program)
     finally:
-        for number in (signal.SIGALRM, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
         process_tree.kill_descendants()
         subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
         subprocess.run(["rm", "-rf", folder], check=True)
-    if ended_by is not None:
-        signal.signal(ended_by, signal.SIG_DFL)
-        os.kill(os.getpid(), ended_by)
-    return code
+    if ended.told:
+        process_tree.end_by(ended.told)
+    return _exit_code(ended.code)
 
 
 ISOLATIONS: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
@@ -119,15 +114,6 @@ ISOLATIONS: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
     "limits": _with_limits,
 }
 """How a program is kept apart."""
-
-
-class _Over(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _over(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    raise _Over(number)
 
 
 def _become_program(
@@ -138,6 +124,7 @@ def _become_program(
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     if user:
+        os.chown(folder, user, user)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -162,12 +149,5 @@ def _other_user() -> int:
     return _FIRST_USER + os.getpid() % _USERS if os.geteuid() == 0 else 0
 
 
-def _die_with(parent: int, by: signal.Signals) -> None:
-    call("prctl", _PR_SET_PDEATHSIG, by, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
+def _exit_code(code: int) -> int:
     return code if code >= 0 else _SIGNALLED - code

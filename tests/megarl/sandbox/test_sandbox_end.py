@@ -1,0 +1,73 @@
+"""When a sandbox returns, all of it has ended, and nothing of it was ever open to other users."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.sandbox.run import Limits, run
+
+ROOT = Path(__file__).parents[3]
+MARK = f"of-the-sandbox-test-{os.getpid()}"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+"""One that the user can run whose name the programs get; this one may lie in somebody's home."""
+
+BEGETS = "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n        os.setsid()\n        {does}\n"
+ENDINGS = {
+    "writes too much": "while True: print('x' * 100_000)",
+    "writes too much in six processes": BEGETS.format(does="break") + "while True: print('x' * 100_000)",
+    "leaves five behind": BEGETS.format(does="time.sleep(60)"),
+    "leaves five behind that ignore signals": "import signal\n"
+    "for n in set(signal.valid_signals()) - {9, 17, 19}: signal.signal(n, signal.SIG_IGN)\n"
+    + BEGETS.format(does="time.sleep(60)"),
+}
+REPEATED = f"""
+import os, sys
+from megarl.sandbox.run import *
+isolation, program, times, mark = sys.argv[1:]
+marked = f"import os, sys\\nos.execv(sys.executable, [sys.executable, '-c', {{program!r}}, {{mark!r}}])"
+for _ in range(int(times)):
+    print(run(marked, b"", Limits(processes=16), isolation).end, end=" ")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark in open(f"/proc/{{name}}/cmdline").read() and int(name) != os.getpid(): print("left", name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+"""
+
+
+def run_repeatedly(isolation, program, times):
+    words = [str(SYSTEM_PYTHON), "-B", "-c", REPEATED, isolation, program, str(times), MARK]
+    ran = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, cwd="/", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split()
+
+
+@pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs /usr/bin/python3")
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_sandbox_has_ended_to_its_last_process_when_it_returns(isolation, ending):
+    expected = "too_much_output" if "writes" in ending else "exited"
+    assert run_repeatedly(isolation, ENDINGS[ending], 6) == [expected] * 6
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_sandbox_runs_and_closes_its_folder_to_others_whatever_the_umask(umask):
+    before = os.umask(umask)
+    try:
+        in_namespaces = run("print(1)", b"", Limits(), "namespaces")
+        ran = subprocess.run(
+            [str(SYSTEM_PYTHON), "-B", "-c", SHOW_FOLDER], env={"PYTHONPATH": str(ROOT)}, cwd="/", capture_output=True
+        )
+    finally:
+        os.umask(before)
+    assert in_namespaces.output == b"1\n"
+    assert ran.stdout == b"0o40700 0o100600\n", ran.stderr
+
+
+SHOW_FOLDER = """
+from megarl.sandbox.run import *
+program = "import os\\nprint(*(oct(os.stat(path).st_mode) for path in ('.', 'program.py')))"
+print(run(program, b"", Limits(), "limits").output.decode(), end="")
+"""
