@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters.errors import UserError
 from megarl.rewards.scoring import RewardFunction
@@ -63,11 +63,44 @@ REWARDS: Mapping[str, Builtin] = {
 """The built-in reward functions."""
 
 
+KEY, OPTIONS_KEY = "reward.function", "reward.functions.<name>.options"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a reward function comes from: what `load_reward` takes."""
+
+    spec: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    key: str = KEY
+    options_key: str = OPTIONS_KEY
+
+    @property
+    def builtin(self) -> Builtin | None:
+        """The entry of `REWARDS`; None for a function of a file."""
+        return REWARDS.get(self.spec)
+
+    def load(self) -> RewardFunction:
+        """The function. Raises `UserError` as `load_reward`."""
+        return load_reward(self.spec, self.options, self.key, self.options_key)
+
+
+class Calling(NamedTuple):
+    """How a reward function is called: whether a call gives an awaitable, and whether it names response_tokens."""
+
+    is_async: bool
+    takes_response_tokens: bool
+
+
+def calling_of(function: RewardFunction) -> Calling:
+    """How a reward function is called."""
+    bound = getattr(function, "func", function)
+    is_async = inspect.iscoroutinefunction(bound) or inspect.iscoroutinefunction(type(bound).__call__)
+    return Calling(is_async, GIVEN_IF_NAMED in inspect.signature(function).parameters)
+
+
 def load_reward(
-    spec: str,
-    options: Mapping[str, Any] | None = None,
-    key: str = "reward.function",
-    options_key: str = "reward.functions.<name>.options",
+    spec: str, options: Mapping[str, Any] | None = None, key: str = KEY, options_key: str = OPTIONS_KEY
 ) -> RewardFunction:
     """Return the reward function `spec`: a name of `REWARDS`, or path/to/file.py:name of a user's own.
 
@@ -85,16 +118,6 @@ def load_reward(
     if not colon:
         _check_values(spec, where, options, options_key)
     return partial(function, **options) if options else function
-
-
-def builtin(spec: str) -> Builtin | None:
-    """The built-in reward function that `spec` names; None for one of a file."""
-    return REWARDS.get(spec)
-
-
-def takes_response_tokens(function: RewardFunction) -> bool:
-    """Whether a reward function asks for the response's length in tokens."""
-    return GIVEN_IF_NAMED in inspect.signature(function).parameters
 
 
 def _load_builtin(name: str, key: str) -> RewardFunction:
@@ -118,7 +141,7 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise UserError(f"{where}: running the file failed with {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
@@ -134,7 +157,10 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
 
 
 def _check_arguments(function: RewardFunction, where: str, options: Mapping[str, Any], options_key: str) -> None:
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # of some classes and functions in C
+        raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but does not say what it takes") from error
     parameters = {name: each for name, each in signature.parameters.items() if name not in (*GIVEN, GIVEN_IF_NAMED)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     names = [name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -145,7 +171,8 @@ def _check_arguments(function: RewardFunction, where: str, options: Mapping[str,
                 f"its options are {', '.join(names) or 'none'}"
             )
     try:
-        signature.bind(**dict.fromkeys((*GIVEN, *_extra(function), *names)))
+        tokens = (GIVEN_IF_NAMED,) if GIVEN_IF_NAMED in signature.parameters else ()
+        signature.bind(**dict.fromkeys((*GIVEN, *tokens, *names)))
     except TypeError as error:
         shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
         raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but is {shown}: {error}") from error
@@ -167,10 +194,6 @@ def _check_values(name: str, where: str, options: Mapping[str, Any], options_key
 def _resolve(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _extra(function: RewardFunction) -> tuple[str, ...]:
-    return (GIVEN_IF_NAMED,) if takes_response_tokens(function) else ()
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from megarl.rewards.event_loop import EventLoop
-from megarl.rewards.registry import GIVEN, GIVEN_IF_NAMED, takes_response_tokens
-from megarl.rewards.scoring import RewardFailed, RewardSample, RewardTimedOut, Score, as_score
-from megarl.rewards.terms import Term
-from megarl.rewards.worker import WorkerDied, WorkerPool
+from megarl.rewards.registry import GIVEN, GIVEN_IF_NAMED, Builtin, Calling
+from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardSample, RewardTimedOut, Score, as_score
+from megarl.rewards.worker import WorkerLost, WorkerPool
 
 
 class TimeLeft:
@@ -38,42 +37,42 @@ class Runner(Protocol):
         ...
 
 
-def arguments_of(term: Term, sample: RewardSample) -> dict[str, Any]:
-    """What the function of a term is called with."""
+def arguments_of(calling: Calling, sample: RewardSample) -> dict[str, Any]:
+    """What a function is called with."""
     values = (sample.data_source, sample.solution, sample.ground_truth, sample.extra_info)
     arguments = dict(zip(GIVEN, values, strict=True))
-    if takes_response_tokens(term.function):
+    if calling.takes_response_tokens:
         arguments[GIVEN_IF_NAMED] = sample.response_tokens
     return arguments
 
 
 class InProcess:
-    """A plain function, in a process that is killed when the time is over."""
+    """A plain function, which is number `index` of a pool's, in a process that is killed when the time is over."""
 
-    def __init__(self, term: Term, pool: WorkerPool, index: int) -> None:
-        self._term, self._pool, self._index = term, pool, index
+    def __init__(self, index: int, calling: Calling, builtin: Builtin | None, pool: WorkerPool) -> None:
+        self._index, self._calling, self._builtin, self._pool = index, calling, builtin, pool
 
     async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
         """The function's score; a built-in one's may be what its entry says of an end by force."""
-        builtin = self._term.builtin
+        builtin = self._builtin
         limit_s = min(time_left.seconds, (builtin and builtin.limit_s) or math.inf)
         try:
             return await self._ask(sample, limit_s, time_left)
-        except (TimeoutError, WorkerDied) as error:
+        except (TimeoutError, WorkerLost) as error:
             if builtin is not None and builtin.undecided is not None:
                 return as_score(builtin.undecided)
-            if isinstance(error, WorkerDied):
+            if isinstance(error, WorkerLost):
                 raise RewardFailed(sample, str(error)) from error
             raise _timed_out(sample) from error
 
     async def _ask(self, sample: RewardSample, limit_s: float, time_left: TimeLeft) -> Score:
-        request = {"function": self._index, "arguments": arguments_of(self._term, sample)}
+        request = {"call": self._index, "arguments": arguments_of(self._calling, sample)}
         worker = await self._pool.take()
         try:
             with time_left.running():
                 reply = await asyncio.wait_for(worker.ask(request), limit_s)
             if reply.get("exhausted"):
-                raise WorkerDied(reply["error"])
+                raise WorkerLost(reply["error"])
         except BaseException:
             await self._pool.end(worker)
             raise
@@ -86,8 +85,8 @@ class InProcess:
 class InLoop:
     """An async function, in an event loop of its own: if it blocks that one, its samples still time out."""
 
-    def __init__(self, term: Term, loop: EventLoop) -> None:
-        self._term, self._loop = term, loop
+    def __init__(self, function: RewardFunction, calling: Calling, loop: EventLoop) -> None:
+        self._function, self._calling, self._loop = function, calling, loop
 
     async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
         """The function's score."""
@@ -102,6 +101,8 @@ class InLoop:
             raise _timed_out(sample)
         try:
             result = call.result()
+        except RewardFailed:
+            raise
         except BaseException as error:
             raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
         try:
@@ -110,8 +111,11 @@ class InLoop:
             raise RewardFailed(sample, str(error)) from error
 
     async def _call(self, sample: RewardSample) -> Any:
-        result: Any = self._term.function(**arguments_of(self._term, sample))
-        return await result
+        result: Any = self._function(**arguments_of(self._calling, sample))
+        try:
+            return await result
+        except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and with it all other samples
+            raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
 
 
 def _timed_out(sample: RewardSample) -> RewardTimedOut:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from converters.errors import UserError
 from megarl.rewards.event_loop import EventLoop
+from megarl.rewards.registry import calling_of
 from megarl.rewards.runners import InLoop, InProcess, Runner, TimeLeft
 from megarl.rewards.scoring import (
     LONGEST_SCORED_CHARACTERS,
@@ -46,9 +47,10 @@ class Scorer:
 
     At most `config.workers` samples are scored at a time. Plain functions run in processes of their own, which are
     killed at the timeout and started anew, so that no response can hang or end the run; async ones in an event loop.
-    The processes start with the first samples.
+    The first process starts at once where a function is a user's, and loads it, so that a file which fails, hangs or
+    exits does so there; the others start with the samples that need them.
 
-    Raises `UserError` for what `terms_of` refuses, and for an unknown on_error or on_timeout.
+    Raises `UserError` for what `terms_of` and `load_reward` refuse, and for an unknown on_error or on_timeout.
     """
 
     def __init__(self, config: "RewardConfig") -> None:
@@ -56,11 +58,15 @@ class Scorer:
         _check_choice("on_timeout", config.on_timeout, ("stop", "drop", "zero"))
         self.config = config
         self._terms = terms_of(config)
-        self._pool = WorkerPool([(term.spec, term.options) for term in self._terms if not term.is_async])
+        self._pool = WorkerPool([term.source for term in self._terms])
         self._loop = EventLoop("scorer")
         self._functions_loop = EventLoop("async rewards")
-        self._runners = self._make_runners()
         self._places = asyncio.Semaphore(config.workers)
+        try:
+            self._runners = self._make_runners()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -121,15 +127,19 @@ class Scorer:
             return combine(scored)
 
     def _make_runners(self) -> list[Runner]:
-        runners: list[Runner] = []
-        processes = 0
-        for term in self._terms:
-            if term.is_async:
-                runners.append(InLoop(term, self._functions_loop))
-            else:
-                runners.append(InProcess(term, self._pool, processes))
-                processes += 1
-        return runners
+        sources = [term.source for term in self._terms]
+        if all(source.builtin for source in sources):
+            callings = [calling_of(source.load()) for source in sources]
+        else:
+            callings = self._loop.begin(self._pool.load_first()).result()
+            if all(calling.is_async for calling in callings):
+                self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
+        return [
+            InLoop(source.load(), calling, self._functions_loop)
+            if calling.is_async
+            else InProcess(index, calling, source.builtin, self._pool)
+            for index, (source, calling) in enumerate(zip(sources, callings, strict=True))
+        ]
 
 
 class Batch:

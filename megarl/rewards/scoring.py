@@ -1,10 +1,13 @@
 """What is scored and what comes of it: samples, scores, and the ways in which a reward fails."""
 
 import math
+import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
+
+from converters.errors import UserError
 
 RewardResult = float | Mapping[str, Any]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
@@ -44,7 +47,7 @@ class Score:
     terms: dict[str, float] = field(default_factory=dict)
 
 
-class RewardFailed(Exception):  # noqa: N818 - says what happened
+class RewardFailed(UserError):  # noqa: N818 - says what happened
     """A reward function raised, gave no finite number, or ended its process. The message holds the sample."""
 
     remedy = "repair the function, or set reward.on_error=drop to leave such samples out"
@@ -60,8 +63,8 @@ class RewardFailed(Exception):  # noqa: N818 - says what happened
             f"the reward function failed: {reason}\n"
             f"  data_source: {sample.data_source!r}\n"
             f"  solution{cut}: {solution!r}\n"
-            f"  ground_truth: {sample.ground_truth!r}\n"
-            f"  extra_info: {dict(sample.extra_info)!r}\n"
+            f"  ground_truth: {_shown(sample.ground_truth)}\n"
+            f"  extra_info: {_shown(dict(sample.extra_info))}\n"
             f"{self.remedy}"
         )
         self.sample = sample
@@ -82,10 +85,19 @@ def as_score(result: object) -> Score:
 
     Raises `ValueError` for a result that is no finite number, nor a mapping with one as its "score".
     """
+    try:
+        return _read(result)
+    except ValueError:
+        raise
+    except Exception as error:  # a mapping of a user's own may do anything
+        raise ValueError(f"its result cannot be read, that raised {type(error).__name__}") from error
+
+
+def _read(result: object) -> Score:
     if not isinstance(result, Mapping):
         return Score(_as_number("score", result))
     if "score" not in result:
-        raise ValueError(f"its result has no 'score', only {sorted(map(str, result))}")
+        raise ValueError(f"its result has no 'score', only {_shown(sorted(map(str, result)))}")
     numbers = {str(name): _as_number(str(name), part) for name, part in result.items() if _is_part(name, part)}
     return Score(numbers.pop("score"), numbers)
 
@@ -95,6 +107,21 @@ def _is_part(name: object, part: object) -> bool:
 
 
 def _as_number(name: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"its {name!r} must be a finite number, found {value!r}")
-    return float(value)
+    try:
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # of an integer
+        pass
+    raise ValueError(f"its {name!r} must be a finite number, found {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # of an integer of too many digits
+        return f"a long {type(value).__name__}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARACTERS
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 50

@@ -1,14 +1,13 @@
 """What the reward of a response is the sum of: the terms that the configuration names."""
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rewards.registry import Builtin, builtin, load_reward
-from megarl.rewards.scoring import RewardFunction, Score
+from megarl.rewards.registry import Source
+from megarl.rewards.scoring import Score
 
 if TYPE_CHECKING:
     from megarl.config.schema import RewardConfig
@@ -21,25 +20,12 @@ OVERLONG = "overlong"
 
 @dataclass(frozen=True)
 class Term:
-    """One named reward: `function` is what `spec` and `options` load, and scores samples of `data_sources`, or all."""
+    """One named reward: the function of `source` scores samples of `data_sources`, or all."""
 
     name: str
-    function: RewardFunction
-    spec: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    source: Source
     weight: float = 1.0
     data_sources: Sequence[str] = ()
-
-    @property
-    def builtin(self) -> Builtin | None:
-        """The entry of `REWARDS`, if it is one."""
-        return builtin(self.spec)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a call gives an awaitable."""
-        function = getattr(self.function, "func", self.function)
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def applies_to(self, data_source: str) -> bool:
         """Whether samples of `data_source` are scored by it."""
@@ -47,13 +33,12 @@ class Term:
 
 
 def terms_of(config: "RewardConfig") -> list[Term]:
-    """Load the terms of a configuration: those of `functions`, or the one that is `function`.
+    """The terms of a configuration: those of `functions`, or the one that is `function`; nothing is loaded.
 
-    Raises `UserError` for what `load_reward` refuses, for `function` beside `functions`, and for a name or a weight
-    that cannot be one.
+    Raises `UserError` for `function` beside `functions`, and for a name or a weight that cannot be one.
     """
     if not config.functions:
-        return [Term(SINGLE, load_reward(config.function), config.function)]
+        return [Term(SINGLE, Source(config.function))]
     if config.function != type(config)().function:
         raise UserError(
             f"reward.function={config.function} and reward.functions are both given: make the former one of the "
@@ -66,8 +51,8 @@ def terms_of(config: "RewardConfig") -> list[Term]:
             raise UserError(f"{where}: a term cannot be named {name!r}; choose another name, without a slash")
         if not math.isfinite(term.weight):
             raise UserError(f"{where}.weight={term.weight} must be a finite number")
-        function = load_reward(term.function, term.options, f"{where}.function", f"{where}.options")
-        terms.append(Term(name, function, term.function, term.options, term.weight, tuple(term.data_sources)))
+        source = Source(term.function, dict(term.options), f"{where}.function", f"{where}.options")
+        terms.append(Term(name, source, term.weight, tuple(term.data_sources)))
     return terms
 
 

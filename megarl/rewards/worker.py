@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,14 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from converters.errors import UserError
+from megarl.rewards.printed import Printed
+from megarl.rewards.registry import Calling, Source
+from megarl.rewards.worker_main import CONNECTION_LOST, LONGEST_REPLY_BYTES
+
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _MEMORY_BYTES = 4 * 1024**3
-_LONGEST_REPLY_BYTES = 16 * 1024**2
-_START_TIMEOUT_S = 300.0
+_LOAD_TIMEOUT_S = 300.0
+_END_TIMEOUT_S = 5.0
+_FORGED = "it wrote to the connection that its scores go through"
 
 
-class WorkerDied(Exception):  # noqa: N818 - says what happened
-    """A function ended its process, or left it without memory."""
+class WorkerLost(Exception):  # noqa: N818 - says what happened
+    """A function ended its process, left it without memory, or made its answers worthless."""
 
 
 class Worker:
@@ -32,6 +39,7 @@ class Worker:
     def __init__(self) -> None:
         # Not asyncio's own subprocesses: one whose start is cancelled is never waited for to its end (Python 3.11).
         self._channel, theirs = socket.socketpair()
+        self._printed = Printed()
         with theirs:
             # -P keeps the folder of the program, and with it this package's own files, off the child's import path. A
             # session of its own keeps Ctrl-C for the parent.
@@ -39,8 +47,10 @@ class Worker:
                 [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
+                stderr=self._printed.writing_end,
                 start_new_session=True,
             )
+        self._printed.close_writing_end()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     @property
@@ -48,63 +58,87 @@ class Worker:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    async def load(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Load the functions, each a spec of `load_reward` and its options. Raises RuntimeError if that fails."""
-        self._streams = await asyncio.open_connection(sock=self._channel, limit=_LONGEST_REPLY_BYTES)
-        setup = {"path": sys.path, "functions": [(spec, dict(options)) for spec, options in functions]}
-        reply = await asyncio.wait_for(self.ask(setup), _START_TIMEOUT_S)
-        if "error" in reply:
-            raise RuntimeError(f"a process that scores could not load the reward functions: {reply['error']}")
+    async def load(self, sources: Sequence[Source], timeout_s: float) -> list[Calling]:
+        """Load the functions, which are then asked by their places. Raises UserError for one that cannot be loaded."""
+        self._streams = await asyncio.open_connection(sock=self._channel, limit=2 * LONGEST_REPLY_BYTES)
+        self._printed.begin()
+        await self._send({"path": sys.path})
+        return [await self._load(source, timeout_s) for source in sources]
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply. Raises `WorkerDied` if there will be none."""
+        """The reply. Raises `WorkerLost` if there will be none that can be trusted."""
+        # Not guessable: what a function writes where replies go is no reply to anything.
+        number = secrets.randbits(64)
+        self._printed.allow_more()
         assert self._streams is not None
-        reader, writer = self._streams
-        body = pickle.dumps(request)
         try:
-            writer.write(len(body).to_bytes(8))
-            writer.write(body)
-            await writer.drain()
-            reply = await reader.readline()
+            await self._send({"number": number, **request})
+            line = await self._streams[0].readline()
         except ConnectionError:  # it died while it read
-            reply = b""
-        if not reply.endswith(b"\n"):
-            raise WorkerDied(_manner(await asyncio.to_thread(self._process.wait)))
-        return json.loads(reply)
+            line = b""
+        except ValueError as error:  # no line ends within the limit
+            raise WorkerLost(_FORGED) from error
+        if not line.endswith(b"\n"):
+            raise WorkerLost(_manner(await asyncio.to_thread(self._process.wait)))
+        return _reply(line, number)
 
     async def end(self) -> None:
-        """End the process, and what it started in its session; when this returns, it is gone."""
-        with suppress(ProcessLookupError):  # it may be gone, and what it started still be there
+        """End the process, and all that came of it; when this returns, they are gone."""
+        if self._process.poll() is None:
+            self._process.terminate()  # it ends the others, then itself
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _END_TIMEOUT_S)
+        with suppress(ProcessLookupError):  # for one that a function has stopped or killed
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._streams is not None:
             self._streams[1].close()
         self._channel.close()
         await asyncio.to_thread(self._process.wait)
+        await self._printed.end()
+
+    async def _load(self, source: Source, timeout_s: float) -> Calling:
+        where = f"{source.key}={source.spec}"
+        try:
+            reply = await asyncio.wait_for(self.ask({"load": source}), timeout_s)
+        except TimeoutError as error:
+            raise UserError(f"{where}: loading it takes longer than {timeout_s:.0f} s") from error
+        except WorkerLost as error:
+            raise UserError(f"{where}: while it was loaded, {error}") from error
+        if "error" in reply:
+            raise UserError(reply["error"])
+        return Calling(**reply["calling"])
+
+    async def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._streams is not None
+        writer, body = self._streams[1], pickle.dumps(request)
+        writer.write(len(body).to_bytes(8))
+        writer.write(body)
+        await writer.drain()
 
 
 class WorkerPool:
     """Workers that are lent one by one, started as they are needed."""
 
-    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        self._functions = functions
+    def __init__(self, sources: Sequence[Source], load_timeout_s: float = _LOAD_TIMEOUT_S) -> None:
+        self._sources = sources
+        self._load_timeout_s = load_timeout_s
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
+    async def load_first(self) -> list[Calling]:
+        """Start a worker before one is needed: how the functions are called. Raises UserError as `Worker.load`."""
+        worker, callings = await self._start()
+        self.give_back(worker)
+        return callings
+
     async def take(self) -> Worker:
-        """A worker that is ready."""
+        """A worker that is ready. Raises UserError as `Worker.load`."""
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive:
                 return worker
             await self.end(worker)
-        worker = Worker()
-        self._all.add(worker)
-        try:
-            await worker.load(self._functions)
-        except BaseException:
-            await self.end(worker)
-            raise
-        return worker
+        return (await self._start())[0]
 
     def give_back(self, worker: Worker) -> None:
         """Lend it to the next."""
@@ -120,8 +154,29 @@ class WorkerPool:
         self._idle.clear()
         await asyncio.gather(*(self.end(worker) for worker in list(self._all)))
 
+    async def _start(self) -> tuple[Worker, list[Calling]]:
+        worker = Worker()
+        self._all.add(worker)
+        try:
+            return worker, await worker.load(self._sources, self._load_timeout_s)
+        except BaseException:
+            await self.end(worker)
+            raise
+
+
+def _reply(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WorkerLost(_FORGED) from error
+    if not isinstance(reply, dict) or reply.get("number") != number:
+        raise WorkerLost(_FORGED)
+    return reply
+
 
 def _manner(code: int) -> str:
+    if code == CONNECTION_LOST:
+        return "it closed the connection that its scores go through"
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
     return f"it ended its process with exit code {code}"

@@ -1,11 +1,12 @@
 """A process that scores: a program of its own, because what a policy wrote may make any function hang or crash.
 
-It reads pickled requests, each behind its length, and answers each by a line of JSON. It dies with the process that
-started it, also if that one is killed, and imports nothing but the reward functions.
+It is two processes. The one that was started watches the other, ends all that functions have started when that one
+has ended or the asking process says so, and then ends in the same manner. The other reads pickled requests, each behind
+its length, and answers each by a line of JSON with the number of the request. Both die with the process that started
+them, also if that one is killed, and import nothing but the reward functions.
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -13,44 +14,72 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Awaitable
-from typing import Any, BinaryIO
+from collections.abc import Awaitable, Mapping
+from typing import Any, BinaryIO, NoReturn
 
-_PR_SET_PDEATHSIG = 1
+LONGEST_REPLY_BYTES = 16 * 1024**2
+CONNECTION_LOST = 113
+"""The exit code of a process whose functions have closed the connection to the asking process."""
+
 _SHOWN_CHARACTERS = 2000
 
 
 def main(parent: int, memory_bytes: int) -> None:
-    """Load the functions of the first request, then score until the input ends."""
-    _die_with(parent)
+    """Load functions and score with them until the input ends."""
     requests, replies = _own_streams()
+    sys.path[:] = _read(requests)["path"]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _supervise(parent, requests, replies)
     # What is private and writable counts, other than under RLIMIT_AS: libraries of a user's function may map a lot.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = _read(requests)
-    sys.path[:] = setup["path"]
-    try:
-        functions = _load(setup["functions"])
-        reply: dict[str, Any] = {"ready": True}
-    except Exception as error:  # noqa: BLE001 - the asking process raises it
-        reply = {"error": _shown(error)}
-    _write(replies, reply)
+    process, functions = os.getpid(), list[Any]()
     while True:
         request = _read(requests)
-        _write(replies, _score(functions[request["function"]], request["arguments"]))
+        reply = _load(functions, request) if "load" in request else _score(functions[request["call"]], request)
+        if os.getpid() != process:
+            os._exit(0)  # the function forked and let its child return, too: its parent's answer is the one
+        _write(replies, {"number": request["number"], **reply})
 
 
-def _load(specs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    from megarl.rewards.registry import load_reward
+def _supervise(parent: int, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Go on in a child of this process, which stays behind."""
+    from megarl.sandbox import process_tree
 
-    return [load_reward(spec, options) for spec, options in specs]
+    process_tree.die_with(parent, signal.SIGTERM)
+    process_tree.adopt_orphans()
+    supervisor = os.getpid()
+    child = process_tree.fork()
+    if not child:
+        process_tree.die_with(supervisor, signal.SIGKILL)
+        return
+    requests.close()  # the asking process is to hear of the child's end at once
+    replies.close()
+    ended = process_tree.wait_end(child)
+    process_tree.kill_descendants()
+    if ended.told or ended.code < 0:
+        process_tree.end_by(ended.told or -ended.code)
+    os._exit(ended.code)
 
 
-def _score(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def _load(functions: list[Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    from converters.errors import UserError
+    from megarl.rewards.registry import calling_of
+
+    source = request["load"]
+    try:
+        functions.append(source.load())
+        return {"calling": calling_of(functions[-1])._asdict()}
+    except UserError as error:
+        return {"error": str(error)}
+    except BaseException as error:  # noqa: BLE001 - a file may raise anything
+        return {"error": f"{source.key}={source.spec}: loading it failed with {_shown(error)}"}
+
+
+def _score(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     from megarl.rewards.scoring import as_score
 
     try:
-        result = function(**arguments)
+        result = function(**request["arguments"])
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except BaseException as error:  # noqa: BLE001 - also SystemExit is the function's failure, not the process's end
@@ -68,17 +97,15 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 
 def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS]
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before it could be followed
+    try:
+        message = str(error)
+    except BaseException:  # noqa: BLE001 - a class of a user's own may do anything
+        message = "(it cannot be shown)"
+    return f"{type(error).__name__}: {message}"[:_SHOWN_CHARACTERS]
 
 
 def _own_streams() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the asking process, out of reach of what functions read and print."""
+    """The connection to the asking process, out of reach of what functions read and print."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -87,15 +114,30 @@ def _own_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(requests: BinaryIO) -> dict[str, Any]:
-    length = requests.read(8)
+    try:
+        length = requests.read(8)
+        body = requests.read(int.from_bytes(length))
+    except OSError:
+        _lose_connection()
     if len(length) < 8:
         sys.exit()
-    return pickle.loads(requests.read(int.from_bytes(length)))
+    return pickle.loads(body)
 
 
 def _write(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
+    line = json.dumps(reply).encode() + b"\n"
+    if len(line) > LONGEST_REPLY_BYTES:
+        too_long = f"its result is of {len(line)} bytes, more than {LONGEST_REPLY_BYTES}"
+        line = json.dumps({"number": reply["number"], "error": too_long}).encode() + b"\n"
+    try:
+        replies.write(line)
+        replies.flush()
+    except OSError:
+        _lose_connection()
+
+
+def _lose_connection() -> NoReturn:
+    os._exit(CONNECTION_LOST)
 
 
 if __name__ == "__main__":

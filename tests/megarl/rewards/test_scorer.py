@@ -9,6 +9,7 @@ import psutil
 import pytest
 from eventually import eventually
 
+from converters.errors import UserError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
@@ -88,10 +89,11 @@ def value(score):
 
 
 def processes():
-    """The processes that score for this one."""
-    return [
-        child.pid for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())
+    """The processes that score for this one, by those that watch them."""
+    watching = [
+        child for child in psutil.Process().children() if any("worker_main" in word for word in child.cmdline())
     ]
+    return {child.pid: [each.pid for each in child.children()] for child in watching}
 
 
 HANGS = {
@@ -121,7 +123,7 @@ def test_what_hangs_is_ended_and_counted_and_the_others_are_scored(file):
         scored = scorer.score([sample(text) for text in samples])
     assert [value(score) for score in scored.scores] == [None, 1.5] * len(HANGS)
     assert (scored.failed, scored.timed_out) == (0, len(HANGS))
-    assert processes() == []
+    assert processes() == {}
 
 
 def test_what_times_out_may_score_zero_or_stop(file):
@@ -164,10 +166,10 @@ def test_processes_of_a_function_end_with_it(file):
 def test_so_many_processes_score_at_once_and_no_more(file, tmp_path):
     with scorer_of(file, "act", workers=2, timeout_s=30.0) as scorer:
         scored = scorer.score([sample(f"arrive({str(tmp_path)!r}, 2)")] * 10)
-        assert {int(path.name) for path in tmp_path.iterdir()} == set(processes())
+        assert sorted([int(path.name)] for path in tmp_path.iterdir()) == sorted(processes().values())
         assert len(processes()) == 2
     assert [value(score) for score in scored.scores] == [1.0] * 10
-    assert processes() == []
+    assert processes() == {}
 
 
 def test_the_processes_are_light_and_hold_nothing_of_the_parent(file, tmp_path):
@@ -200,7 +202,7 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
 def test_async_functions_run_side_by_side(file):
     with scorer_of(file, "meet", workers=20) as scorer:
         assert scorer.score([sample("")] * 20).scores == [Score(1.0, {}, {"score": 1.0})] * 20
-        assert processes() == []
+        assert processes() == {}
 
 
 def test_async_functions_time_out_also_if_they_block(file):
@@ -250,8 +252,9 @@ def test_a_scorer_that_is_closed_leaves_no_thread(file):
 
 def test_a_file_that_changed_for_the_worse_is_said(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def one(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
-    with Scorer(RewardConfig(function=f"{file}:one")) as scorer:
+    file.write_text("import os\ndef ends(data_source, solution_str, ground_truth, extra_info):\n    os._exit(3)\n")
+    with scorer_of(file, "ends", on_error="drop", workers=1) as scorer:
         file.write_text("1 / 0")
-        with pytest.raises(RuntimeError, match=r"could not load the reward functions: UserError.*ZeroDivisionError"):
+        assert scorer.score([sample("")]).failed == 1
+        with pytest.raises(UserError, match=r"ends: running the file failed with ZeroDivisionError"):
             scorer.score([sample("")])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,6 +115,9 @@ def test_other_numbers_of_a_mapping_are_named_parts():
         (float("nan"), "'score' must be a finite number, found nan"),
         (float("inf"), "'score' must be a finite number, found inf"),
         (None, "'score' must be a finite number, found None"),
+        (10**400, "'score' must be a finite number, found 1000"),
+        pytest.param(10**5000, "'score' must be a finite number, found a long int", id="5001 digits"),
+        (torch.tensor(0.5), "'score' must be a finite number, found tensor"),
         ("1", "'score' must be a finite number, found '1'"),
         ({"score": None}, "'score' must be a finite number, found None"),
         ({"accuracy": 1.0}, r"has no 'score', only \['accuracy'\]"),

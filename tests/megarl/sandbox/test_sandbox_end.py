@@ -22,16 +22,16 @@ ENDINGS = {
     "for n in set(signal.valid_signals()) - {9, 17, 19}: signal.signal(n, signal.SIG_IGN)\n"
     + BEGETS.format(does="time.sleep(60)"),
 }
-REPEATED = f"""
+REPEATED = """
 import os, sys
 from megarl.sandbox.run import *
 isolation, program, times, mark = sys.argv[1:]
-marked = f"import os, sys\\nos.execv(sys.executable, [sys.executable, '-c', {{program!r}}, {{mark!r}}])"
+marked = f"import os, sys\\nos.execv(sys.executable, [sys.executable, '-c', {program!r}, {mark!r}])"
 for _ in range(int(times)):
     print(run(marked, b"", Limits(processes=16), isolation).end, end=" ")
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if mark in open(f"/proc/{{name}}/cmdline").read() and int(name) != os.getpid(): print("left", name)
+            if mark in open(f"/proc/{name}/cmdline").read() and int(name) != os.getpid(): print("left", name)
         except (FileNotFoundError, ProcessLookupError):
             continue
 """
