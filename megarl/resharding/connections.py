@@ -5,6 +5,7 @@ before anything of the other is unpickled. No read and no write waits longer tha
 connection was made; the end of a peer's process is seen at once.
 """
 
+import math
 import socket
 import struct
 import time
@@ -18,6 +19,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 Kind = TypeVar("Kind")
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
+
+_RAISED_S = "raised_s"
 
 
 class TransferError(RuntimeError):
@@ -153,8 +156,15 @@ def telling(links: Mapping[int, Link]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Before anybody is told: what comes back from peers is a consequence, and has to look younger.
+        vars(error)[_RAISED_S] = time.monotonic()
         tell(links, reason_of(error))
         raise
+
+
+def raised_s(error: BaseException | None) -> float:
+    """When an error passed `telling`, on the clock of this process; infinity for one that did not."""
+    return vars(error).get(_RAISED_S, math.inf)
 
 
 def tell(links: Mapping[int, Link], reason: str) -> None:

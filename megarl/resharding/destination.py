@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.resharding.announcements import Announcement
 from megarl.resharding.arrivals import Arrivals
-from megarl.resharding.connections import Address, reason_of
+from megarl.resharding.connections import Address, raised_s, reason_of
 from megarl.resharding.receiver import Receiver
 from megarl.resharding.sender import Sender
 from megarl.resharding.streams import DestinationStreams
@@ -95,7 +95,7 @@ class Destination:
         self._at_once(moving)
 
     def _at_once(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Do all of them at the same time. Raises the first error that there is, after which the others end, too."""
+        """Do all of them at the same time. Raises the error that began it, after which the others end, too."""
         if len(tasks) == 1:
             tasks[0]()
             return
@@ -104,7 +104,9 @@ class Destination:
             failed = [task for task in running if self._has_failed(task)]
         # An error holds the frames that it passed, and what they hold is to be freed: nothing here may hold the error.
         if failed:
-            failed.pop(0).result()
+            # Not the task that ended first: while one still tells its peers, their answers may end the others.
+            failed.sort(key=lambda task: raised_s(task.exception()), reverse=True)
+            failed.pop().result()
 
     def _has_failed(self, task: Future[object]) -> bool:
         """Whether a task that has ended did so with an error; then all other tasks and peers are told."""

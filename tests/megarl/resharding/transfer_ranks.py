@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.plan import Cutting, Plan, plan
 from converters.topology import Topology
+from megarl.resharding import connections
 from megarl.resharding import receiver as receiving
 from megarl.resharding import sender as sending
 from megarl.resharding.announcements import Acknowledgement, Announcement
@@ -227,7 +229,11 @@ def _garble(blocks, **_):
         block.memory.fill_(0x3D)
 
 
-ACTIONS = {"kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
+def _linger(*_, **_options):
+    time.sleep(1.0)
+
+
+ACTIONS = {"linger": _linger, "kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
 POINTS = {
     "accept": (sending.Door, "accept", None),
     "packed": (sending, "pack", None),
@@ -235,6 +241,7 @@ POINTS = {
     "connected": (receiving, "connect", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),
+    "told": (connections, "tell", None),
 }
 
 
