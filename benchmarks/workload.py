@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from megarl.job import EXPORT
+from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 

@@ -8,8 +8,9 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
-from megarl.job import LOGS
 from megarl.model import read_model
+from megarl.output.places import LOGS
+from megarl.phase import phase
 from megarl.rewards import Scorer
 from megarl.stages.evaluate import evaluate
 
@@ -21,15 +22,18 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
             f"model.megatron_checkpoint={config.model.megatron_checkpoint} cannot be evaluated as it is: engines read"
             " HuggingFace folders; set model.path to what megarl export makes of it"
         )
-    model = read_model(config.model, config.rollout.stop_token_ids)
-    prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
-    logs = Path(config.output_dir) / LOGS
     with ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config.reward))
-        scorer.check_data_sources(prompt.data_source for prompt in prompts)
+        with phase("checking model and data"):
+            model = read_model(config.model, config.rollout.stop_token_ids)
+            prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
+            scorer = stack.enter_context(Scorer(config.reward))
+            scorer.check_data_sources(prompt.data_source for prompt in prompts)
         stack.enter_context(ray_cluster(config.cluster))
-        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
-        engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+        with phase("starting the engines"):
+            logs = Path(config.output_dir) / LOGS
+            engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
+            engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+        stack.enter_context(phase(f"answering {len(prompts)} prompts"))
         return evaluate(
             engines,
             prompts,

@@ -1,10 +1,10 @@
 """Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from converters.errors import UserError
@@ -12,21 +12,20 @@ from megarl.algorithms import ADVANTAGES, AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.companions import Companions, check_companions, open_companions
+from megarl.companions import Companions, check_companions, open_companions, wanted_companions
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.dynamics.watch import Watch
 from megarl.model import Model, check_layout, read_model
+from megarl.output.export import finish_export, step_of_export, write_export
+from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_COMPANIONS
+from megarl.phase import phase
 from megarl.rewards import Scorer
 from megarl.stages.engine_start import EngineStart
 from megarl.stages.refit import Refit
 from megarl.tracking import MetricValue, Run, Tracker, open_tracker
 from megatron_ext import checkpoint_folder
-
-CHECKPOINTS = "checkpoints"
-EXPORT = "huggingface"
-LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,10 @@ class Job:
             print(warning, file=sys.stderr, flush=True)
 
     def export(self) -> None:
-        """Write the trained models as HuggingFace folders, in the place of earlier ones of this run."""
+        """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
         for name, trained in {EXPORT: self.trainer, **self.companions.trained}.items():
-            folder = Path(self.config.output_dir) / name
-            if folder.exists():
-                shutil.rmtree(folder)
-            trained.export(folder, self.model.folder)
+            write = partial(trained.export, copy_from=self.model.folder)
+            write_export(write, Path(self.config.output_dir) / name, self.state.step)
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
@@ -114,34 +111,37 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
 
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
-    model = read_model(config.model, config.rollout.stop_token_ids)
-    options = megatron_options(config)
-    check_layout(model.architecture, options)
-    task = _read_task(config, model)
-    check_companions(config, model, task.prompts)
-    objective = PolicyObjective(config.algorithm)
-    total_steps = config.loop.steps * config.algorithm.updates_per_step
-    state, checkpoint = _position(config, len(task.prompts))
     with ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config.reward))
-        scorer.check_data_sources({prompt.data_source for prompt in (*task.prompts, *task.eval_prompts)})
+        with phase("checking model and data"):
+            model = read_model(config.model, config.rollout.stop_token_ids)
+            options = megatron_options(config)
+            check_layout(model.architecture, options)
+            task = _read_task(config, model)
+            check_companions(config, model, task.prompts)
+            objective = PolicyObjective(config.algorithm)
+            state, checkpoint = _position(config, len(task.prompts))
+            scorer = stack.enter_context(Scorer(config.reward))
+            scorer.check_data_sources({prompt.data_source for prompt in (*task.prompts, *task.eval_prompts)})
         stack.enter_context(ray_cluster(config.cluster))
-        logs = Path(config.output_dir) / LOGS
         tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
-        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
-        trainer = stack.enter_context(
-            TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
-        )
-        prompts = [prompt.token_ids for prompt in task.prompts]
-        engine_start = EngineStart(trainer, engines, model, config, prompts)
-        trainer.start()
-        trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-        companions = open_companions(config, logs, total_steps, stack)
-        if checkpoint is not None:
-            engine_start.compare()
-            trainer.load(checkpoint)
-            for name, companion in companions.trained.items():
-                companion.load(checkpoint / name)
+        with phase(f"starting trainer and engines{f', from step {state.step}' if checkpoint else ''}"):
+            logs = Path(config.output_dir) / LOGS
+            engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
+            trainer = stack.enter_context(
+                TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
+            )
+            prompts = [prompt.token_ids for prompt in task.prompts]
+            engine_start = EngineStart(trainer, engines, model, config, prompts)
+            trainer.start()
+            total_steps = config.loop.steps * config.algorithm.updates_per_step
+            trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
+            companions = open_companions(config, logs, total_steps, stack)
+            if checkpoint is not None:
+                engine_start.compare()
+                trainer.load(checkpoint)
+                for name, companion in companions.trained.items():
+                    companion.load(checkpoint / name)
+            refit = engine_start.finish()
         yield Job(
             config=config,
             model=model,
@@ -151,7 +151,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             trainer=trainer,
             companions=companions,
             engines=engines,
-            refit=engine_start.finish(),
+            refit=refit,
             tracker=tracker,
             watch=Watch.of_run(config.tracking, Path(config.output_dir), state.step),
             state=state,
@@ -181,6 +181,7 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
     if not iterations:
+        _check_that_no_export_is_lost(config)
         return state, None
     if config.checkpoint.resume == "never":
         raise UserError(
@@ -193,6 +194,34 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     state.sampler.load_state_dict(saved["sampler"])
     state.kl.load_state_dict(saved["kl"])
     return state, folder
+
+
+def _check_that_no_export_is_lost(config: MegarlConfig) -> None:
+    """A run that continues none has no export to replace. Raises UserError if there is one."""
+    for export in exports_of(config):
+        finish_export(export)
+        if export.exists():
+            raise UserError(
+                f"{export} is there, but no checkpoint of a run that wrote it: move it away, or choose another"
+                " output_dir"
+            )
+
+
+def exports_of(config: MegarlConfig) -> list[Path]:
+    """The folders that a run exports its trained models to."""
+    trained = [name for name in TRAINED_COMPANIONS if name in wanted_companions(config)]
+    return [Path(config.output_dir) / name for name in (EXPORT, *trained)]
+
+
+def is_finished(config: MegarlConfig) -> bool:
+    """Whether `output_dir` holds the run at its last step, exported: there is nothing left to do."""
+    iterations = checkpoint_folder.complete_iterations(checkpoints_folder(config))
+    if not iterations or iterations[-1] < config.loop.steps or config.checkpoint.resume == "never":
+        return False
+    exports = exports_of(config)
+    for export in exports:
+        finish_export(export)
+    return all(step_of_export(export) == iterations[-1] for export in exports)
 
 
 def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:

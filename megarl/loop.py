@@ -6,7 +6,8 @@ from functools import partial
 from megarl.clock import Clock
 from megarl.config.schema import MegarlConfig
 from megarl.dynamics import advantage_metrics, group_metrics, response_metrics
-from megarl.job import Job, open_job
+from megarl.job import Job, is_finished, open_job
+from megarl.phase import phase
 from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 from megarl.stages.evaluate import evaluate
 from megarl.stages.gather import Gathered, gather
@@ -24,8 +25,12 @@ def train(config: MegarlConfig) -> None:
 
     Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
+    if is_finished(config):
+        print(f"all {config.loop.steps} steps are done; raise loop.steps to go on from the last one", flush=True)
+        return
     with open_job(config) as job:
-        job.refit(job.state.step)
+        with phase("first refit"):
+            job.refit(job.state.step)
         print(f"refit: {job.refit.description}", flush=True)
         if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
             job.log(_evaluate(job))
@@ -36,7 +41,8 @@ def train(config: MegarlConfig) -> None:
             if _due(job.state.step, config.checkpoint.every, config.loop.steps):
                 with clock.stage("checkpoint"):
                     job.save()
-        job.export()
+        with phase("writing the trained model"):
+            job.export()
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:

@@ -15,7 +15,8 @@ from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
-from megarl.job import LOGS
+from megarl.output.places import LOGS
+from megarl.phase import phase
 from megarl.preferences import pair_batch, with_reference
 from megarl.rollout.protocol import Request
 from megarl.sft import exact_match_share
@@ -49,7 +50,8 @@ def spin(config: MegarlConfig) -> None:
     ):
         engine_start = EngineStart(training.trainer, engines, start.model, config, [turn.prompt for turn in turns])
         training.build()
-        refit = engine_start.finish()
+        with phase("starting the engines"):
+            refit = engine_start.finish()
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )

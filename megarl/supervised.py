@@ -18,8 +18,10 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation
-from megarl.job import EXPORT, LOGS, open_tracker_of
+from megarl.job import open_tracker_of
 from megarl.model import Model, check_layout, read_model
+from megarl.output.places import EXPORT, LOGS
+from megarl.phase import phase
 from megarl.stages.update import update
 from megarl.tracking import Tracker
 from megarl.tracking.histogram import numbers
@@ -55,9 +57,10 @@ class Start:
     @classmethod
     def of(cls, config: MegarlConfig) -> "Start":
         """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
-        model = read_model(config.model, config.rollout.stop_token_ids)
-        options = megatron_options(config)
-        check_layout(model.architecture, options)
+        with phase("checking the model"):
+            model = read_model(config.model, config.rollout.stop_token_ids)
+            options = megatron_options(config)
+            check_layout(model.architecture, options)
         export = Path(config.output_dir) / EXPORT
         if export.exists():
             raise UserError(f"{export} exists: remove it or choose another output_dir")
@@ -77,8 +80,9 @@ class Training:
     def build(self, *, reference: bool = False, **options: Any) -> None:
         """Start the ranks and read the weights; the `options` are those of `TrainerGroup.build`."""
         model = self.start.model
-        self.trainer.start()
-        self.trainer.build(model.folder, model.megatron_checkpoint, self.steps, reference=reference, **options)
+        with phase("starting the trainer"):
+            self.trainer.start()
+            self.trainer.build(model.folder, model.megatron_checkpoint, self.steps, reference=reference, **options)
 
     def learn(self, draws: Iterable[Draw], objective: Objective, held_out: HeldOut | None) -> None:
         """One optimizer step per draw, until there are `steps`, no more draws, or it is enough."""
@@ -95,7 +99,8 @@ class Training:
 
     def export(self) -> None:
         """Write the trained model as a HuggingFace folder below `output_dir`."""
-        self.trainer.export(Path(self.start.config.output_dir) / EXPORT, self.start.model.folder)
+        with phase("writing the trained model"):
+            self.trainer.export(Path(self.start.config.output_dir) / EXPORT, self.start.model.folder)
 
 
 @contextmanager

@@ -8,9 +8,12 @@ and best@k (the best of k). Other keys of the configuration are given as KEY=VAL
 import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
+from megarl.output.lock import sole_writer
+from megarl.phase import phase
 
 EXAMPLES = """examples:
   megarl eval --model runs/quickstart_qwen3_moe/huggingface \\
@@ -57,11 +60,12 @@ def run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.validate import validate_eval
 
-    config = compose("eval", overrides_of(options))
-    validate_eval(config)
-    from megarl.evaluate import evaluate_model
-
-    metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}
+    with phase("reading the configuration"):
+        config = compose("eval", overrides_of(options))
+        validate_eval(config)
+        from megarl.evaluate import evaluate_model
+    with sole_writer(Path(config.output_dir)):
+        metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}
     for line in [json_of(options.model, metrics)] if options.json else lines_of(metrics):
         print(line)
     return 0

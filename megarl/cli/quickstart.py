@@ -6,6 +6,8 @@ Megatron ranks and one vLLM engine, exports it, and lets a fresh engine confirm 
 
 import argparse
 
+from megarl.phase import phase
+
 EXAMPLES = """examples:
   megarl quickstart
   megarl quickstart --model deepseek_v3 --steps 20 --output-dir runs/mine
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run it; the report says where everything lies."""
-    from megarl.quickstart.run import main
+    with phase("loading the program"):
+        from megarl.quickstart.run import main
 
     return main(options)

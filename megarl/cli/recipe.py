@@ -4,7 +4,13 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from megarl.cli.outcome import table
+from megarl.output.lock import sole_writer
+from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_COMPANIONS
+from megarl.phase import phase
 
 if TYPE_CHECKING:
     from megarl.config.schema import MegarlConfig
@@ -44,17 +50,37 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
 
 
 def run(options: argparse.Namespace, parts: Callable[[], Iterator[Part]]) -> int:
-    """Give the configuration of a command line to each of `parts`, or print it.
+    """Give the configuration of a command line to each of `parts`, a check and a job, or print it.
 
-    They are made one after the other, so that what a check refuses is refused before what comes next is imported.
+    They are made one after the other, so that what the check refuses is refused before the job is imported.
     """
-    config = read_config(options)
     if options.print_config:
-        print_config(config)
+        print_config(read_config(options))
         return 0
-    for part in parts():
-        part(config)
+    check_and_job = parts()
+    with phase("reading the configuration"):
+        config = read_config(options)
+        next(check_and_job)(config)
+    with sole_writer(Path(config.output_dir)):
+        with phase("loading the program"):
+            job = next(check_and_job)
+        job(config)
+    print_places(Path(config.output_dir))
     return 0
+
+
+def print_places(output_dir: Path) -> None:
+    """Say where everything is that a run wrote."""
+    checkpoints = sorted(output_dir.glob(f"{CHECKPOINTS}/iter_???????"))
+    places = {
+        "model": output_dir / EXPORT,
+        **{name: output_dir / name for name in TRAINED_COMPANIONS},
+        "checkpoint": checkpoints[-1] if checkpoints else output_dir / CHECKPOINTS,
+        "metrics": output_dir / "metrics.jsonl",
+        "tensorboard": output_dir / "tensorboard",
+        "logs": output_dir / LOGS,
+    }
+    print("\n".join(table((name, str(path)) for name, path in places.items() if path.exists())), flush=True)
 
 
 def print_config(config: "MegarlConfig") -> None:

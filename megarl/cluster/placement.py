@@ -54,5 +54,10 @@ def _environment(cluster: ClusterConfig) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     if cluster.address is None:
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+        environment |= {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "VLLM_HOST_IP": LOOPBACK,
+            # In the run's own folder, which goes with it: a killed process leaves its temporary files.
+            "TMPDIR": ray.get_runtime_context().get_temp_dir(),
+        }
     return environment

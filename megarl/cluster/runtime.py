@@ -2,23 +2,22 @@
 
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import ray
 from ray import _raylet
 from ray._private import ray_constants
 
 from converters.errors import UserError
+from megarl.cluster.scratch import scratch_folder
 from megarl.config.schema import ClusterConfig
+from megarl.phase import phase
 
 LOOPBACK = "127.0.0.1"
-_FOLDER_PREFIX = "megarl-"
+_RAY = "r"
 # Prompts, responses and their statistics; weights never pass through Ray's object store.
 _OBJECT_STORE_BYTES = 256 * 1024**2
 
@@ -33,24 +32,24 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
         yield
         return
     if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        with phase("connecting to Ray"):
+            ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         try:
             yield
         finally:
             ray.shutdown()
         return
-    _remove_stale_folders()
-    # Short, because the path of a Unix socket ends after 107 bytes.
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-")
-    try:
-        _start_local(folder)
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch_folder() as folder:
+        try:
+            with phase("starting Ray"):
+                # Below it, because Ray opens the folder that it is given to all users.
+                _start_local(folder / _RAY)
+            yield
+        finally:
+            ray.shutdown()
 
 
-def _start_local(folder: str) -> None:
+def _start_local(folder: Path) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
@@ -58,7 +57,7 @@ def _start_local(folder: str) -> None:
     _bind_to_loopback()
     ray.init(
         _node_ip_address=LOOPBACK,
-        _temp_dir=folder,
+        _temp_dir=str(folder),
         num_cpus=1,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
@@ -66,14 +65,6 @@ def _start_local(folder: str) -> None:
         logging_level="ERROR",
         configure_logging=False,
     )
-
-
-def _remove_stale_folders() -> None:
-    """Remove what runs left that were killed: their process is gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_token() -> None:

@@ -10,6 +10,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LO
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
+from megarl.output.places import LOGS, check_output
 from megarl.resharding.messages import ALIGNMENT_BYTES
 from megarl.resharding.transports import TRANSPORTS
 from megarl.rollout import ENGINES
@@ -84,6 +85,7 @@ _AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 def validate(config: MegarlConfig) -> None:
     """Raise UserError for the first value with which `megarl train` could not work."""
     _check_values(config)
+    check_output(config)
     _check_megatron(config)
     _check_files("data.train_files", config.data.train_files, needed=True)
     _check_files("data.eval_files", config.data.eval_files, needed=False)
@@ -105,6 +107,7 @@ def validate(config: MegarlConfig) -> None:
 def validate_sft(config: MegarlConfig) -> None:
     """Raise UserError for the first value with which `megarl sft` could not work."""
     _check_values(config)
+    check_output(config)
     _check_megatron(config)
     _check_files("sft.train_files", config.sft.train_files, needed=True)
     _check_files("sft.eval_files", config.sft.eval_files, needed=False)
@@ -113,6 +116,7 @@ def validate_sft(config: MegarlConfig) -> None:
 def validate_eval(config: MegarlConfig) -> None:
     """Raise UserError for the first value with which `megarl eval` could not work."""
     _check_values(config)
+    check_output(config, written=(LOGS,))
     _check_files("data.eval_files", config.data.eval_files, needed=True)
 
 

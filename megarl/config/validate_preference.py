@@ -4,6 +4,7 @@ from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.config.schema import MegarlConfig
 from megarl.config.validate import _check_files, _check_megatron, _check_values
+from megarl.output.places import check_output
 
 _AT_LEAST_ONE = ("steps", "pairs_per_step", "eval_every", "steps_per_generation")
 
@@ -11,6 +12,7 @@ _AT_LEAST_ONE = ("steps", "pairs_per_step", "eval_every", "steps_per_generation"
 def validate_preference(config: MegarlConfig) -> None:
     """Raise UserError for the first value with which none of the three commands could work."""
     _check_values(config)
+    check_output(config)
     _check_megatron(config)
     for name in _AT_LEAST_ONE:
         value = getattr(config.preference, name)

@@ -20,8 +20,10 @@ from megarl.config.compose import compose
 from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate, validate_sft
 from megarl.evaluate import evaluate_model
-from megarl.job import EXPORT, checkpoints_folder
+from megarl.job import checkpoints_folder
 from megarl.loop import train
+from megarl.output.lock import LOCK, sole_writer
+from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.sft import sft
@@ -62,6 +64,11 @@ _DIFFERENCES = {
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
+    with sole_writer(output):
+        return _run(options, output)
+
+
+def _run(options: argparse.Namespace, output: Path) -> int:
     _prepare(output)
     disable_progress_bar()
     console = Console()
@@ -83,12 +90,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _prepare(output: Path) -> None:
-    """Make room for a new run; a folder with anything else in it is left alone."""
-    if output.exists() and any(output.iterdir()):
-        if not (output / _MARKER).exists():
-            raise UserError(f"{output} holds files that are not a quickstart's: remove it or give another --output-dir")
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
+    """Make room in our folder for a new run; one with anything else in it is left alone."""
+    earlier = [path for path in output.iterdir() if path.name != LOCK]
+    if earlier and not (output / _MARKER).exists():
+        raise UserError(f"{output} holds files that are not a quickstart's: remove it or give another --output-dir")
+    for path in earlier:
+        if path.name == _MARKER:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     (output / _MARKER).touch()
 
 

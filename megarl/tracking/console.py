@@ -59,11 +59,11 @@ class LiveConsole:
             TextColumn("{task.fields[text]}"),
             console=console,
         )
-        self._task = self._progress.add_task("", total=run.last_step, text="starting", completed=run.first_step - 1)
-        self._progress.start()
+        self._task = self._progress.add_task("", total=run.last_step, text="", completed=run.first_step - 1)
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Redraw the line."""
+        """Redraw the line, which is there from the first log on: until then the phases of the start are shown."""
+        self._progress.start()
         self._progress.update(self._task, completed=step, text=self._text.update(step, metrics))
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ class JsonLinesLogger:
     """
 
     def __init__(self, run: Run) -> None:
-        path = run.output_dir / FILE_NAME
+        path = run.place(FILE_NAME)
         if path.exists():
-            os.truncate(path, _length_before(path, run.first_step) if run.resumed else 0)
+            os.truncate(path, _length_before(path, run.first_step))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:

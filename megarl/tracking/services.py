@@ -21,7 +21,7 @@ class TensorBoardLogger:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import
 
-        folder = run.output_dir / "tensorboard"
+        folder = run.place("tensorboard")
         self._writer = SummaryWriter(str(folder), purge_step=run.first_step if run.resumed else None)
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
@@ -61,8 +61,8 @@ class WandbLogger:
 
     def __init__(self, run: Run) -> None:
         self._wandb: Any = _import("wandb", extra="wandb")
-        id_file = run.output_dir / "wandb_run_id"
-        run_id = _read_id(id_file, run)
+        id_file = run.place("wandb_run_id")
+        run_id = _read_id(id_file)
         self._run: Any = self._wandb.init(
             project=run.project,
             name=run.run_name,
@@ -99,9 +99,9 @@ class MlflowLogger:
 
     def __init__(self, run: Run) -> None:
         self._mlflow: Any = _import("mlflow", extra="mlflow")
-        id_file = run.output_dir / "mlflow_run_id"
+        id_file = run.place("mlflow_run_id")
         self._mlflow.set_experiment(run.project)
-        started = self._mlflow.start_run(run_id=_read_id(id_file, run), run_name=run.run_name)
+        started = self._mlflow.start_run(run_id=_read_id(id_file), run_name=run.run_name)
         id_file.write_text(started.info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
@@ -136,5 +136,5 @@ def _import(name: str, extra: str) -> ModuleType:
         ) from error
 
 
-def _read_id(file: Path, run: Run) -> str | None:
-    return file.read_text() if run.resumed and file.exists() else None
+def _read_id(file: Path) -> str | None:
+    return file.read_text() if file.exists() else None

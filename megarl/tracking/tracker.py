@@ -1,8 +1,10 @@
 """One place to log to, whatever loggers are behind it."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -34,6 +36,20 @@ class Run:
     run_name: str = "run"
     resumed: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def place(self, name: str) -> Path:
+        """`output_dir`/`name`, for a logger to write; what a run left there that this one does not continue is kept.
+
+        It gets the name with the next free number, metrics.1.jsonl for metrics.jsonl.
+        """
+        path = self.output_dir / name
+        if self.resumed or not path.exists() or (path.is_file() and not path.stat().st_size):
+            return path
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        kept = next(other for other in names if not other.exists())
+        path.rename(kept)
+        print(f"{path} is of an earlier run and is kept as {kept.name}", file=sys.stderr, flush=True)
+        return path
 
 
 class Tracker:

@@ -44,7 +44,8 @@ def run(model, files, tmp_path, capfd):
         assert main(arguments) == 2
         message = capfd.readouterr().err
         assert "Traceback" not in message
-        return message.strip().splitlines()[0 if "The end of" in message else -1]
+        (sentence,) = [line for line in message.splitlines() if line.startswith("megarl: ")]
+        return sentence
 
     yield train
     assert {path.name for path in tmp_path.glob("run/*")} <= {"logs", "metrics.jsonl", "tensorboard"}

@@ -19,8 +19,9 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.clock import Clock
 from megarl.cluster import runtime
 from megarl.config.schema import RefitConfig
-from megarl.job import EXPORT, open_job
+from megarl.job import open_job
 from megarl.loop import train_step
+from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import SamplingParameters
 from megarl.stages.refit import check_machines

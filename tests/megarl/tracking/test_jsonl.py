@@ -84,3 +84,19 @@ def test_a_line_of_something_else_is_named(tmp_path, line):
     with pytest.raises(UserError, match="line 2"):
         JsonLinesLogger(run(tmp_path, 5, resumed=True))
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_the_metrics_of_a_run_that_is_not_continued_are_kept(tmp_path, capfd):
+    for value in (0.25, 0.5, 0.75):
+        logger = JsonLinesLogger(run(tmp_path, 0, resumed=False))
+        logger.log(0, {"eval/accuracy": value})
+        logger.close()
+    kept = {path.name: json.loads(path.read_text())["eval/accuracy"] for path in tmp_path.iterdir()}
+    assert kept == {"metrics.1.jsonl": 0.25, "metrics.2.jsonl": 0.5, "metrics.jsonl": 0.75}
+    assert "metrics.jsonl is of an earlier run and is kept as metrics.2.jsonl" in capfd.readouterr().err
+
+
+def test_nothing_is_kept_of_a_run_that_logged_nothing(tmp_path):
+    for _ in range(2):
+        JsonLinesLogger(run(tmp_path, 0, resumed=False)).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

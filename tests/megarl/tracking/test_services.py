@@ -154,3 +154,11 @@ def test_mlflow_gets_quantiles_and_names_that_it_takes(tmp_path, installed):
     assert values == pytest.approx(
         {f"a/histogram/{name}": value for name, value in quantiles.items()} | {"reward/source/my_data": 0.5}
     )
+
+
+def test_curves_of_a_run_that_is_not_continued_are_kept_apart(tmp_path):
+    for step in (3, 5):
+        log_once("tensorboard", Run(tmp_path, first_step=0, last_step=9), step)
+    assert [step for step, _ in scalars(tmp_path, "reward/mean")] == [5]
+    events = EventAccumulator(str(tmp_path / "tensorboard.1")).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [3]

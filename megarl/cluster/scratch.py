@@ -1,0 +1,69 @@
+"""The folder of a run below /tmp: open to its owner alone, and gone with the run, or with a later one."""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "megarl-"
+_MARKER = "held"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder with mode 0700, removed with the context; those that killed runs of this user left go, too.
+
+    A marker in it, locked as long as the process lives, says that it is ours and whether it is still in use. The kernel
+    keeps the lock, so that a run of another container that shares /tmp counts as alive, too.
+    """
+    _remove_stale()
+    # Short, because the path of a Unix socket ends after 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    lock = _hold(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _hold(folder: Path) -> int:
+    """Lock the marker before it has its name: one that nobody holds is that of a dead process."""
+    unnamed = folder / f"{_MARKER}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unnamed.rename(folder / _MARKER)
+    return lock
+
+
+def _remove_stale() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _take(marker: Path) -> int | None:
+    """A descriptor that holds the lock of `marker`; None where there is no marker or another process holds it."""
+    try:
+        lock = os.open(marker, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock

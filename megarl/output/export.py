@@ -1,0 +1,62 @@
+"""An export takes the place of an earlier one when it is complete: there is one at any moment, or the next run ends it.
+
+The new one is written beside the old one. Then the old one is moved away, the new one gets its name, the old one goes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.output.places import next_export, previous_export
+
+_RECORD = "megarl_export.json"
+
+
+def write_export(write: Callable[[Path], None], export: Path, step: int) -> None:
+    """Let `write` make a folder, which appears when it is complete; it becomes `export`, that of `step`."""
+    finish_export(export)
+    new = next_export(export)
+    write(new)
+    record = new / _RECORD
+    with record.open("w") as file:
+        json.dump({"step": step}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    finish_export(export)
+
+
+def finish_export(export: Path) -> None:
+    """Let a complete export that was written take its place, whether by this run or by one that was killed."""
+    new, old = next_export(export), previous_export(export)
+    if new.exists():
+        if export.exists():
+            _remove(old)
+            export.rename(old)
+        new.rename(export)
+        _sync(export.parent)
+    _remove(old)
+
+
+def step_of_export(export: Path) -> int | None:
+    """The step whose weights an export holds; None where there is none, or none that a run wrote."""
+    try:
+        record = json.loads((export / _RECORD).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

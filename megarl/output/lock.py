@@ -1,0 +1,74 @@
+"""One run at a time in an output folder."""
+
+import errno
+import fcntl
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from converters.errors import UserError
+
+LOCK = ".lock"
+_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Make `folder`, if it is not there, and hold it for this process; the kernel lets go when the process ends.
+
+    Raises UserError if another process holds it, on whatever machine that shares it, or if it cannot be written.
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    except BlockingIOError as error:
+        raise UserError(
+            f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, or choose another output_dir"
+        ) from error
+    except OSError as error:
+        where = error.filename or folder
+        raise UserError(f"{where} cannot be written ({error.strerror}): choose another output_dir") from error
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            (folder / LOCK).unlink()
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor of the locked file of this name; the holder removes it, so what was opened may be gone by then."""
+    while True:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                os.close(lock)
+                raise
+            print(f"{folder} is on a file system without locks: see that no other run writes there", file=sys.stderr)
+        if _is_named(lock, folder / LOCK):
+            os.truncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
+            return lock
+        os.close(lock)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(folder: Path) -> str:
+    with suppress(FileNotFoundError):
+        return (folder / LOCK).read_text() or "it has just begun"
+    return "it has just ended"

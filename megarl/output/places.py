@@ -1,0 +1,102 @@
+"""What a run writes below its output_dir, and that none of it touches what the run reads."""
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.errors import UserError
+
+if TYPE_CHECKING:
+    from megarl.config.schema import MegarlConfig
+
+CHECKPOINTS = "checkpoints"
+EXPORT = "huggingface"
+LOGS = "logs"
+TRAINED_COMPANIONS = ("critic", "implicit_reward_model")
+"""Exported under their own names."""
+
+
+def next_export(export: Path) -> Path:
+    """Where an export is written until it takes its place."""
+    return export.with_name(f".{export.name}.next")
+
+
+def previous_export(export: Path) -> Path:
+    """Where an export goes whose place is taken."""
+    return export.with_name(f".{export.name}.previous")
+
+
+_EXPORTS = (Path(EXPORT), *map(Path, TRAINED_COMPANIONS))
+_FOLDERS = (
+    *map(str, _EXPORTS),
+    *(str(beside(export)) for export in _EXPORTS for beside in (next_export, previous_export)),
+    *(CHECKPOINTS, LOGS, "tensorboard", "wandb"),
+)
+_FILES = ("metrics.jsonl", "wandb_run_id", "mlflow_run_id")
+OF_TRAINING = (*_FOLDERS, *_FILES)
+"""What the commands that train write."""
+
+
+def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
+    """Every file and folder that a configuration reads, with its key."""
+    models = {
+        "model.path": config.model.path,
+        "model.megatron_checkpoint": config.model.megatron_checkpoint,
+        "critic.path": config.critic.path,
+        "reward_model.path": config.reward_model.path,
+        **{f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()},
+    }
+    yield from ((key, Path(path)) for key, path in models.items() if path)
+    for name, section in (("data", config.data), ("sft", config.sft), ("preference", config.preference)):
+        yield from ((f"{name}.train_files", Path(file)) for file in section.train_files)
+        yield from ((f"{name}.eval_files", Path(file)) for file in section.eval_files)
+    functions = {
+        "reward.function": config.reward.function,
+        **{f"reward.functions.{name}.function": term.function for name, term in config.reward.functions.items()},
+    }
+    for key, spec in functions.items():
+        file, colon, _ = spec.rpartition(":")
+        if colon:
+            yield key, Path(file)
+
+
+def check_output(config: "MegarlConfig", written: Collection[str] = OF_TRAINING) -> None:
+    """Raise UserError unless `output_dir` can be a folder, and what is `written` there leaves the inputs alone."""
+    output = Path(config.output_dir)
+    if not config.output_dir.strip() or "\0" in config.output_dir:
+        raise UserError(
+            f"output_dir={config.output_dir!r} is no name: give the folder that the run writes, output_dir=runs/mine"
+        )
+    for path in (output, *output.parents):
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise UserError(f"output_dir={output} cannot be a folder: {path} is a file; choose another output_dir")
+    for name in written:
+        place = output / name
+        if os.path.exists(place) and os.path.isdir(place) != (name in _FOLDERS):
+            raise UserError(
+                f"{place} is in the way: the run writes a {'folder' if name in _FOLDERS else 'file'} of that name; move"
+                " it away or choose another output_dir"
+            )
+        for key, path in inputs_of(config):
+            if _touches(path, place):
+                raise UserError(
+                    f"the run would write over its own input: {key}={path} lies at, in or around {place}; choose "
+                    "another output_dir"
+                )
+
+
+def _touches(path: Path, place: Path) -> bool:
+    real_place = os.path.realpath(place)
+    return any(_is_within(real, real_place) or _is_within(real_place, real) for real in _real_paths(path))
+
+
+def _real_paths(path: Path) -> Iterator[str]:
+    """Where `path` is, and where its files are: a model may be a folder of links."""
+    yield os.path.realpath(path)
+    if os.path.isdir(path):
+        yield from (os.path.realpath(entry.path) for entry in os.scandir(path) if entry.is_symlink())
+
+
+def _is_within(path: str, other: str) -> bool:
+    return os.path.commonpath([path, other]) == other

@@ -1,0 +1,92 @@
+"""A run's folder below /tmp: its own alone, gone with it, and nobody else's is touched."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.scratch import scratch_folder
+
+HOLD = """
+import sys
+from megarl.cluster.scratch import scratch_folder
+with scratch_folder() as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+DEAD = 4194200
+
+
+@pytest.fixture(autouse=True)
+def tmp(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def other(tmp):
+    """Another run, with its folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp)},
+    )
+    yield process, Path(process.stdout.readline().strip())
+    process.kill()
+    process.communicate()
+
+
+def test_it_is_open_to_nobody_else_and_goes(tmp):
+    with scratch_folder() as folder:
+        assert folder.parent == tmp
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "socket").write_text("")
+    assert list(tmp.iterdir()) == []
+
+
+def test_what_a_killed_run_left_goes_with_the_next(other):
+    process, folder = other
+    process.kill()
+    process.wait()
+    assert folder.is_dir()
+    with scratch_folder():
+        assert not folder.exists()
+
+
+def test_a_live_run_is_left_alone_whatever_its_number_says(other, tmp):
+    _, folder = other
+    # As seen from another pid namespace: no process here has this number.
+    renamed = folder.rename(tmp / f"megarl-{DEAD}-abc")
+    with scratch_folder():
+        pass
+    assert renamed.is_dir()
+
+
+def test_folders_of_others_stay(tmp):
+    mine = tmp / f"megarl-{DEAD}-my-notes"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    linked = tmp / f"megarl-{DEAD}-link"
+    linked.symlink_to(mine)
+    (mine / "held").symlink_to(mine / "thesis.txt")
+    with scratch_folder():
+        pass
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert linked.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_folder_of_another_user_stays(other):
+    process, folder = other
+    process.kill()
+    process.wait()
+    os.chown(folder, 12345, -1)
+    with scratch_folder():
+        pass
+    assert folder.is_dir()
