@@ -32,10 +32,15 @@ class LanguageModel(Backbone):
         if self.post_process:
             self.output_layer = LanguageModelHead(self.output_layer, real_vocab_size, softcap)
 
-    def predict_labels(self, hidden: Tensor, labels: Tensor, *, temperature: float) -> LogProbs:
-        """What the model says about `labels` [T] by its hidden states; on the last stage only."""
+    def predict_labels(
+        self, hidden: Tensor, labels: Tensor, asked: Tensor | None = None, *, temperature: float
+    ) -> LogProbs:
+        """What the model says about `labels` [T] by its hidden states; on the last stage only.
+
+        Where `asked` bool[T] is False nothing is computed, and all values are 0.
+        """
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, labels, tied, temperature=temperature)
+        return self.output_layer(hidden, labels, tied, asked, temperature=temperature)
 
 
 class ValueModel(Backbone):

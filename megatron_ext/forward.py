@@ -23,10 +23,10 @@ Predict: TypeAlias = Callable[[Any, Tensor, MicroBatch], Any]
 
 
 def predict_labels(temperature: float) -> Predict:
-    """A language model's predictions of the labels of a micro-batch."""
+    """A language model's predictions of the labels of a micro-batch that are asked for."""
 
     def predict(model: LanguageModel, hidden: Tensor, micro_batch: MicroBatch) -> LogProbs:
-        return model.predict_labels(hidden, micro_batch.labels.squeeze(0), temperature=temperature)
+        return model.predict_labels(hidden, micro_batch.labels.squeeze(0), micro_batch.asked, temperature=temperature)
 
     return predict
 

@@ -35,25 +35,36 @@ class LanguageModelHead(ColumnParallelLinear):
         self.vocab_size = vocab_size
         self.softcap = softcap
 
-    def forward(self, hidden: Tensor, labels: Tensor, tied_weight: Tensor | None, *, temperature: float) -> LogProbs:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        tied_weight: Tensor | None,
+        asked: Tensor | None = None,
+        *,
+        temperature: float,
+    ) -> LogProbs:
         """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
 
-        `tied_weight` is the weight where the layer has none.
+        `tied_weight` is the weight where the layer has none. `asked` bool[T], the same on all tensor-parallel ranks,
+        says which labels to predict: prompts have no logits. The others' values are 0.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        weight = self.weight if tied_weight is None else tied_weight
-        return linear_log_probs(
-            hidden.squeeze(1),
-            weight,
-            labels,
+        hidden = hidden.squeeze(1)
+        places = None if asked is None else asked.nonzero().squeeze(1)
+        predictions = linear_log_probs(
+            hidden if places is None else hidden.index_select(0, places),
+            self.weight if tied_weight is None else tied_weight,
+            labels if places is None else labels[places],
             self.tp_group,
             vocab_size=self.vocab_size,
             temperature=temperature,
             softcap=self.softcap,
         )
+        return predictions if places is None else predictions.placed(places, len(labels))
 
 
 class ValueHead(MegatronModule):

@@ -31,6 +31,20 @@ class LogProbs:
     probability_squares: Tensor | None = None
     """float32[T]: sum of p_j^2 over the vocabulary, of that distribution; None where gradients are recorded."""
 
+    def placed(self, places: Tensor, count: int) -> "LogProbs":
+        """The same at `places` long[T] of `count` labels, and 0 at all others; differentiable."""
+
+        def place(values: Tensor) -> Tensor:
+            return values.new_zeros(count).index_copy(0, places, values)
+
+        squares = self.probability_squares
+        return LogProbs(
+            place(self.log_probs),
+            place(self.entropy),
+            place(self.greedy),
+            None if squares is None else place(squares),
+        )
+
 
 def linear_log_probs(
     hidden: Tensor,

@@ -102,6 +102,18 @@ class MicroBatch:
     unit: int = 1
     """See `RaggedBatch`."""
 
+    @property
+    def asked(self) -> Tensor:
+        """bool[T']: the labels about which the model is asked something.
+
+        They are those with a weight in the loss (what is not a number is not 0); without `weights`, those of `trained`
+        tokens; without both, all.
+        """
+        for name in ("weights", "trained"):
+            if name in self.fields:
+                return self.fields[name] != 0
+        return self.targets
+
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
         moved = {
