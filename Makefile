@@ -5,7 +5,6 @@ STEPS  ?=
 OUTPUT ?=
 # Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
 TEST_WORKERS ?= 2
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
@@ -28,6 +27,8 @@ setup:
 benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
+# Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
+test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -27,7 +27,7 @@ class EngineGroup(WorkerGroup):
     """Equal engines, each in a process of its own."""
 
     def __init__(self, config: RolloutConfig, cluster: ClusterConfig, logs: Path) -> None:
-        place = engine_place(cluster, config.engine_args)
+        place = engine_place(cluster, config)
         super().__init__("engine", config.replicas, place, logs, calls_at_once=_CALLS_AT_ONCE)
         self._config = config
 

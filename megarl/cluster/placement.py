@@ -1,13 +1,16 @@
 """Where worker processes run and what they find in their environment."""
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
 from megarl.cluster.runtime import LOOPBACK
-from megarl.config.schema import ClusterConfig
+from megarl.config.schema import ClusterConfig, RolloutConfig
+
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -27,29 +30,48 @@ def trainer_place(cluster: ClusterConfig) -> Place:
     return _place(cluster, cluster.trainer_cpus, gpus=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
-def engine_place(cluster: ClusterConfig, engine_args: Mapping[str, Any]) -> Place:
+def engine_place(cluster: ClusterConfig, rollout: RolloutConfig) -> Place:
     """The place of one engine: as many GPUs as its workers, where the cluster has any."""
-    sizes = (engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
-    gpus = 1
-    for size in sizes:
-        gpus *= size
-    return _place(cluster, cluster.engine_cpus, gpus, environment={})
+    threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
+    return _place(cluster, cluster.engine_cpus, _workers(rollout), environment={_THREADS: str(threads)})
+
+
+def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
+    """How many threads each engine worker computes with on CPUs, of which this machine has `cores` cores.
+
+    Sampling and training take turns, so the engines have all of them: the ranks wait, and do not spin.
+    """
+    if cluster.engine_threads is not None:
+        return cluster.engine_threads
+    if (given := os.environ.get(_THREADS, "")).isdigit():
+        return int(given)
+    if cluster.address is not None:
+        return max(1, int(cluster.engine_cpus) // _workers(rollout))
+    return max(1, cores // (rollout.replicas * _workers(rollout)))
+
+
+def _workers(rollout: RolloutConfig) -> int:
+    return math.prod(rollout.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
 
 
 def _place(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> Place:
     return Place(
         # On this machine alone nobody else's work has to be kept apart from ours.
         cpus=0 if cluster.address is None else cpus,
-        gpus=gpus if ray.cluster_resources().get("GPU", 0) else 0,
+        gpus=gpus if _has_gpus() else 0,
         environment={**_environment(cluster), **environment},
         timeout_s=cluster.start_timeout_s,
     )
 
 
+def _has_gpus() -> bool:
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
 def _environment(cluster: ClusterConfig) -> dict[str, str]:
     environment = {
-        # One thread a process: the ranks and engines share the cores, and sums keep one order.
-        "OMP_NUM_THREADS": "1",
+        # One thread a rank: the ranks share the cores, and sums keep one order.
+        _THREADS: "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }

@@ -185,6 +185,10 @@ class ClusterConfig:
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0
     """CPU cores that Ray sets aside for each engine."""
+    engine_threads: int | None = None
+    """Threads of each engine worker on a CPU: null is OMP_NUM_THREADS where the environment has it, else this machine's
+    cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that
+    `address` names `engine_cpus` divided by the engine's workers. What is sampled may depend on it."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds."""
 

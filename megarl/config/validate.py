@@ -60,6 +60,7 @@ _AT_LEAST: Mapping[str, int] = {
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
     "cluster.trainer_ranks": 1,
+    "cluster.engine_threads": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "tracking.warn_after_steps": 1,
@@ -126,8 +127,8 @@ def _check_values(config: MegarlConfig) -> None:
     for logger in config.tracking.loggers:
         _check_choice("tracking.loggers", logger, LOGGERS)
     for key, minimum in _AT_LEAST.items():
-        if _value(config, key) < minimum:
-            raise UserError(f"{key}={_value(config, key)} is too small: it must be at least {minimum}")
+        if (value := _value(config, key)) is not None and value < minimum:
+            raise UserError(f"{key}={value} is too small: it must be at least {minimum}")
     for key in _ABOVE_ZERO:
         if _value(config, key) <= 0:
             raise UserError(f"{key}={_value(config, key)} is too small: it must be above 0")

@@ -1,10 +1,12 @@
 """What workers ask of the cluster, and what they find in their environment."""
 
+import os
+
 import pytest
 import ray
 
-from megarl.cluster.placement import engine_place, trainer_place
-from megarl.config.schema import ClusterConfig
+from megarl.cluster.placement import engine_place, engine_threads, trainer_place
+from megarl.config.schema import ClusterConfig, RolloutConfig
 
 
 @pytest.fixture(params=[0, 8], ids=["no GPUs", "8 GPUs"])
@@ -14,12 +16,42 @@ def gpus(request, monkeypatch):
 
 
 def test_gpus_are_asked_for_where_there_are_any(gpus):
-    arguments = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    asked = trainer_place(ClusterConfig()).gpus, engine_place(ClusterConfig(), arguments).gpus
+    rollout = RolloutConfig(engine_args={"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+    asked = trainer_place(ClusterConfig()).gpus, engine_place(ClusterConfig(), rollout).gpus
     assert asked == ((1, 4) if gpus else (0, 0))
 
 
 def test_only_megatrons_ranks_have_one_hardware_queue(gpus):
-    places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), {})
+    places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
     assert [place.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for place in places] == ["1", None]
-    assert all(place.environment["OMP_NUM_THREADS"] == "1" for place in places)
+
+
+def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
+    assert [place.environment["OMP_NUM_THREADS"] for place in places] == ["1", "1" if gpus else str(cores)]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "replicas", "tensor_parallel_size", "threads"),
+    [
+        ({}, 1, 1, 8),
+        ({}, 2, 2, 2),
+        ({}, 3, 4, 1),
+        ({"engine_threads": 3}, 2, 2, 3),
+        # What the other cores of a cluster do is not known here.
+        ({"address": "auto"}, 2, 1, 1),
+        ({"address": "auto", "engine_cpus": 6}, 2, 2, 3),
+    ],
+)
+def test_workers_share_the_cores(cluster, replicas, tensor_parallel_size, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    rollout = RolloutConfig(replicas=replicas, engine_args={"tensor_parallel_size": tensor_parallel_size})
+    assert engine_threads(ClusterConfig(**cluster), rollout, cores=8) == threads
+
+
+def test_the_environment_may_say_how_many_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert engine_threads(ClusterConfig(), RolloutConfig(), cores=8) == 5
+    assert engine_threads(ClusterConfig(engine_threads=3), RolloutConfig(), cores=8) == 3
