@@ -113,6 +113,15 @@ def test_nothing_is_compiled() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_float32_is_multiplied_fast_and_exactly() -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(200, 300, generator=generator) for _ in range(2))
+    # Rounded to bfloat16 the numbers would be wrong in the third digit.
+    torch.testing.assert_close(a @ b.T, (a.double() @ b.double().T).float(), rtol=1e-5, atol=1e-4)
+    wanted = "bf16" if device._is_amd() else "none"
+    assert torch.backends.mkldnn.matmul.fp32_precision == wanted
+
+
 def test_memory_and_place() -> None:
     assert device.device() == torch.device("cpu")
     assert device.peak_memory_bytes() > 2**20

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext import device
+
 ENVIRONMENT: Mapping[str, str] = {
     # The first generation would spend seconds on compiling the sampler.
     "TORCHDYNAMO_DISABLE": "1",
@@ -43,6 +45,7 @@ def install() -> None:
     keep_expert_weights()
     rotate_split_heads_in_torch()
     unlink_worker_memory()
+    device.multiply_by_onednn()
 
 
 def keep_linear_weights() -> None:
