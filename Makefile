@@ -9,7 +9,7 @@ TEST_WORKERS ?= 2
 .PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"

@@ -1,24 +1,29 @@
-"""Run the whole job on a tiny model, on a CPU, in minutes.
+"""Run the whole job on a CPU, in minutes: on a tiny model, or on a real pretrained one.
 
-Writes a model and an arithmetic task, warms the model up by supervised fine-tuning, trains it by GRPO with two
-Megatron ranks and one vLLM engine, exports it, and lets a fresh engine confirm the accuracy.
+Writes a model and an arithmetic task, warms a tiny model up by supervised fine-tuning, trains by GRPO with two Megatron
+ranks and one vLLM engine, exports the model, and lets a fresh engine confirm the accuracy. `smollm2` is
+SmolLM2-135M-Instruct, out of a Python package; it needs no warm-up.
 """
 
 import argparse
+import os
 
 from megarl.phase import phase
 
 EXAMPLES = """examples:
   megarl quickstart
+  megarl quickstart --model smollm2
   megarl quickstart --model deepseek_v3 --steps 20 --output-dir runs/mine
 """
 TAKES_OVERRIDES = False
-MODELS = ("qwen3_moe", "qwen3", "deepseek_v3")
+MODELS = ("qwen3_moe", "qwen3", "deepseek_v3", "smollm2")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="family of the tiny model (%(default)s)")
+    parser.add_argument(
+        "--model", choices=MODELS, default=MODELS[0], help="family of the tiny model, or smollm2 (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="steps of GRPO (default: those of the recipe)")
     parser.add_argument(
         "--output-dir", metavar="DIR", help="where everything is written (default: runs/quickstart_MODEL)"
@@ -27,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run it; the report says where everything lies."""
+    # transformers shows a bar for reading GGUF whatever it is told; tqdm looks here when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     with phase("loading the program"):
         from megarl.quickstart.run import main
 

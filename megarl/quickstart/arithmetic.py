@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+
+from megarl.quickstart.rows import write_rows
 
 DATA_SOURCE = "megarl/two_digit_addition"
 HELD_OUT = 256
@@ -55,13 +55,13 @@ def write_arithmetic(folder: Path, *, seed: int = 0, held_out: int = HELD_OUT) -
     folder.mkdir(parents=True, exist_ok=True)
     files = ArithmeticFiles(*(folder / f"{field.name}.parquet" for field in fields(ArithmeticFiles)))
     train, evaluation = split_pairs(seed, held_out)
-    _write(files.train, _prompt_rows(train, "train"))
-    _write(files.eval, _prompt_rows(evaluation, "eval"))
-    _write(files.sft_train, _conversation_rows(train))
-    _write(files.sft_eval, _conversation_rows(evaluation))
+    write_rows(files.train, _prompt_rows(train, "train"))
+    write_rows(files.eval, _prompt_rows(evaluation, "eval"))
+    write_rows(files.sft_train, _conversation_rows(train))
+    write_rows(files.sft_eval, _conversation_rows(evaluation))
     preferences = _preference_rows([*train, *evaluation])
-    _write(files.pairs_train, preferences[: len(train)])
-    _write(files.pairs_eval, preferences[len(train) :])
+    write_rows(files.pairs_train, preferences[: len(train)])
+    write_rows(files.pairs_eval, preferences[len(train) :])
     return files
 
 
@@ -105,9 +105,3 @@ def _preference_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
 def _after(pairs: Sequence[Pair], index: int) -> Iterator[Pair]:
     """The pairs from `index` on, around."""
     return (pairs[(index + offset) % len(pairs)] for offset in range(1, len(pairs)))
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
-    partial.replace(path)

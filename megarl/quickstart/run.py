@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from megarl.job import checkpoints_folder
 from megarl.loop import train
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
-from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
-from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.quickstart.arithmetic import ArithmeticFiles
+from megarl.quickstart.models import MODELS, QuickstartModel
+from megarl.quickstart.questions import QuestionFiles
 from megarl.sft import sft
 from megarl.tracking import read_history
 from megarl.tracking.report import report_table, write_report
@@ -34,31 +34,6 @@ from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 _MARKER = ".megarl-quickstart"
 # Paths stay whole, also where the output is no terminal.
 _TABLE_WIDTH = 120
-
-
-@dataclass(frozen=True)
-class _Differences:
-    """Overrides by which a model's recipes differ from those of Qwen3-MoE."""
-
-    both: tuple[str, ...] = ()
-    warm_up: tuple[str, ...] = ()
-    training: tuple[str, ...] = ()
-
-
-_DIFFERENCES = {
-    "qwen3_moe": _Differences(),
-    # A dense model has no experts to cut: its two ranks are data-parallel.
-    "qwen3": _Differences(
-        both=("megatron.expert_model_parallel_size=1",),
-        warm_up=("megatron.lr=1e-3",),
-        training=("loop.steps=240",),
-    ),
-    # Its projections out of the latent have 512 inputs: a change of weights changes the output five times as much.
-    # Addition comes suddenly to it, so the warm-up looks more often.
-    "deepseek_v3": _Differences(
-        warm_up=("megatron.lr=1e-3", "sft.eval_every=3", "sft.stop_at_exact_match=0.25"),
-    ),
-}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -74,13 +49,17 @@ def _run(options: argparse.Namespace, output: Path) -> int:
     console = Console()
     seconds: dict[str, float] = defaultdict(float)
 
-    with _phase(console, seconds, "model and data", f"a tiny {options.model} and the sums below 200"):
-        folder = write_tiny_model(options.model, output / "model")
-        files = write_arithmetic(output / "data")
-    warm_up, job = _configs(options, output, folder, files)
+    chosen = MODELS[options.model]
+    with _phase(console, seconds, "model and data", chosen.about):
+        folder = chosen.write_model(output / "model")
+        files = chosen.write_data(output / "data")
+    warm_up = _warm_up_config(chosen, output, folder, files)
+    job = _job_config(chosen, output, folder if warm_up is None else output / "warm_up" / EXPORT, files, options.steps)
     with ray_cluster(job.cluster):
-        with _phase(console, seconds, "warm-up", "supervised, until about a third of the held-out answers are right"):
-            sft(warm_up)
+        if warm_up is not None:
+            told = "supervised, until about a third of the held-out answers are right"
+            with _phase(console, seconds, "warm-up", told):
+                sft(warm_up)
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             validate(job)
             train(job)
@@ -104,36 +83,40 @@ def _prepare(output: Path) -> None:
     (output / _MARKER).touch()
 
 
-def _configs(
-    options: argparse.Namespace, output: Path, model: Path, files: ArithmeticFiles
-) -> tuple[MegarlConfig, MegarlConfig]:
-    """The configurations of the warm-up and of the main job."""
-    differences = _DIFFERENCES[options.model]
+def _warm_up_config(
+    chosen: QuickstartModel, output: Path, model: Path, files: ArithmeticFiles | QuestionFiles
+) -> MegarlConfig | None:
+    if chosen.warm_up is None:
+        return None
+    assert isinstance(files, ArithmeticFiles), "a warm-up learns from answers that are written out"
     warm_up = compose(
         "quickstart_sft",
         [
-            *differences.both,
-            *differences.warm_up,
+            *chosen.warm_up.overrides,
             f"output_dir='{output / 'warm_up'}'",
             f"model.path='{model}'",
             f"sft.train_files=['{files.sft_train}']",
             f"sft.eval_files=['{files.sft_eval}']",
         ],
     )
-    job = compose(
-        "quickstart",
+    validate_sft(warm_up)
+    return warm_up
+
+
+def _job_config(
+    chosen: QuickstartModel, output: Path, model: Path, files: ArithmeticFiles | QuestionFiles, steps: int | None
+) -> MegarlConfig:
+    return compose(
+        chosen.recipe,
         [
-            *differences.both,
-            *differences.training,
+            *chosen.overrides,
             f"output_dir='{output}'",
-            f"model.path='{output / 'warm_up' / EXPORT}'",
+            f"model.path='{model}'",
             f"data.train_files=['{files.train}']",
             f"data.eval_files=['{files.eval}']",
-            *([f"loop.steps={options.steps}"] if options.steps else []),
+            *([f"loop.steps={steps}"] if steps else []),
         ],
     )
-    validate_sft(warm_up)
-    return warm_up, job
 
 
 def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
@@ -142,6 +125,7 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
         f"data.eval_files=['{job.data.eval_files[0]}']",
         f"output_dir='{output / 'check'}'",
         f"rollout.max_response_tokens={job.rollout.max_response_tokens}",
+        f"reward.function={job.reward.function}",
     ]
     check = compose("eval", overrides)
     check.rollout.engine_args = dict(job.rollout.engine_args)

@@ -1,0 +1,61 @@
+"""What the quickstart can train: each model with its data, its recipe and, where it needs one, its warm-up."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
+from megarl.quickstart.questions import QuestionFiles, write_questions
+from megarl.quickstart.smollm2 import write_smollm2
+from megarl.quickstart.tiny_models import write_tiny_model
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Supervised fine-tuning of a model that knows nothing yet, by the recipe `quickstart_sft`."""
+
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuickstartModel:
+    """A model, the data it is trained on, and the overrides by which its job differs from `recipe`."""
+
+    about: str
+    write_model: Callable[[Path], Path]
+    write_data: Callable[[Path], ArithmeticFiles | QuestionFiles]
+    recipe: str = "quickstart"
+    overrides: tuple[str, ...] = ()
+    warm_up: WarmUp | None = None
+
+
+def _tiny(name: str, overrides: tuple[str, ...] = (), warm_up: tuple[str, ...] = ()) -> QuickstartModel:
+    return QuickstartModel(
+        about=f"a tiny {name} and the sums below 200",
+        write_model=partial(write_tiny_model, name),
+        write_data=write_arithmetic,
+        overrides=overrides,
+        warm_up=WarmUp(warm_up),
+    )
+
+
+# A dense model has no experts to cut: its two ranks are data-parallel.
+_DENSE = ("megatron.expert_model_parallel_size=1",)
+
+MODELS: Mapping[str, QuickstartModel] = {
+    "qwen3_moe": _tiny("qwen3_moe"),
+    "qwen3": _tiny("qwen3", (*_DENSE, "loop.steps=240"), warm_up=(*_DENSE, "megatron.lr=1e-3")),
+    # Its projections out of the latent have 512 inputs: a change of weights changes the output five times as much.
+    # Addition comes suddenly to it, so the warm-up looks more often.
+    "deepseek_v3": _tiny(
+        "deepseek_v3", warm_up=("megatron.lr=1e-3", "sft.eval_every=3", "sft.stop_at_exact_match=0.25")
+    ),
+    "smollm2": QuickstartModel(
+        about="SmolLM2-135M-Instruct and sums in words",
+        write_model=write_smollm2,
+        write_data=write_questions,
+        recipe="quickstart_smollm2",
+    ),
+}
+"""By the names that `megarl quickstart --model` takes."""

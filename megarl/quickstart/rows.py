@@ -1,0 +1,14 @@
+"""Rows of a data set to parquet."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write `rows` to `path`, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    partial.replace(path)
