@@ -1,8 +1,10 @@
 """What a step of the quickstart costs on a CPU, beside a step of TRL's GRPOTrainer on the same job.
 
-Both start from the same warmed-up model, take the same prompts, 64 a step with 8 responses each, and make one update of
-the same loss in fp32. TRL samples with HuggingFace's generate, as its vLLM mode needs a GPU. The programs take turns,
-each run is a process tree of its own on the same cores, and what is measured begins after the warm-up steps.
+Both start from the same model, take the same prompts, with 8 responses each, and make one update of the same loss in
+fp32: a tiny model after its warm-up, 64 prompts a step, or a pretrained one of 135 million parameters, 4 prompts, with
+responses of equal length or of a spread of lengths. TRL samples with HuggingFace's generate, as its vLLM mode needs a
+GPU. The programs take turns, each run is a process tree of its own on the same cores, and what is measured begins after
+the warm-up steps.
 """
 
 import argparse
@@ -32,12 +34,12 @@ class Program:
 
     name: str
     command: tuple[str, ...]
-    threads: int
+    threads: int | None
 
 
 def programs(trl_threads: Sequence[int]) -> list[Program]:
     """megarl, and TRL once for each number of threads if it is installed."""
-    found = [Program("megarl", (*MEGARL, "train"), threads=1)]
+    found = [Program("megarl", (*MEGARL, "train"), threads=None)]
     if util.find_spec("trl") is not None:
         command = (sys.executable, str(Path(__file__).with_name("trl_grpo.py")))
         found += [Program(f"TRL, {threads} thread{'s' * (threads > 1)}", command, threads) for threads in trl_threads]
@@ -87,7 +89,9 @@ def main() -> None:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3_moe", help="the tiny model to train")
+    parser.add_argument(
+        "--model", choices=MODELS, default="qwen3_moe", help="the job: its model, and of the real one the lengths"
+    )
     parser.add_argument("--steps", type=at_least_one, default=20, help="steps to measure in each run")
     parser.add_argument("--warm-up-steps", type=at_least_one, default=3, help="steps before those")
     parser.add_argument("--repeats", type=at_least_one, default=3, help="runs of each program")

@@ -1,11 +1,12 @@
 """TRL's GRPOTrainer on the job of a megarl recipe; a program of its own, which `step.py` runs and watches.
 
 It takes `megarl train`'s arguments: model, data, lengths, sampling, loss and optimizer are those of that configuration,
-the reward is `exact_match`, and metrics.jsonl gets the same lines as there.
+the reward is the same built-in one, and metrics.jsonl gets the same lines as there.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,7 +18,7 @@ from megarl.cli import recipe
 from megarl.clock import Clock
 from megarl.config.schema import MegarlConfig
 from megarl.job import open_tracker_of
-from megarl.rewards.text_match import exact_match
+from megarl.rewards.registry import load_reward
 from megarl.tracking import Tracker
 
 
@@ -77,6 +78,7 @@ def grpo_config(config: MegarlConfig) -> GRPOConfig:
         per_device_train_batch_size=loop.prompts_per_step * loop.samples_per_prompt,
         num_generations=loop.samples_per_prompt,
         max_completion_length=rollout.max_response_tokens,
+        shuffle_dataset=config.data.shuffle,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=max(rollout.top_k, 0),
@@ -105,15 +107,16 @@ def grpo_config(config: MegarlConfig) -> GRPOConfig:
     )
 
 
-def exact_match_rewards(
+def rewards_of(
+    reward: Callable[..., Any],
     completions: Sequence[Sequence[Mapping[str, str]]],
     data_source: Sequence[str],
     reward_model: Sequence[Mapping[str, Any]],
     **_: Any,
 ) -> list[float]:
-    """megarl's `exact_match` as TRL calls a reward: with columns of the data set, and completions as chats."""
+    """One of megarl's rewards as TRL calls one: with columns of the data set, and completions as chats."""
     return [
-        exact_match(source, chat[-1]["content"], truth["ground_truth"])
+        reward(data_source=source, solution_str=chat[-1]["content"], ground_truth=truth["ground_truth"], extra_info={})
         for chat, source, truth in zip(completions, data_source, reward_model, strict=True)
     ]
 
@@ -125,12 +128,14 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     options.overrides = overrides
     config = recipe.read_config(options)
+    reward = partial(rewards_of, load_reward(config.reward.function))
+    reward.__name__ = config.reward.function  # type: ignore[attr-defined]  # TRL asks for one
     rows = [row for file in config.data.train_files for row in pq.read_table(file).to_pylist()]
     trainer = TimedGRPOTrainer(
         model=config.model.path,
         processing_class=AutoTokenizer.from_pretrained(config.model.path),
         args=grpo_config(config),
-        reward_funcs=exact_match_rewards,
+        reward_funcs=reward,
         train_dataset=Dataset.from_list(rows),
     )
     with open_tracker_of(config, step=0, last_step=config.loop.steps) as tracker:

@@ -1,24 +1,40 @@
-"""The quickstart's job: its model after the warm-up, and its prompts, made anew for a benchmark."""
+"""Jobs of the quickstart, made anew for a benchmark: a tiny model after its warm-up, or the real one."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from transformers.utils import logging
 
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.rows import write_rows
+from megarl.quickstart.smollm2 import write_smollm2
 from megarl.quickstart.tiny_models import write_tiny_model
 
 # As in the quickstart: the two ranks hold different experts, and a dense model has none to cut.
-MODELS: Mapping[str, tuple[str, ...]] = {
+TINY: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": (),
     "qwen3": ("megatron.expert_model_parallel_size=1",),
 }
-"""The models to choose from, with what their layout needs."""
+"""The tiny models to choose from, with what their layout needs."""
+COUNT = "Count from {first} to 100."
+SHORT = "What is {first} + {second}? Answer with the number only."
+REAL: Mapping[str, tuple[tuple[str, ...], int]] = {
+    "smollm2_equal": ((COUNT,), 16),
+    "smollm2_spread": ((SHORT, SHORT, SHORT, COUNT), 128),
+}
+"""Workloads of the real model: what it is asked in turn, and the longest response.
+
+Nobody counts to 100 in 16 tokens, so all responses of the first end at the limit. In the second, sums take about 14
+tokens, of which there are three in four, and counting goes on to the limit: 1 to 8 and more.
+"""
+MODELS = (*TINY, *REAL)
 MEGARL = (sys.executable, "-m", "megarl.cli.main")
 
 
@@ -33,11 +49,12 @@ class Workload:
         return [*self.arguments, f"output_dir='{output_dir}'", f"loop.steps={steps}", "checkpoint.every=0"]
 
 
-def environment(threads: int) -> dict[str, str]:
-    """The environment of a run: `threads` for the maths of a process, no GPU, no network."""
+def environment(threads: int | None) -> dict[str, str]:
+    """The environment of a run: `threads` for the maths of a process (None: as it likes), no GPU, no network."""
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
+        **inherited,
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -45,12 +62,42 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def prepare(model: str, folder: Path) -> Workload:
-    """Write `model` and the data to `folder` and warm the model up as the quickstart does."""
+    """Write the model and the data of the workload `model` to `folder`."""
     logging.disable_progress_bar()
+    return _real(*REAL[model], folder) if model in REAL else _tiny(model, folder)
+
+
+def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
+    """The pretrained model in float32, as TRL trains on a CPU, and prompts that it answers at length or shortly."""
+    write_smollm2(folder / "model", dtype=torch.float32)
+    numbers = np.random.default_rng(0).integers(2, 40, (1000, 2)).tolist()
+    rows = [
+        {
+            "data_source": "benchmark",
+            "prompt": [{"role": "user", "content": wordings[i % len(wordings)].format(first=a, second=b)}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": i},
+        }
+        for i, (a, b) in enumerate(numbers)
+    ]
+    write_rows(folder / "train.parquet", rows)
+    return Workload(
+        (
+            *("--config-name", "quickstart_smollm2"),
+            *("model.dtype=fp32", "rollout.engine_args.dtype=float32", "rollout.engine_args.max_model_len=256"),
+            *("loop.prompts_per_step=4", "data.shuffle=false", f"rollout.max_response_tokens={longest}"),
+            f"model.path='{folder / 'model'}'",
+            f"data.train_files=['{folder / 'train.parquet'}']",
+        )
+    )
+
+
+def _tiny(model: str, folder: Path) -> Workload:
+    """A tiny model, warmed up as the quickstart does."""
     untrained = write_tiny_model(model, folder / "model")
     files = write_arithmetic(folder / "data")
     warm_up = [
-        *("sft", "--config-name", "quickstart_sft", *MODELS[model]),
+        *("sft", "--config-name", "quickstart_sft", *TINY[model]),
         f"output_dir='{folder / 'warm_up'}'",
         f"model.path='{untrained}'",
         f"sft.train_files=['{files.sft_train}']",
@@ -59,7 +106,7 @@ def prepare(model: str, folder: Path) -> Workload:
     subprocess.run([*MEGARL, *warm_up], env=environment(threads=1), check=True, stdout=subprocess.DEVNULL)
     return Workload(
         (
-            *("--config-name", "quickstart", *MODELS[model]),
+            *("--config-name", "quickstart", *TINY[model]),
             # The rate would fall to its end within the few steps of a benchmark.
             "megatron.lr_decay_style=constant",
             f"model.path='{folder / 'warm_up' / EXPORT}'",
