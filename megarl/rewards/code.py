@@ -89,17 +89,29 @@ def check_sandbox(
             f"timeout_s={timeout_s}, memory_mb={memory_mb}, processes={processes}, file_mb={file_mb}: these must be "
             "above 0 and at least 64, 1 and 2"
         )
+    where = f"the reward code cannot be used with isolation={isolation} on this machine"
     try:
-        run("", b"", _limits(timeout_s, memory_mb, processes, file_mb), isolation)
+        finished = run("", b"", _limits(timeout_s, memory_mb, processes, file_mb), isolation)
     except SandboxUnavailable as error:
+        raise UserError(f"{where}: {error}; {_ISOLATIONS[isolation]} (docs/add_a_reward.md)") from error
+    if (finished.end, finished.code) != ("exited", 0):
         raise UserError(
-            f"the reward code cannot be used with isolation={isolation} on this machine: {error}; run as root or "
-            "allow user namespaces, or set the option isolation=limits, which keeps programs apart less well "
+            f"{where}: an empty program {finished.end.replace('_', ' ')} with code {finished.code}, so all would fail; "
+            f"raise timeout_s={timeout_s:g} or memory_mb={memory_mb}, or {_ISOLATIONS[isolation]} "
             "(docs/add_a_reward.md)"
-        ) from error
+        )
 
 
-_ISOLATIONS = ("namespaces", "limits")
+_ISOLATIONS = {
+    "namespaces": (
+        "run as root or allow user namespaces, or set the option isolation=limits, which keeps programs apart less well"
+    ),
+    "limits": (
+        "as root, programs run as another user, who must be able to read the interpreter: install it outside of homes, "
+        "or set the option isolation=namespaces"
+    ),
+}
+"""What to do where one is not possible."""
 
 
 def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> Limits:

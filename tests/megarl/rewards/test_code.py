@@ -88,3 +88,10 @@ def test_a_machine_without_isolation_is_told_when_the_reward_is_loaded(monkeypat
     monkeypatch.setattr("megarl.rewards.code.run", refuse)
     with pytest.raises(UserError, match=r"isolation=namespaces on this machine: unshare failed.*isolation=limits"):
         load_reward("code")
+
+
+def test_a_sandbox_in_which_nothing_runs_is_refused_when_the_reward_is_loaded():
+    with pytest.raises(
+        UserError, match=r"an empty program timed out with code -14, so all would fail; raise timeout_s"
+    ):
+        load_reward("code", {"timeout_s": 0.001})
