@@ -16,6 +16,7 @@ COMMANDS = {
     "reward-model": "a model that scores replies, from preferences",
     "spin": "self-play fine-tuning: replies of people against the policy's own",
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
+    "chat": "talk to a HuggingFace folder in the terminal",
     "convert": "HuggingFace folder to Megatron checkpoint, in a stream",
     "export": "Megatron checkpoint to HuggingFace folder, in a stream",
     "inspect": "what a checkpoint is, and whether it is complete",

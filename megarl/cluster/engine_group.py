@@ -59,6 +59,11 @@ class EngineGroup(WorkerGroup):
         for engine, (index, generations) in self.stream_each("generate_each", shares):
             yield bounds[engine] + index, generations
 
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """The token ids of a request's one sample, as they are sampled; of a group of one engine."""
+        for _, token_ids in self.stream_each("generate_stream", [(request,)]):
+            yield token_ids
+
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""
         self.call("pause", mode)

@@ -121,6 +121,11 @@ def validate_eval(config: MegarlConfig) -> None:
     _check_files("data.eval_files", config.data.eval_files, needed=True)
 
 
+def validate_chat(config: MegarlConfig) -> None:
+    """Raise UserError for the first value with which `megarl chat` could not work."""
+    _check_values(config)
+
+
 def _check_values(config: MegarlConfig) -> None:
     for key, names in _CHOICES.items():
         _check_choice(key, _value(config, key), names)

@@ -89,6 +89,12 @@ class Engine(Protocol):
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
         """As `generate`, but each request's place and generations as soon as these are finished."""
 
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.
+
+        Raises UserError as `generate`, and for a request of several samples.
+        """
+
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling after the current token: "keep" goes on after `resume`, "abort" returns what there is."""
 

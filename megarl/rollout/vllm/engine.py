@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
+from converters.errors import UserError
 from converters.layouts.recorded import Recording
 from megarl.resharding.buckets import Bucket
 from megarl.resharding.connections import Address, TransferError
@@ -15,7 +17,7 @@ from megarl.resharding.transports.ends import Meeting
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
-from megarl.rollout.vllm.sequences import SequencesInFlight
+from megarl.rollout.vllm.sequences import Listener, SequencesInFlight
 
 Result = TypeVar("Result")
 
@@ -53,6 +55,17 @@ class VllmEngine:
         place = {future: index for index, future in enumerate(self._call(self._add, requests))}
         for future in as_completed(place):
             yield place[future], future.result()
+
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """See `Engine.generate_stream`."""
+        if request.sampling.samples != 1:
+            raise UserError(f"a stream of {request.sampling.samples} samples: ask for one")
+        pieces = SimpleQueue[list[int] | None]()
+        (future,) = self._call(self._add, [request], pieces.put)
+        future.add_done_callback(lambda _: pieces.put(None))
+        while (piece := pieces.get()) is not None:  # not `yield from`: Ray sends to what this gives
+            yield piece
+        future.result()
 
     def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
@@ -138,10 +151,10 @@ class VllmEngine:
         self._sequences = SequencesInFlight(self._llm_engine)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
-    def _add(self, requests: Sequence[Request]) -> list[Future[list[Generation]]]:
+    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Generation]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
-        added = self._sequences.add(requests)
+        added = self._sequences.add(requests, listener)
         self._queue_step()
         return added
 

@@ -4,19 +4,23 @@ import copy
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from converters.errors import UserError
 from megarl.rollout.protocol import FinishReason, Generation, Request, SamplingParameters
+
+Listener: TypeAlias = Callable[[list[int]], None]
+"""Is told of the tokens that were sampled, as soon as they are."""
 
 
 class RequestInFlight:
     """One request: its future is done when all its samples are."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, listener: Listener | None = None) -> None:
+        self.listener = listener
         self.future: Future[list[Generation]] = Future()
         self._generations: list[Generation | None] = [None] * samples
         self._unfinished = samples
@@ -56,10 +60,10 @@ class SequencesInFlight:
     def __bool__(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, requests: Sequence[Request]) -> list[Future[list[Generation]]]:
+    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Generation]]]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served."""
         prepared = [self._core_request(request) for request in requests]
-        added = [RequestInFlight(request.sampling.samples) for request in requests]
+        added = [RequestInFlight(request.sampling.samples, listener) for request in requests]
         for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
             for sample in range(request.sampling.samples):
                 sample_request = copy.copy(core_request)
@@ -83,6 +87,8 @@ class SequencesInFlight:
                 sequence.token_ids += output.new_token_ids
                 sequence.log_probs += log_probs
                 sequence.versions += [version] * len(output.new_token_ids)
+                if sequence.request.listener is not None:
+                    sequence.request.listener(output.new_token_ids)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
                 sequence.finish(_FINISH_REASONS[str(output.finish_reason)])

@@ -1,0 +1,124 @@
+"""Talking to a model: an engine that loads a HuggingFace folder, a conversation, and answers token by token."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.schema import MegarlConfig
+from megarl.data.chat import encode, render
+from megarl.data.detokenizer import Detokenizer
+from megarl.job import LOGS
+from megarl.model import read_model
+from megarl.rollout.protocol import Request, SamplingParameters
+
+
+class Conversation:
+    """What was said, as the token ids of a prompt: by the tokenizer's chat template, or as plain text without one.
+
+    Raises UserError for a system message without a template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        if system is not None and not self.has_template:
+            raise UserError(f"--system needs a chat template, and the tokenizer of {tokenizer.name_or_path} has none")
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model is told who said what."""
+        return self._tokenizer.chat_template is not None
+
+    def prompt(self, question: str) -> list[int]:
+        """All that was said, and the question. Raises UserError if the template refuses it."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        if not self.has_template:
+            return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
+        return encode(
+            self._tokenizer, [render(self._tokenizer, messages, "the conversation", add_generation_prompt=True)]
+        )[0]
+
+    def add(self, question: str, answer: str) -> None:
+        """Remember a question and its answer."""
+        self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self._messages = list(self._first)
+
+
+class Chat:
+    """A conversation with the model of an engine."""
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        conversation: Conversation,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParameters,
+        longest: int,
+    ) -> None:
+        self.conversation = conversation
+        self._engines, self._tokenizer, self._sampling, self._longest = engines, tokenizer, sampling, longest
+
+    def answer(self, question: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """The model's answer, text by text; one that `is_stopped` ends soon. It is remembered as far as it came.
+
+        Raises UserError for what the template or the engine refuses, and forgets the question.
+        """
+        prompt = self.conversation.prompt(question)
+        left = self._longest - len(prompt)
+        if left < 1:
+            raise UserError(f"the conversation is of {len(prompt)} tokens, and the model takes {self._longest}")
+        request = Request(prompt, replace(self._sampling, max_tokens=min(self._sampling.max_tokens, left)))
+        detokenizer, said, stopped = Detokenizer(self._tokenizer), "", False
+        for token_ids in self._engines.generate_stream(request):
+            said += (piece := detokenizer.add(token_ids))
+            yield piece
+            if not stopped and is_stopped():
+                stopped = True
+                self._engines.pause("abort")
+                self._engines.resume()
+        said += (piece := detokenizer.end())
+        self.conversation.add(question, said)
+        yield piece
+
+
+@contextmanager
+def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> Iterator[Chat]:
+    """Start an engine with the model of `config`; it ends with the context.
+
+    Raises UserError for a model that cannot be loaded, and for a system message without a chat template.
+    """
+    model = read_model(config.model, config.rollout.stop_token_ids)
+    conversation = Conversation(model.tokenizer, system)
+    sampling = SamplingParameters(
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=model.stop_token_ids,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster))
+        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, Path(config.output_dir) / LOGS))
+        engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+        yield Chat(engines, conversation, model.tokenizer, sampling, _longest(config))
+
+
+def _longest(config: MegarlConfig) -> int:
+    """How many tokens the model takes, as far as that is known before the engine says so."""
+    known = (
+        read_json(Path(config.model.path) / CONFIG).get("max_position_embeddings"),
+        config.rollout.engine_args.get("max_model_len"),
+    )
+    return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=sys.maxsize)

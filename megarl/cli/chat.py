@@ -1,0 +1,153 @@
+"""Talk to a model in the terminal: an engine loads a HuggingFace folder and answers token by token.
+
+Answers are greedy unless --temperature says otherwise. Ctrl-C stops an answer; /reset forgets what was said; /quit or
+Ctrl-D ends. Where stdin is no terminal, all of it is one question and stdout gets the answer alone. A model whose
+tokenizer has no chat template continues what is typed. Other keys of the configuration are given as KEY=VALUE.
+"""
+
+import argparse
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+from converters.errors import UserError
+from megarl.cli import recipe
+
+if TYPE_CHECKING:
+    from megarl.chat import Chat
+
+EXAMPLES = """examples:
+  megarl chat --model runs/quickstart_qwen3_moe/huggingface
+  echo '12+34=' | megarl chat --model runs/quickstart_qwen3_moe/huggingface
+  megarl chat --model Qwen3-30B-A3B --temperature 0.6 rollout.top_p=0.95 rollout.engine_args.tensor_parallel_size=4
+"""
+TAKES_OVERRIDES = True
+
+_COMMANDS = {"/reset": "forget what was said", "/quit": "end"}
+_HINT = "Ctrl-C stops an answer; " + "; ".join(f"{name}: {does}" for name, does in _COMMANDS.items())
+_BREAKS = {ord(character): character for character in "\n\t"}
+# A model must not be able to command the terminal.
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | _BREAKS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "megarl chat --model DIR [options] [KEY=VALUE ...]"
+    parser.add_argument("--model", required=True, metavar="DIR", help="HuggingFace folder")
+    parser.add_argument("--system", metavar="TEXT", help="system message, which stands before all that is said")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 1024)")
+    parser.add_argument("--output-dir", metavar="DIR", help="where the engine's log goes (default: runs/chat)")
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """The command line as overrides of the recipe `chat`."""
+    given = {
+        "model.path": options.model,
+        "rollout.max_response_tokens": options.max_tokens,
+        "output_dir": options.output_dir,
+    }
+    named = [recipe.override(key, value) for key, value in given.items() if value is not None]
+    return [*named, *options.overrides, "rollout.replicas=1"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer what is typed, or what comes on stdin."""
+    from megarl.config.compose import compose
+    from megarl.config.validate import validate_chat
+
+    if not 0 <= options.temperature < math.inf:
+        raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
+    _check_folder(Path(options.model))
+    config = compose("chat", overrides_of(options))
+    validate_chat(config)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stderr.isatty():
+        print(f"loading {options.model}", file=sys.stderr, flush=True)
+    from megarl.chat import open_chat
+
+    with open_chat(config, options.system, options.temperature) as chat:
+        if not chat.conversation.has_template:
+            print(f"megarl: {options.model} has no chat template: it continues what it is given", file=sys.stderr)
+        (talk if is_terminal else reply)(chat)
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UserError for a Megatron checkpoint, with what makes a HuggingFace folder of it."""
+    from converters.formats.torch_dist import find_checkpoint
+
+    if not (folder / "config.json").exists():
+        try:
+            find_checkpoint(folder)
+        except UserError:
+            return
+        raise UserError(
+            f"--model {folder} is a Megatron checkpoint, and engines read HuggingFace folders: "
+            f"megarl export --megatron {folder} --out DIR makes one of it"
+        )
+
+
+def reply(chat: "Chat") -> None:
+    """Answer what is on stdin. Raises UserError if nothing is."""
+    question = sys.stdin.read().removesuffix("\n")
+    if not question:
+        raise UserError("there is no question on stdin: pipe one to megarl chat, or start it in a terminal")
+    for piece in chat.answer(question):
+        print(piece, end="", flush=True)
+    print()
+
+
+def talk(chat: "Chat") -> None:
+    """Answer what is typed, until its end."""
+    print(_HINT)
+    while True:
+        question = _ask()
+        if question is None or question == "/quit":
+            return
+        if question == "/reset":
+            chat.conversation.reset()
+        elif question.startswith("/") and " " not in question:
+            print(f"{question} is no command: {', '.join(_COMMANDS)}")
+        elif question:
+            _answer(chat, question)
+
+
+def _ask() -> str | None:
+    """What is typed; None at its end."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` a history
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print(f"\n{_HINT}")
+
+
+def _answer(chat: "Chat", question: str) -> None:
+    with _ctrl_c() as pressed:
+        try:
+            for piece in chat.answer(question, pressed.is_set):
+                print(piece.translate(_SHOWN), end="", flush=True)
+        except UserError as error:
+            print(f"megarl: {error}; /reset forgets what was said", end="", file=sys.stderr)
+    print(" [stopped]" if pressed.is_set() else "")
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Event]:
+    """Whether Ctrl-C was pressed; it interrupts nothing."""
+    pressed = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
