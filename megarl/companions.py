@@ -90,7 +90,7 @@ def wanted_companions(config: MegarlConfig) -> dict[str, Wanted]:
         wanted["implicit_reward_model"] = Wanted("reward_model", reward_model, path, _build_implicit_reward_model)
     elif reward_model.path:
         wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
-    if "teacher_log_probs" in needs:
+    if "teacher_log_probs" in needs or config.algorithm.distillation_coefficient:
         for name, teacher in config.teachers.items():
             wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
     return wanted

@@ -15,6 +15,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.companions import Companions, check_companions, open_companions, wanted_companions
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
+from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.dynamics.watch import Watch
 from megarl.model import Model, check_layout, read_model
@@ -111,6 +112,8 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
 
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
+    for sentence in without_effect(config.algorithm):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         with phase("checking model and data"):
             model = read_model(config.model, config.rollout.stop_token_ids)
@@ -153,7 +156,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
             engines=engines,
             refit=refit,
             tracker=tracker,
-            watch=Watch.of_run(config.tracking, Path(config.output_dir), state.step),
+            watch=Watch.of_run(config, Path(config.output_dir), state.step),
             state=state,
         )
 

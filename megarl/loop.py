@@ -1,6 +1,5 @@
 """The training loop: prompts, trajectories, rewards, advantages, update, refit."""
 
-from dataclasses import replace
 from functools import partial
 
 from megarl.clock import Clock
@@ -51,7 +50,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     version = state.step
 
     gathered = gather(partial(_rollout_and_reward, job, clock), config)
-    trajectories = comparable(gathered.trajectories, config.algorithm.advantage)
+    trajectories = comparable(gathered.trajectories, config.algorithm)
     with clock.stage("advantage"):
         batch = ragged_batch(trajectories, config.algorithm)
         batch = with_predictions(batch, trajectories, job.trainer, job.companions, job.objective, config)
@@ -71,20 +70,19 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
 def _rollout_and_reward(job: Job, clock: Clock, count: int, refill: int) -> Experience:
     """Scored responses to the next `count` prompts, for the first time in this step or again."""
-    config = job.config
-    experience = sample(
+    config, reward_model = job.config, job.companions.reward_model
+    add_scores = None
+    if reward_model is not None:
+        add_scores = partial(with_model_scores, model=reward_model, weight=config.reward_model.weight)
+    return sample(
         job.engines,
         Scoring(job.scorer, job.model.tokenizer, max_response_tokens=config.rollout.max_response_tokens),
         [job.task.prompts[index] for index in job.state.sampler.next(count)],
         sampling_parameters(config, job.model.stop_token_ids, job.state.step, count=count, refill=refill),
         clock,
         with_baselines=job.needs("baseline_rewards"),
+        add_scores=add_scores,
     )
-    if job.companions.reward_model is None:
-        return experience
-    with clock.stage("reward"):
-        scored = with_model_scores(experience.scored, job.companions.reward_model, config.reward_model.weight)
-    return replace(experience, scored=scored)
 
 
 def _update(job: Job, prepared: Prepared) -> dict[str, MetricValue]:
@@ -105,9 +103,8 @@ def _update(job: Job, prepared: Prepared) -> dict[str, MetricValue]:
         temperature=config.rollout.temperature,
         seed=(config.loop.seed, state.step),
     )
-    if job.companions.teachers:
-        # The advantage of a token is what the teacher gives it more: its mean estimates -KL(policy || teacher).
-        metrics["distillation/kl"] = -float(prepared.advantages.mean())
+    if prepared.kl_to_teachers is not None:
+        metrics["distillation/kl"] = prepared.kl_to_teachers
     if prepared.kl is not None:
         metrics["policy/kl_to_reference"] = prepared.kl
     if (kl := numbers(metrics).get("policy/kl_to_reference")) is not None:
@@ -126,8 +123,9 @@ def _dynamics(gathered: Gathered, prepared: Prepared, version: int, config: Mega
         **response_metrics(experience.sampled, version, config.rollout.max_response_tokens),
         **reward_metrics(experience.scored, experience.failed + experience.timed_out, experience.timed_out),
         **group_metrics(rewards, groups),
-        **advantage_metrics(prepared.advantages.numpy()),
+        **advantage_metrics(prepared.advantages.numpy(), prepared.responses.lengths.numpy()),
         "groups/rollouts": float(gathered.rollouts),
+        "groups/left_out": gathered.left_out,
     }
 
 

@@ -13,37 +13,44 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
+from megarl.algorithms.advantages.groups import Groups
 
 
 class Aggregation(Protocol):
     """The numbers of trained tokens [N] of the responses of one optimizer step to weights."""
 
-    def __call__(self, lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:
+    def __call__(
+        self, lengths: Tensor, *, aggregation_tokens: int | None = None, groups: Tensor | None = None
+    ) -> Tensor:
         """float32[sum(lengths)], in the order of the responses.
 
-        `aggregation_tokens` is the constant length of `seq_mean_token_sum_norm`, which alone needs it.
+        `aggregation_tokens` is the constant length of `seq_mean_token_sum_norm`, which alone needs it; `groups` long[N]
+        are any integers that responses to the same prompt share, which `prompt_mean` alone needs.
 
         Raises UserError if there is no token at all.
         """
         ...
 
 
-def token_mean(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
-    """Every token counts the same, 1 / sum(lengths): DAPO (arXiv:2503.14476, equation 8). They sum to 1."""
+def token_mean(lengths: Tensor, **_others: object) -> Tensor:
+    """Every token of the batch counts the same, 1 / sum(lengths): the form of DAPO's code. They sum to 1.
+
+    The paper's equation 8 is this within each prompt, and the mean over prompts: `prompt_mean`.
+    """
     return _per_response(1 / lengths.sum().double(), lengths)
 
 
-def token_sum(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+def token_sum(lengths: Tensor, **_others: object) -> Tensor:
     """1 for every token: the gradient grows with the batch."""
     return _per_response(torch.ones((), dtype=torch.float64, device=lengths.device), lengths)
 
 
-def seq_mean_token_sum(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+def seq_mean_token_sum(lengths: Tensor, **_others: object) -> Tensor:
     """1 / N: the mean over the responses of the sum over their tokens (REINFORCE on whole responses)."""
     return _per_response(1 / _responses(lengths), lengths)
 
 
-def seq_mean_token_mean(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:  # noqa: ARG001
+def seq_mean_token_mean(lengths: Tensor, **_others: object) -> Tensor:
     """1 / (N length_i): the mean over the responses of the mean over their tokens.
 
     GRPO (arXiv:2402.03300, equation 3); what losses of whole responses (gspo, gmpo, sppo) are defined with. They sum
@@ -52,7 +59,20 @@ def seq_mean_token_mean(lengths: Tensor, *, aggregation_tokens: int | None = Non
     return _per_response(1 / (_responses(lengths) * lengths.double()), lengths)
 
 
-def seq_mean_token_sum_norm(lengths: Tensor, *, aggregation_tokens: int | None = None) -> Tensor:
+def prompt_mean(lengths: Tensor, *, groups: Tensor | None = None, **_others: object) -> Tensor:
+    """1 / (P L_p): the mean over the P prompts of the mean over the L_p tokens of all responses to each.
+
+    DAPO (arXiv:2503.14476, equation 8), ScaleRL's prompt average (arXiv:2510.13786): a prompt with long responses
+    counts as much as one with short ones. A prompt of which no token is trained on counts nowhere. They sum to 1.
+    """
+    assert groups is not None, "the groups of the responses have to be given"
+    of_prompt = Groups.of(groups)
+    tokens = of_prompt.sum(lengths.double())
+    prompts = (tokens > 0).sum()
+    return _per_response(1 / (prompts * of_prompt.spread(tokens)), lengths)
+
+
+def seq_mean_token_sum_norm(lengths: Tensor, *, aggregation_tokens: int | None = None, **_others: object) -> Tensor:
     """1 / (N aggregation_tokens): the sum over tokens divided by a constant, which favours no length.
 
     Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `aggregation_tokens`, or if it is below 1.
@@ -79,6 +99,7 @@ def _per_response(weights: Tensor, lengths: Tensor) -> Tensor:
 AGGREGATIONS: Mapping[str, Aggregation] = {
     "token_mean": token_mean,
     "token_sum": token_sum,
+    "prompt_mean": prompt_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,

@@ -7,7 +7,7 @@ from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS, check_correction
-from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.kl import KL_ESTIMATORS, UNBIASED
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.registry import lookup
 from megarl.config.schema import AlgorithmConfig
@@ -21,6 +21,7 @@ class _Condition:
     words: str
 
 
+_NOT_NEGATIVE_AND_FINITE = _Condition(lambda value: 0 <= value < float("inf"), "at least 0 and finite")
 _NOT_NEGATIVE = _Condition(lambda value: value >= 0, "at least 0")
 _ABOVE_ZERO = _Condition(lambda value: value > 0, "above 0")
 _ABOVE_ONE = _Condition(lambda value: value > 1, "above 1")
@@ -32,6 +33,8 @@ _VALUES: dict[str, _Condition] = {
     "sapo_temperature_positive": _ABOVE_ZERO,
     "sapo_temperature_negative": _ABOVE_ZERO,
     "ratio_cap": _ABOVE_ZERO,
+    "off_policy_mask": _NOT_NEGATIVE,
+    "distillation_coefficient": _NOT_NEGATIVE_AND_FINITE,
     "covariance_fraction": _SHARE,
     "covariance_kl_coefficient": _NOT_NEGATIVE,
     "sppo_eta": _ABOVE_ZERO,
@@ -52,10 +55,11 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     lookup(AGGREGATIONS, "algorithm.aggregation", config.aggregation)
     lookup(POLICY_LOSSES, "algorithm.policy_loss", config.policy_loss)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
-    if config.kl_in not in ("loss", "reward"):
-        raise UserError(f"algorithm.kl_in={config.kl_in!r} is not known: it must be loss or reward")
+    for name, known in (("kl_in", ("loss", "reward")), ("ratio_to", ("old", "rollout"))):
+        if getattr(config, name) not in known:
+            raise UserError(f"algorithm.{name}={getattr(config, name)!r} is not known: it must be {' or '.join(known)}")
     _check_values(config)
-    for check in (_kl_has_a_gradient, _kl_adapts_from_something, _dual_clip_is_taken, _responses_stay_whole):
+    for check in _CHECKS:
         check(config)
 
 
@@ -74,10 +78,74 @@ def _check_values(config: AlgorithmConfig) -> None:
 
 
 def _kl_has_a_gradient(config: AlgorithmConfig) -> None:
-    if config.kl_in == "loss" and config.kl_estimator == "k1" and config.kl_coefficient:
+    if config.kl_in == "loss" and config.kl_estimator == "k1" and config.kl_coefficient and not config.kl_unbiased:
         raise UserError(
             "algorithm.kl_estimator=k1 with kl_in=loss adds only noise, since its gradient is 0 in the mean: use"
             " kl_estimator=k1+, which has the gradient of k2, or kl_in=reward"
+        )
+
+
+def _unbiased_kl_is_one(config: AlgorithmConfig) -> None:
+    if not config.kl_unbiased:
+        return
+    if config.kl_estimator not in UNBIASED:
+        raise UserError(
+            f"algorithm.kl_unbiased weighs an unbiased estimate by the ratio, but kl_estimator={config.kl_estimator}"
+            f" is none, or takes its gradient from elsewhere: use {' or '.join(UNBIASED)}"
+        )
+    if config.kl_in != "loss" or not config.kl_coefficient:
+        raise UserError(
+            "algorithm.kl_unbiased is of a KL in the loss, and there is none: set kl_in=loss and kl_coefficient above"
+            " 0, or leave it out"
+        )
+
+
+def _several_updates_have_a_ratio(config: AlgorithmConfig) -> None:
+    if config.updates_per_step == 1 or POLICY_LOSSES[config.policy_loss].has_ratio:
+        return
+    if config.ratio_to == "rollout" and any(CORRECTIONS[each.kind].weighs for each in config.corrections):
+        return
+    raise UserError(
+        f"algorithm.updates_per_step={config.updates_per_step} with policy_loss={config.policy_loss}, which has no"
+        " ratio: from the second update on the policy is no longer the one that sampled, and nothing would correct for"
+        " it; use policy_loss=clip or cispo, ratio_to=rollout with a correction such as token_importance, or"
+        " updates_per_step=1"
+    )
+
+
+def _ratios_are_taken_once(config: AlgorithmConfig) -> None:
+    if config.ratio_to == "old" or not POLICY_LOSSES[config.policy_loss].has_ratio:
+        return
+    for correction in config.corrections:
+        if CORRECTIONS[correction.kind].weighs:
+            masks = ", ".join(name for name, other in CORRECTIONS.items() if not other.weighs)
+            raise UserError(
+                f"algorithm.ratio_to=rollout has the ratio to the engine in policy_loss={config.policy_loss} already,"
+                f" and corrections has the kind {correction.kind}, which would weigh by it once more: use one of"
+                f" {masks}, or ratio_to=old"
+            )
+
+
+def _filters_have_a_band(config: AlgorithmConfig) -> None:
+    low, high = config.filter_low, config.filter_high
+    if (low is not None or high is not None) and not (config.dynamic_sampling or config.filter_groups):
+        raise UserError(
+            f"algorithm.filter_low={low} and filter_high={high} say which groups teach nothing, but nothing asks: set"
+            " dynamic_sampling=true to replace such groups, or filter_groups=true to leave them out"
+        )
+    if low is not None and high is not None and not low <= high:
+        raise UserError(f"algorithm.filter_low={low} must be at most filter_high={high}: no group would be left")
+    if config.dynamic_sampling and config.filter_groups:
+        raise UserError(
+            "algorithm.dynamic_sampling replaces the groups that filter_groups would leave out: set one of the two"
+        )
+
+
+def _statistics_leave_out_what_the_loss_does(config: AlgorithmConfig) -> None:
+    if config.train_on_cut_responses and not config.cut_responses_in_statistics:
+        raise UserError(
+            "algorithm.cut_responses_in_statistics=false is for responses that are not trained on: set"
+            " train_on_cut_responses=false, too, or leave it out"
         )
 
 
@@ -113,3 +181,16 @@ def _responses_stay_whole(config: AlgorithmConfig) -> None:
                 f"algorithm.policy_loss={config.policy_loss} has one ratio per response, but corrections has the kind"
                 f" {correction.kind}, which weighs its tokens one by one: use one of {whole}"
             )
+
+
+_CHECKS = (
+    _kl_has_a_gradient,
+    _unbiased_kl_is_one,
+    _kl_adapts_from_something,
+    _dual_clip_is_taken,
+    _responses_stay_whole,
+    _several_updates_have_a_ratio,
+    _ratios_are_taken_once,
+    _filters_have_a_band,
+    _statistics_leave_out_what_the_loss_does,
+)

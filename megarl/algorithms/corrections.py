@@ -88,12 +88,14 @@ class Correction:
     rule: Rule
     of_token: bool = False
     """Tokens of one response may get different factors."""
+    weighs: bool = False
+    """The factor is an importance weight; else it is 0 or 1."""
     needs_low: bool = False
     takes_low: bool = True
 
 
 def _importance(statistic: Statistic, of_token: bool = False) -> Correction:
-    return Correction(statistic, truncate, of_token)
+    return Correction(statistic, truncate, of_token, weighs=True)
 
 
 def _band(statistic: Statistic, of_token: bool = False) -> Correction:
@@ -107,7 +109,7 @@ def _at_most(statistic: Statistic, of_token: bool = False) -> Correction:
 CORRECTIONS: Mapping[str, Correction] = {
     "token_importance": _importance(token_ratio, of_token=True),
     "sequence_importance": _importance(sequence_ratio),
-    "icepop": Correction(token_ratio, weight_inside, of_token=True, needs_low=True),
+    "icepop": Correction(token_ratio, weight_inside, of_token=True, weighs=True, needs_low=True),
     "token_band": _band(token_ratio, of_token=True),
     "sequence_band": _band(sequence_ratio),
     "sequence_mean_band": _band(sequence_mean_ratio),
@@ -166,6 +168,19 @@ def correction_factor(configs: Sequence[CorrectionConfig], log_ratio: Tensor, ra
         low = -math.inf if config.low is None else config.low
         factor = factor * correction.rule(correction.statistic(exact, ragged), low, config.high)
     return factor.to(log_ratio.dtype)
+
+
+def near_or_rewarded(log_ratio: Tensor, advantages: Tensor, ragged: Ragged, limit: float) -> Tensor:
+    """1 at the tokens that stay, else 0: [T], without gradient. DeepSeek-V3.2's off-policy sequence mask.
+
+    A token goes where its advantage is negative and the mean over its response of log(pi_rollout / pi) is above `limit`
+    (arXiv:2512.02556, section 3.1): mistakes that the present policy would hardly make teach it little, and their
+    gradient has no bound. `log_ratio` [T] is log(pi / pi_rollout) of the trained tokens, pi the present policy, so
+    that both staleness and the engine's own arithmetic count.
+    """
+    distance = ragged.spread(-ragged.mean(log_ratio.detach().double()))
+    gone = (advantages < 0) & (distance > limit)
+    return torch.where(distance.isnan(), distance, (~gone).double()).to(log_ratio.dtype)
 
 
 def correction_metrics(factor: Tensor, ragged: Ragged) -> Metrics:

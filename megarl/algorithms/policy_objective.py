@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.compatibility import check_algorithm
-from megarl.algorithms.corrections import correction_factor, correction_metrics
-from megarl.algorithms.kl import KL_ESTIMATORS, k3
+from megarl.algorithms.corrections import correction_factor, correction_metrics, near_or_rewarded
+from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.off_policy import largest, off_policy_metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
@@ -26,8 +26,8 @@ from megatron_ext.packing import MicroBatch, RaggedBatch
 class PolicyObjective:
     """loss = sum_t weight_t (factor_t policy_loss_t + kl_coefficient kl_t - entropy_coefficient entropy_t).
 
-    The factor is that of the corrections. With kl_in=reward the loss has no KL: whoever makes the rewards subtracts
-    it. Parts are kept by their names, so that the objective travels between processes.
+    The factor is that of the corrections, and of the off-policy mask. With kl_in=reward the loss has no KL: whoever
+    makes the rewards subtracts it. Parts are kept by their names, so that the objective travels between processes.
 
     Raises UserError as `check_algorithm` does.
     """
@@ -58,16 +58,16 @@ class PolicyObjective:
     def select(self, batch: RaggedBatch, log_probs: Tensor, *, seed: Sequence[int]) -> Tensor:
         """The tokens that the loss treats apart, bool[T], for the field `chosen` of `batch`.
 
-        `batch` is that of a whole optimizer step, with the fields `weights`, `advantages` and, where there are several
-        steps, `old_log_probs`; `log_probs` [T] are those under the policy as it is before this step. A loss that draws
-        draws by `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
+        `batch` is that of a whole optimizer step, with the fields `weights`, `advantages` and those of the policy that
+        ratios are to; `log_probs` [T] are those under the policy as it is before this step. A loss that draws draws by
+        `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
         """
         selection = self._loss.selection
         assert selection is not None, f"{self.algorithm.policy_loss} selects nothing"
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()
-        old = batch.fields["old_log_probs"][trained] if "old_log_probs" in batch.fields else log_probs
-        tokens = Tokens(log_probs, old, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
+        anchor = batch.fields[self._anchor][trained] if self._anchor in batch.fields else log_probs
+        tokens = Tokens(log_probs, anchor, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
         options = {name: getattr(self.algorithm, name) for name in keyword_names(selection)}
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         chosen = selection(tokens, generator, **options)
@@ -81,20 +81,30 @@ class PolicyObjective:
         this field is the present one; `reference_log_probs` where the loss needs them (the KL is reported wherever
         they are); `chosen` where `needs_selection`. A value outside the trained tokens, even one that is not a
         number, changes nothing. Raises UserError for a log-prob inside that is not a finite number.
+
+        Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
+        the present policy to it.
         """
         trained = TrainedTokens.of(micro_batch)
         tokens = self._tokens(trained, predictions)
-        trained.check_finite("policy's log-prob", tokens.log_probs.detach())
+        present = tokens.log_probs.detach()
+        trained.check_finite("policy's log-prob", present)
         rollout = trained.field("rollout_log_probs")
+        compared = present if self.algorithm.ratio_to == "rollout" else tokens.old_log_probs
         policy = self._loss(tokens, {name: getattr(self.algorithm, name) for name in self._loss.options})
-        loss, metrics = policy.loss, _metrics(tokens, rollout, trained.take(predictions.entropy).detach())
+        loss, metrics = policy.loss, _metrics(tokens, compared - rollout, trained.take(predictions.entropy).detach())
+        metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
         if self.algorithm.corrections:
-            factor = correction_factor(self.algorithm.corrections, tokens.old_log_probs - rollout, tokens.ragged)
+            factor = correction_factor(self.algorithm.corrections, compared - rollout, tokens.ragged)
             loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)
+        if self.algorithm.off_policy_mask is not None:
+            kept = near_or_rewarded(present - rollout, tokens.advantages, tokens.ragged, self.algorithm.off_policy_mask)
+            loss = kept * loss
+            metrics = metrics | Metrics(means={"policy/off_policy_masked": Mean.of(1 - kept)})
         if self.algorithm.entropy_coefficient:
             loss = loss - self.algorithm.entropy_coefficient * trained.take(predictions.entropy)
         if tokens.reference_log_probs is not None:
-            estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, tokens.reference_log_probs)
+            estimate = self._kl(tokens, tokens.reference_log_probs)
             metrics = metrics | Metrics(means={"policy/kl_to_reference": Mean.of(estimate)})
             if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
@@ -102,14 +112,25 @@ class PolicyObjective:
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
         return total, metrics | Metrics({"policy/loss": total.detach()}, {}, details)
 
+    def _kl(self, tokens: Tokens, reference: Tensor) -> Tensor:
+        estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, reference)
+        if not self.algorithm.kl_unbiased:
+            return estimate
+        return importance_weighted(estimate, tokens.log_probs - tokens.old_log_probs)
+
     @property
     def _loss(self) -> PolicyLoss:
         return POLICY_LOSSES[self.algorithm.policy_loss]
 
+    @property
+    def _anchor(self) -> str:
+        """The field with the log-probs of the policy that ratios are to."""
+        return f"{self.algorithm.ratio_to}_log_probs"
+
     def _tokens(self, trained: TrainedTokens, predictions: LogProbs) -> Tokens:
         log_probs = trained.take(predictions.log_probs)
-        old = trained.field("old_log_probs") if "old_log_probs" in trained.fields else log_probs.detach()
-        tokens = Tokens(log_probs, old, trained.field("advantages"), trained.ragged)
+        anchor = trained.field(self._anchor) if self._anchor in trained.fields else log_probs.detach()
+        tokens = Tokens(log_probs, anchor, trained.field("advantages"), trained.ragged)
         if self.has_kl_in("loss") or self._loss.needs_reference or "reference_log_probs" in trained.fields:
             tokens = replace(tokens, reference_log_probs=trained.field("reference_log_probs"))
         if self.needs_selection:
@@ -117,19 +138,18 @@ class PolicyObjective:
         return tokens
 
 
-def _metrics(tokens: Tokens, rollout_log_probs: Tensor, entropy: Tensor) -> Metrics:
+def _metrics(tokens: Tokens, to_rollout: Tensor, entropy: Tensor) -> Metrics:
     log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
     ratio = probability_ratio(log_probs, old)
-    difference = (old - rollout_log_probs).abs()
-    metrics = Metrics(
+    difference = to_rollout.abs()
+    return Metrics(
         maxima={"policy/ratio_max": largest(ratio), "log_prob_difference/max": largest(difference)},
         means={
             "policy/entropy": Mean.of(entropy),
-            # The old policy sampled the tokens, so the estimate is of KL(old || present).
+            # The tokens are that policy's, so the estimate is of KL(old || present).
             "policy/kl_to_old": Mean.of(k3(old, log_probs)),
             "policy/ratio_mean": Mean.of(ratio),
             "log_prob_difference/mean": Mean.of(difference),
         },
         ratio_counts={"policy/ratio_histogram": ratio_counts(log_probs - old)},
     )
-    return metrics | off_policy_metrics(log_probs, rollout_log_probs, tokens.ragged)

@@ -43,8 +43,11 @@ class AlgorithmConfig:
     """Temperature of SAPO's gate where the advantage is positive."""
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is negative."""
-    ratio_cap: float = 3.0
-    """Of dppo: the ratio that weighs a token's gradient is truncated to this."""
+    ratio_to: str = "old"
+    """The policy that ratios and clips compare with: old, the trainer's own before the step's first update, or rollout,
+    the engine's as it sampled."""
+    ratio_cap: float = 20.0
+    """Of dppo: the ratio that weighs a token's gradient is truncated to this; its paper wants it large."""
     covariance_fraction: float = 2e-4
     """Of clip_cov and kl_cov: the share of response tokens that are clipped, or held by the KL."""
     covariance_low: float = 1.0
@@ -68,6 +71,9 @@ class AlgorithmConfig:
     """Weight of the KL to the reference model; 0 keeps no reference model."""
     kl_in: str = "loss"
     """Where the KL to the reference goes: loss, or reward (subtracted from the reward of each token)."""
+    kl_unbiased: bool = False
+    """Multiply the KL in the loss by the ratio to the policy that `ratio_to` names, so that value and gradient are
+    unbiased off-policy too (DeepSeek-V3.2); for the estimators k1 and k3."""
     kl_target: float | None = None
     """Adapt the coefficient, towards this KL per token; without it the coefficient is fixed."""
     kl_horizon: int = 10000
@@ -78,13 +84,30 @@ class AlgorithmConfig:
     """Weight of the entropy bonus in the loss."""
     corrections: list[CorrectionConfig] = field(default_factory=list)
     """Factors on the loss for the difference between the engine's log-probs and the trainer's, multiplied."""
+    off_policy_mask: float | None = None
+    """Leave responses out of the policy loss whose advantage is negative and whose log-probs under the engine exceed
+    those under the present policy by more than this in the mean, in nats (DeepSeek-V3.2); none without."""
+    distillation_coefficient: float = 0.0
+    """What a nat of log pi_teacher - log pi_old adds to the advantage of a token, beside the reward's; it needs
+    teachers."""
     dynamic_sampling: bool = False
-    """Sample further prompts in the place of groups without any difference in reward (DAPO)."""
+    """Sample further prompts in the place of groups that teach nothing (DAPO): see filter_on."""
     max_refills: int = 10
     """With dynamic_sampling: further rollouts of a step at most; then the run stops."""
+    filter_groups: bool = False
+    """Leave such groups out of the loss and its denominators, without others in their place (ScaleRL)."""
+    filter_on: str = "outcome"
+    """What a group's responses have to differ in, with dynamic_sampling or filter_groups: outcome, the reward without
+    the overlong penalty and a reward model's score; reward, all of it; or the name of a term or part of it."""
+    filter_low: float | None = None
+    """A group whose mean of filter_on is below this teaches nothing either."""
+    filter_high: float | None = None
+    """A group whose mean of filter_on is above this teaches nothing either (PRIME: 0.2 to 0.8)."""
     train_on_cut_responses: bool = True
-    """Off leaves responses that ran into max_response_tokens out of the loss (DAPO); they stay in their group's
-    statistics."""
+    """Off leaves responses that ran into max_response_tokens out of the loss (DAPO)."""
+    cut_responses_in_statistics: bool = True
+    """Responses that are left out of the loss so stay in their group's statistics (DAPO); off leaves them out there,
+    too, so that the advantages that are trained on are centred."""
     updates_per_step: int = 1
     """Optimizer steps per rollout; the prompts of a step are cut into this many mini-batches."""
 

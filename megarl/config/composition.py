@@ -13,8 +13,11 @@ def check_composition(config: MegarlConfig) -> None:
     check_algorithm(config.algorithm)
     _check_groups(config)
     _check_companions(config)
+    _check_teachers(config)
     _check_kl(config)
     _check_self_play(config)
+    _check_ranges(config)
+    _check_whole_vocabulary(config)
     buffer, longest = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > longest:
         raise UserError(
@@ -47,17 +50,30 @@ def _check_companions(config: MegarlConfig) -> None:
             f"critic.{key} is set, but algorithm.advantage={advantage} has no critic, so nothing would train a value "
             f"loss: leave it out, or use algorithm.advantage={critics}"
         )
-    if "teacher_log_probs" in needs and not config.teachers:
-        raise UserError(f"algorithm.advantage={advantage} needs a teacher: give teachers.NAME.path=...")
-    if config.teachers and "teacher_log_probs" not in needs:
-        raise UserError(
-            f"teachers are given, but algorithm.advantage={advantage} does not learn from any: set "
-            "algorithm.advantage=distillation, or leave teachers out"
-        )
     if "parts" in needs and len(config.reward.functions) < 2:
         raise UserError(
             f"algorithm.advantage={advantage} normalises several rewards apart, but there is one: name two or more in "
             "reward.functions"
+        )
+
+
+def _check_teachers(config: MegarlConfig) -> None:
+    advantage, coefficient = config.algorithm.advantage, config.algorithm.distillation_coefficient
+    alone = "teacher_log_probs" in ADVANTAGES[advantage].needs
+    asks = f"advantage={advantage}" if alone else f"distillation_coefficient={coefficient}"
+    if (alone or coefficient) and not config.teachers:
+        raise UserError(f"algorithm.{asks} needs a teacher: give teachers.NAME.path=...")
+    if config.teachers and not alone and not coefficient:
+        raise UserError(
+            f"teachers are given, but algorithm.advantage={advantage} does not learn from any: set "
+            "algorithm.advantage=distillation to learn from them alone, algorithm.distillation_coefficient above 0 to "
+            "add them to the reward's advantages, or leave teachers out"
+        )
+    if coefficient and (alone or advantage == "win_rate"):
+        raise UserError(
+            f"algorithm.distillation_coefficient={coefficient} adds to the advantages of a reward, but algorithm."
+            f"advantage={advantage} {'is the teachers alone' if alone else 'is a rate of wins'}: choose another "
+            "advantage, or leave it out"
         )
 
 
@@ -82,6 +98,54 @@ def _check_self_play(config: MegarlConfig) -> None:
             f"algorithm.refresh_reference_every={algorithm.refresh_reference_every}, but nothing refers to a reference "
             "model: set algorithm.kl_coefficient above 0, or leave it out"
         )
+
+
+_LOWEST_REWARD = {"max_rl": "rewards of at least 0", "prime": "outcomes from 0 to 1"}
+"""The advantages that cannot do with any reward, and what they need."""
+
+
+def _check_ranges(config: MegarlConfig) -> None:
+    advantage, reward = config.algorithm.advantage, config.reward
+    if advantage not in _LOWEST_REWARD:
+        return
+    scored = config.reward_model.path and "process_rewards" not in ADVANTAGES[advantage].needs
+    subtracts_kl = PolicyObjective(config.algorithm).has_kl_in("reward") and advantage == "max_rl"
+    below_zero = {
+        "reward.overlong_buffer_tokens": reward.overlong_buffer_tokens and reward.overlong_penalty,
+        "reward_model.path": scored and config.reward_model.weight,
+        "algorithm.kl_in=reward": subtracts_kl,
+        **{f"reward.functions.{name}.weight below 0": term.weight < 0 for name, term in reward.functions.items()},
+    }
+    for key, set_ in below_zero.items():
+        if set_:
+            raise UserError(
+                f"algorithm.advantage={advantage} needs {_LOWEST_REWARD[advantage]}, and {key} makes rewards below 0,"
+                " which would end the run at the first one: leave it out, or choose another advantage"
+            )
+
+
+_ALL_TOKENS = {"top_p": 1.0, "top_k": -1}
+"""With these the engine samples from the whole vocabulary."""
+
+
+def _check_whole_vocabulary(config: MegarlConfig) -> None:
+    rollout, algorithm = config.rollout, config.algorithm
+    cut = {name: getattr(rollout, name) for name, all_ in _ALL_TOKENS.items() if getattr(rollout, name) != all_}
+    asked = {
+        "corrections": bool(algorithm.corrections),
+        "off_policy_mask": algorithm.off_policy_mask is not None,
+        "ratio_to=rollout": algorithm.ratio_to == "rollout",
+        "updates_per_step above 1": algorithm.updates_per_step > 1,
+    }
+    for name, value in cut.items():
+        for key, is_set in asked.items():
+            if is_set:
+                raise UserError(
+                    f"algorithm.{key} with rollout.{name}={value}: the engine's log-probs are of the tokens that it"
+                    " kept, the trainer's of the whole vocabulary, so ratios would be of two different distributions,"
+                    " and sequence weights of long responses would vanish; sample from all tokens with rollout."
+                    f"{name}={_ALL_TOKENS[name]}, or leave the former out"
+                )
 
 
 def _first_set(critic: CriticConfig) -> str | None:

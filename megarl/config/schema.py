@@ -96,8 +96,9 @@ class RewardConfig:
     """Several named rewards in the place of `function`."""
     on_error: str = "stop"
     """When the function raises: stop the step, or drop the sample and count it."""
-    on_timeout: str = "drop"
-    """When a sample takes longer than `timeout_s`: drop it, score it zero, or stop the step. It is counted."""
+    on_timeout: str = "zero"
+    """When a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted. What is
+    slow to score is mostly long: dropped, it would be missing from its group's mean and from the evaluation."""
     timeout_s: float = 60.0
     """How long the scoring of one sample may take, in seconds."""
     workers: int = 8

@@ -30,6 +30,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "algorithm.aggregation": AGGREGATIONS,
     "algorithm.kl_estimator": KL_ESTIMATORS,
     "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.ratio_to": ("old", "rollout"),
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
-from megarl.algorithms.advantages import ScoredResponses, estimate
+from megarl.algorithms.advantages import ScoredResponses, distillation, estimate
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.config.schema import AlgorithmConfig, MegarlConfig
 from megarl.data import Trajectory
+from megarl.rewards import OVERLONG
 from megarl.stages.rollout import sequences
 from megarl.stages.sample import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch
@@ -31,21 +32,36 @@ class Prepared:
     """[T] of `responses`."""
     kl: float | None
     """Mean over the tokens of the KL to the reference, where it goes into the reward."""
+    kl_to_teachers: float | None
+    """Mean over the tokens of the old policy's KL to its teachers, where there are any."""
 
 
-def comparable(trajectories: Sequence[Trajectory], advantage: str) -> list[Trajectory]:
-    """Without the responses that dropped rewards have left alone, where responses are compared with each other.
+def comparable(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
+    """Those that statistics are made of: responses that others have left alone go where they would be compared.
+
+    Others leave where their rewards were dropped, and cut ones where `cut_responses_in_statistics` is off.
 
     Raises UserError if none is left.
     """
-    smallest = ADVANTAGES[advantage].smallest_group
-    sizes = Counter(trajectory.group for trajectory in trajectories)
-    kept = [trajectory for trajectory in trajectories if sizes[trajectory.group] >= smallest]
+    counted = list(trajectories)
+    if not config.train_on_cut_responses and not config.cut_responses_in_statistics:
+        counted = [trajectory for trajectory in counted if not _is_cut(trajectory)]
+    smallest = ADVANTAGES[config.advantage].smallest_group
+    sizes = Counter(trajectory.group for trajectory in counted)
+    kept = [trajectory for trajectory in counted if sizes[trajectory.group] >= smallest]
     if not kept:
+        cut = sum(map(_is_cut, trajectories))
         raise UserError(
-            "no two responses to one prompt are left in this step after dropping failed rewards: repair reward.function"
+            f"no {'two responses' if smallest > 1 else 'response'} to one prompt are left in this step: {cut} of "
+            f"{len(trajectories)} scored responses were cut at rollout.max_response_tokens, and failed rewards are "
+            "dropped before; raise rollout.max_response_tokens, repair reward.function, or set "
+            "algorithm.train_on_cut_responses=true"
         )
     return kept
+
+
+def _is_cut(trajectory: Trajectory) -> bool:
+    return trajectory.finish_reason == "length"
 
 
 def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> RaggedBatch:
@@ -57,7 +73,7 @@ def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) ->
     trained, log_probs = [], []
     for trajectory in trajectories:
         prompt, response = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
-        counts = config.train_on_cut_responses or trajectory.finish_reason != "length"
+        counts = config.train_on_cut_responses or not _is_cut(trajectory)
         trained += [False] * prompt + [counts] * response
         log_probs += [0.0] * prompt + list(trajectory.log_probs)
     tokens, lengths = sequences(trajectories)
@@ -96,11 +112,13 @@ def advantage(
     kl = None
     if algorithm.kl_in == "reward" and kl_coefficient:
         kl = KL_ESTIMATORS[algorithm.kl_estimator](known["old_log_probs"], known["reference_log_probs"])
+    terms, groups = _terms(trajectories), torch.tensor([trajectory.group for trajectory in trajectories])
     scored = ScoredResponses(
         responses=responses,
-        groups=torch.tensor([trajectory.group for trajectory in trajectories]),
+        groups=groups,
         rewards=torch.tensor([trajectory.reward for trajectory in trajectories]),
-        parts=_terms(trajectories),
+        penalties=terms.pop(OVERLONG, None),
+        parts=terms,
         part_weights=_term_weights(config),
         token_rewards=None if kl is None else -kl_coefficient * kl,
         values=known.get("old_values"),
@@ -112,18 +130,25 @@ def advantage(
         teacher_log_probs=known.get("teacher_log_probs"),
     )
     estimated = estimate(algorithm.advantage, scored, algorithm, called)
-    fields = {"advantages": _placed(estimated.advantages, trained)}
+    advantages, to_teachers = estimated.advantages, None
+    if scored.teacher_log_probs is not None:
+        gain = distillation(scored).advantages
+        to_teachers = -float(gain.mean())
+        if algorithm.distillation_coefficient:
+            advantages = advantages + algorithm.distillation_coefficient * gain
+    fields = {"advantages": _placed(advantages, trained)}
     if estimated.returns is not None:
         fields["returns"] = _placed(estimated.returns, trained)
     if scored.process_rewards is not None:
         fields["outcomes"] = _placed(responses.spread(_outcomes(scored.rewards)), trained)
     batch = batch.with_fields(**fields)
-    parts = [batch.select(indices) for indices in _mini_batches(trajectories, algorithm.updates_per_step)]
+    parts = _mini_batches(trajectories, responses, algorithm.updates_per_step)
     return Prepared(
-        batches=[weighted(part, algorithm.aggregation, config) for part in parts],
+        batches=[weighted(batch.select(part), algorithm.aggregation, config, groups[part]) for part in parts],
         responses=responses,
-        advantages=estimated.advantages,
+        advantages=advantages,
         kl=None if kl is None else float(kl.mean()),
+        kl_to_teachers=to_teachers,
     )
 
 
@@ -132,10 +157,14 @@ def trained_responses(batch: RaggedBatch) -> Ragged:
     return Ragged(torch.stack([each.sum() for each in batch.split_field("trained")]))
 
 
-def weighted(batch: RaggedBatch, aggregation: str, config: MegarlConfig) -> RaggedBatch:
-    """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on."""
+def weighted(batch: RaggedBatch, aggregation: str, config: MegarlConfig, groups: Tensor | None = None) -> RaggedBatch:
+    """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
+
+    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it.
+    """
     length = config.algorithm.aggregation_tokens or config.rollout.max_response_tokens
-    weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, aggregation_tokens=length)
+    lengths = trained_responses(batch).lengths
+    weights = AGGREGATIONS[aggregation](lengths, aggregation_tokens=length, groups=groups)
     return batch.with_fields(weights=_placed(weights, batch.fields["trained"]))
 
 
@@ -179,11 +208,15 @@ def _outcomes(rewards: Tensor) -> Tensor:
     return rewards
 
 
-def _mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[list[int]]:
-    """Indices of the trajectories of each mini-batch: whole prompts, in order."""
+def _mini_batches(trajectories: Sequence[Trajectory], responses: Ragged, count: int) -> list[list[int]]:
+    """Indices of the trajectories of each mini-batch: whole prompts, in order.
+
+    One in which nothing is trained on, since all its responses were cut, would be no optimizer step: it is left out.
+    """
     groups = list(dict.fromkeys(trajectory.group for trajectory in trajectories))
     place = {group: position * count // len(groups) for position, group in enumerate(groups)}
     batches: list[list[int]] = [[] for _ in range(count)]
     for index, trajectory in enumerate(trajectories):
         batches[place[trajectory.group]].append(index)
-    return [batch for batch in batches if batch]
+    lengths = responses.lengths.tolist()
+    return [batch for batch in batches if any(lengths[index] for index in batch)]

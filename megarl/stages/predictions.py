@@ -26,12 +26,14 @@ def with_predictions(
     """`batch` with a field for each prediction that the advantage, the rewards or the loss is made from.
 
     The policy's own log-probs are computed only where something besides the loss of a single update asks for them:
-    there, the policy is still the one that sampled, and its present log-probs are the old ones.
+    there, the policy is still the one that sampled, and its present log-probs are the old ones. A loss whose ratio is
+    to the rollout's log-probs never asks for them.
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
     needs = ADVANTAGES[algorithm.advantage].needs
     fields: dict[str, Tensor] = {}
-    if algorithm.updates_per_step > 1 or needs & _OF_THE_OLD_POLICY or objective.has_kl_in("reward"):
+    several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
+    if several or needs & _OF_THE_OLD_POLICY or companions.teachers or objective.has_kl_in("reward"):
         old = policy.log_probs(batch, temperature=temperature)
         fields["old_log_probs"] = old.log_probs
         if "probability_squares" in needs:

@@ -1,6 +1,6 @@
 """Prompts to scored trajectories: the responses are scored while others are still being sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.finite import check_finite
@@ -40,11 +40,12 @@ def sample(
     clock: Clock,
     *,
     with_baselines: bool = False,
+    add_scores: Callable[[list[Trajectory]], list[Trajectory]] | None = None,
 ) -> Experience:
-    """Sample responses to every prompt and score them.
+    """Sample responses to every prompt and score them, `add_scores` after the rewards are there.
 
-    `with_baselines` samples and scores one greedy response more to each prompt, whose reward the others carry; where
-    it could not be scored, the others are left out with it.
+    `with_baselines` samples and scores one greedy response more to each prompt, in the same way, whose reward the
+    others carry; where it could not be scored, the others are left out with it.
     """
     with clock.stage("rollout"):
         try:
@@ -54,7 +55,9 @@ def sample(
             raise
     with clock.stage("reward"):
         rewarded = scoring.finish()
-    scored = _compared(rewarded.trajectories, len(prompts)) if with_baselines else rewarded.trajectories
+        scored = add_scores(rewarded.trajectories) if add_scores else rewarded.trajectories
+    if with_baselines:
+        scored = _compared(scored, len(prompts))
     return Experience(scored, sampled[: sum(each.samples for each in sampling)], rewarded.failed, rewarded.timed_out)
 
 

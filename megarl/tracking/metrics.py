@@ -39,9 +39,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("response_length/cut_fraction", "", "share of responses that ran into rollout.max_response_tokens"),
     Metric("groups/no_signal", "", "share of groups whose rewards are all equal: they give no advantage"),
     Metric("groups/rollouts", "", "rollouts of the step: more than 1 where algorithm.dynamic_sampling replaced groups"),
+    Metric(
+        "groups/left_out", "", "share of groups not trained on (algorithm.dynamic_sampling, algorithm.filter_groups)"
+    ),
     Metric("groups/all_right", "", "share of groups whose rewards are all above 0.5"),
     Metric("groups/all_wrong", "", "share of groups without a reward above 0.5"),
     Metric("advantage/mean", "", "mean advantage of the trained tokens"),
+    Metric(
+        "advantage/response_mean",
+        "",
+        "mean over the trained responses: away from 0 where cut ones are in the statistics and not trained on",
+    ),
     Metric("advantage/std", "", "standard deviation of the advantages over the trained tokens"),
     Metric("advantage/max", "", "largest advantage"),
     Metric("advantage/min", "", "smallest advantage"),
@@ -53,14 +61,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "policy/kl_coefficient", "", "weight of the KL to the reference in this step (algorithm.kl_target adapts it)"
     ),
-    Metric("policy/kl_to_old", "nats", "estimated KL of the policy to the one that sampled, mean over tokens"),
+    Metric("policy/kl_to_old", "nats", "estimated KL of the policy to the one of algorithm.ratio_to, mean over tokens"),
     Metric("policy/clip_fraction", "", "share of response tokens whose probability ratio was clipped"),
     Metric("policy/clip_fraction_low", "", "share clipped at 1 - clip_low"),
     Metric("policy/clip_fraction_high", "", "share clipped at 1 + clip_high"),
     Metric("policy/clip_fraction_dual", "", "share with a negative advantage and a ratio above algorithm.dual_clip"),
     Metric("policy/chosen_fraction", "", "share of tokens chosen by their covariance (clip_cov, kl_cov)"),
     Metric("policy/ratio_capped", "", "share of tokens whose ratio is above algorithm.ratio_cap (dppo)"),
-    Metric("policy/ratio_mean", "", "mean probability ratio of the policy to the one that sampled"),
+    Metric("policy/off_policy_masked", "", "share of response tokens that algorithm.off_policy_mask leaves out"),
+    Metric("policy/ratio_mean", "", "mean probability ratio of the policy to the one of algorithm.ratio_to"),
     Metric("policy/ratio_max", "", "largest such ratio of the step"),
     Metric("policy/ratio_histogram", "", "all such ratios, in bins that are finer towards 1"),
     Metric("policy/gradient_norm", "", "norm of the whole gradient before it is clipped"),

@@ -28,7 +28,8 @@ _WARNINGS = """
 
 A metric that stays bad for `tracking.warn_after_steps` steps is warned of, once, on the console; `warning/<symptom>` is
 1 from there on until it has been good for as many steps. The thresholds are keys of `tracking`, and `null` switches one
-off. A resumed run reads in `metrics.jsonl` what it has warned of already.
+off. A resumed run reads in `metrics.jsonl` what it has warned of already. Only what can act in the run is advised:
+`algorithm.clip_high` for instance where there are several updates to a rollout.
 
 | symptom | warned of where | what people look at and do |
 |---|---|---|"""
@@ -42,7 +43,7 @@ def reference() -> str:
 
 def _warning_row(symptom: Symptom) -> str:
     side = "below its first value times" if symptom.falls else "above"
-    advice = _cell(symptom.advice)
+    advice = _cell(", ".join(each.text for each in symptom.advice))
     return f"| `{symptom.name}` | `{symptom.metric}` is {side} `tracking.{symptom.key}` | {advice} |"
 
 

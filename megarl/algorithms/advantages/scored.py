@@ -30,9 +30,11 @@ class ScoredResponses:
     rewards: Tensor
     """float[N]: the whole reward of a response; it falls due at its last trained token."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """float[N] each: the weighted, named rewards that `rewards` is the sum of."""
+    """float[N] each: the weighted, named rewards that `rewards` is the sum of, but for `penalties`."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
     """The weights that are in `parts`; 1 without."""
+    penalties: Tensor | None = None
+    """float[N]: what is in `rewards` beside the parts, and has a scale of its own: that of long responses."""
     token_rewards: Tensor | None = None
     """float[T]: rewards of single tokens, beyond `rewards`: the KL penalty, shaping."""
     values: Tensor | None = None

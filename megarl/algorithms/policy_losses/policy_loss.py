@@ -17,7 +17,7 @@ class Tokens:
     log_probs: Tensor
     """[T]: under the policy, differentiable."""
     old_log_probs: Tensor
-    """[T]: under the policy before the step's first update."""
+    """[T]: under the policy that ratios are to: before the step's first update, or as the engine sampled."""
     advantages: Tensor
     """[T]"""
     ragged: Ragged
@@ -46,6 +46,10 @@ class PolicyLoss:
     of_response: bool = False
     """There is one ratio for all tokens of a response: the loss is defined for the mean over responses of the mean
     over their tokens."""
+    has_ratio: bool = True
+    """False for a loss that takes every token for one of the present policy's own."""
+    acts_on_policy: bool = False
+    """It differs from the policy gradient where the policy is still the one that ratios are to."""
     needs_reference: bool = False
     """It reads `reference_log_probs`."""
     selection: Callable[..., Tensor] | None = None

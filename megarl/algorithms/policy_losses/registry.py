@@ -13,11 +13,17 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "sapo": PolicyLoss(ratios.of_token, surrogates.gated),
     "dppo_tv": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.total_variation)),
     "dppo_kl": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.binary_kl)),
-    "clip_cov": PolicyLoss(ratios.of_token, surrogates.clipped_but_chosen, selection=covariance.drawn_between),
+    "clip_cov": PolicyLoss(
+        ratios.of_token, surrogates.clipped_but_chosen, acts_on_policy=True, selection=covariance.drawn_between
+    ),
     "kl_cov": PolicyLoss(ratios.of_token, surrogates.held_where_chosen, selection=covariance.largest),
-    "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood),
+    "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood, has_ratio=False),
     "dro": PolicyLoss(ratios.of_token, surrogates.regularised_likelihood),
     "sppo": PolicyLoss(
-        ratios.of_response_to_reference, surrogates.squared_to_advantage, of_response=True, needs_reference=True
+        ratios.of_response_to_reference,
+        surrogates.squared_to_advantage,
+        of_response=True,
+        acts_on_policy=True,
+        needs_reference=True,
     ),
 }

@@ -11,7 +11,15 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 some_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
 
 
-def one_by_one(name: str, lengths: list[int], constant: int) -> list[float]:
+def prompt_means(lengths: list[int], groups: list[int]) -> list[float]:
+    tokens = {group: sum(n for n, g in zip(lengths, groups, strict=True) if g == group) for group in groups}
+    prompts = sum(1 for total in tokens.values() if total)
+    return [1 / prompts / tokens[group] for length, group in zip(lengths, groups, strict=True) for _ in range(length)]
+
+
+def one_by_one(name: str, lengths: list[int], constant: int, groups: list[int]) -> list[float]:
+    if name == "prompt_mean":
+        return prompt_means(lengths, groups)
     responses = sum(1 for length in lengths if length)
     weight = {
         "token_mean": lambda length: 1 / sum(lengths),
@@ -24,11 +32,20 @@ def one_by_one(name: str, lengths: list[int], constant: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-@given(some_lengths, st.integers(1, 50))
-def test_the_weight_of_every_token(name: str, lengths: list[int], constant: int) -> None:
-    weights = AGGREGATIONS[name](torch.tensor(lengths), aggregation_tokens=constant)
+@given(some_lengths, st.integers(1, 50), st.integers(1, 5))
+def test_the_weight_of_every_token(name: str, lengths: list[int], constant: int, prompts: int) -> None:
+    groups = [7 * (place % prompts) for place in range(len(lengths))]
+    weights = AGGREGATIONS[name](torch.tensor(lengths), aggregation_tokens=constant, groups=torch.tensor(groups))
     assert weights.dtype == torch.float32
-    assert weights.tolist() == pytest.approx(one_by_one(name, lengths, constant), rel=1e-6)
+    assert weights.tolist() == pytest.approx(one_by_one(name, lengths, constant, groups), rel=1e-6)
+
+
+def test_a_prompt_of_long_responses_counts_as_one_of_short_ones() -> None:
+    lengths, groups = torch.tensor([1, 1, 6, 2, 0, 0]), torch.tensor([3, 3, 0, 0, 5, 5])
+    of_prompts = [float(part.sum()) for part in AGGREGATIONS["prompt_mean"](lengths, groups=groups).split([2, 8])]
+    assert of_prompts == pytest.approx([0.5, 0.5])
+    of_prompts = [float(part.sum()) for part in AGGREGATIONS["token_mean"](lengths).split([2, 8])]
+    assert of_prompts == pytest.approx([0.2, 0.8])
 
 
 def losses_of_verl(case: verl.Case) -> Tensor:
@@ -45,7 +62,7 @@ def losses_of_verl(case: verl.Case) -> Tensor:
     return (a + b / case.ragged.spread(lengths)).float()
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("name", [name for name in AGGREGATIONS if name != "prompt_mean"])
 @pytest.mark.parametrize("case_name", verl.NAMES)
 def test_the_values_of_verl_on_one_rank_and_on_one_of_four(case_name: str, name: str) -> None:
     case = verl.case(case_name)
@@ -72,7 +89,7 @@ def test_the_weights_of_means_sum_to_one_for_thousands_of_responses(name: str) -
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_no_token_at_all_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="no response of this step has a token"):
-        AGGREGATIONS[name](torch.tensor([0, 0]), aggregation_tokens=4)
+        AGGREGATIONS[name](torch.tensor([0, 0]), aggregation_tokens=4, groups=torch.tensor([0, 0]))
 
 
 @pytest.mark.parametrize("constant", [None, 0, -3])

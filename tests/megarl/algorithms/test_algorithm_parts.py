@@ -1,10 +1,18 @@
-"""Which parts of an algorithm are refused, alone and together."""
+"""Which parts of an algorithm are refused, alone and together, and which cannot act."""
+
+import re
 
 import pytest
+import torch
 
 from converters.errors import UserError
 from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
+from megarl.algorithms.policy_losses import Tokens
+from megarl.algorithms.ragged import Ragged
 from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.without_effect import without_effect
+
+TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("token_band", 0.5, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,28 @@ from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
             {"kl_estimator": "k1", "kl_coefficient": 0.1},
             r"kl_estimator=k1 with kl_in=loss .* kl_estimator=k1\+, .* kl_in=reward",
         ),
+        ({"ratio_to": "reference"}, r"algorithm\.ratio_to='reference' is not known: it must be old or rollout"),
+        ({"off_policy_mask": -0.1}, r"algorithm\.off_policy_mask must be at least 0"),
+        ({"distillation_coefficient": float("inf")}, r"distillation_coefficient must be at least 0 and finite"),
+        ({"kl_unbiased": True, "kl_coefficient": 0.1, "kl_estimator": "k3+"}, r"kl_unbiased .* kl_estimator=k3\+ is"),
+        ({"kl_unbiased": True, "kl_coefficient": 0.1, "kl_in": "reward"}, r"kl_unbiased is of a KL in the loss"),
+        ({"kl_unbiased": True}, r"kl_unbiased is of a KL in the loss, and there is none"),
+        (
+            {"updates_per_step": 2, "policy_loss": "policy_gradient"},
+            r"policy_gradient, which has no ratio: from the sec",
+        ),
+        (
+            {"updates_per_step": 2, "policy_loss": "policy_gradient", "ratio_to": "rollout", "corrections": [BAND]},
+            r"policy_gradient, which has no ratio",
+        ),
+        ({"ratio_to": "rollout", "corrections": [TIS]}, r"token_importance, which would weigh by it once more"),
+        ({"filter_low": 0.2}, r"nothing asks: set dynamic_sampling=true to replace .* or filter_groups=true"),
+        (
+            {"filter_groups": True, "filter_low": 0.8, "filter_high": 0.2},
+            r"filter_low=0\.8 must be at most filter_high",
+        ),
+        ({"filter_groups": True, "dynamic_sampling": True}, r"set one of the two"),
+        ({"cut_responses_in_statistics": False}, r"set train_on_cut_responses=false, too"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, r"dual_clip=3\.0 has no meaning with policy_loss=cispo"),
     ],
 )
@@ -72,3 +102,55 @@ def test_every_loss_goes_with_the_default_options(policy_loss: str) -> None:
 def test_every_kl_goes_into_the_reward(estimator: str) -> None:
     config = AlgorithmConfig(kl_estimator=estimator, kl_coefficient=0.1, kl_in="reward")
     assert PolicyObjective(config).needs_reference
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"updates_per_step": 2, "policy_loss": "policy_gradient", "ratio_to": "rollout", "corrections": [TIS]},
+        {"ratio_to": "rollout", "corrections": [BAND]},
+        {"kl_unbiased": True, "kl_coefficient": 0.1, "kl_estimator": "k1"},
+        {"dynamic_sampling": True, "filter_low": 0.2},
+    ],
+)
+def test_a_configuration_that_makes_sense_is_taken(fields: dict) -> None:
+    PolicyObjective(AlgorithmConfig(**fields))
+
+
+@pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if not loss.needs_reference])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_loss_acts_on_policy_exactly_where_it_says_so(name: str, several: bool) -> None:
+    """Its gradient against that of the policy gradient, where every ratio is 1, and where none is."""
+    log_probs = torch.linspace(-2, -0.1, 8, dtype=torch.float64)
+    old = log_probs - (torch.tensor([0.5, -0.5] * 4) if several else 0)
+    chosen = torch.tensor([True, False] * 4)
+
+    def gradient(of: str) -> torch.Tensor:
+        leaf = log_probs.clone().requires_grad_()
+        advantages = torch.tensor([1.0] * 5 + [-1.0] * 3, dtype=torch.float64)
+        tokens = Tokens(leaf, old, advantages, Ragged(torch.tensor([5, 3])), chosen=chosen)
+        loss = POLICY_LOSSES[of](tokens, vars(AlgorithmConfig())).loss
+        return torch.autograd.grad(loss.sum(), leaf)[0]
+
+    differs = not torch.allclose(gradient(name), gradient("policy_gradient"), atol=1e-12, rtol=0)
+    assert differs == (POLICY_LOSSES[name].has_ratio if several else POLICY_LOSSES[name].acts_on_policy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, None),
+        ({"policy_loss": "policy_gradient"}, None),
+        ({"policy_loss": "clip_cov"}, None),
+        ({"policy_loss": "cispo"}, r"policy_loss=cispo is the plain policy gradient here"),
+        ({"policy_loss": "cispo", "updates_per_step": 2}, None),
+        ({"policy_loss": "cispo", "ratio_to": "rollout"}, None),
+        ({"clip_high": 0.28}, r"algorithm\.clip_high never acts, since with algorithm\.updates_per_step=1"),
+        ({"clip_high": 0.28, "dual_clip": 3.0}, r"algorithm\.clip_high, dual_clip never acts"),
+        ({"clip_high": 0.28, "updates_per_step": 2}, None),
+    ],
+)
+def test_a_choice_that_cannot_act_is_said_in_one_sentence(fields: dict, said: str | None) -> None:
+    sentences = without_effect(AlgorithmConfig(**fields))
+    assert len(sentences) == (said is not None)
+    assert said is None or re.search(said, sentences[0])

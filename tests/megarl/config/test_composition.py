@@ -4,11 +4,12 @@ import pytest
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, TeacherConfig
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardModelConfig, TeacherConfig
 from megarl.config.compose import compose
 from megarl.config.composition import check_composition
 from megarl.config.folder import recipes_folder
 from megarl.config.schema import LoopConfig, MegarlConfig, RewardConfig, RewardTermConfig, RolloutConfig
+from megarl.config.without_effect import without_effect
 
 
 def config(*, samples: int = 8, **groups) -> MegarlConfig:
@@ -69,6 +70,59 @@ REFUSED = {
         {"reward": RewardConfig(overlong_buffer_tokens=9), "rollout": RolloutConfig(max_response_tokens=8)},
         "overlong_buffer_tokens=9 is more than",
     ),
+    "MaxRL with a penalty": (
+        {"algorithm": {"advantage": "max_rl"}, "reward": RewardConfig(overlong_buffer_tokens=20)},
+        r"max_rl needs rewards of at least 0, and reward\.overlong_buffer_tokens makes rewards below 0",
+    ),
+    "MaxRL with a KL in the reward": (
+        {"algorithm": {"advantage": "max_rl", "kl_in": "reward", "kl_estimator": "k1", "kl_coefficient": 0.01}},
+        r"max_rl needs .* and algorithm\.kl_in=reward makes",
+    ),
+    "MaxRL with a reward model": (
+        {"algorithm": {"advantage": "max_rl"}, "reward_model": RewardModelConfig("x")},
+        r"max_rl needs .* and reward_model\.path makes",
+    ),
+    "PRIME with a penalty": (
+        {"algorithm": {"advantage": "prime"}, "reward": RewardConfig(overlong_buffer_tokens=20)},
+        r"prime needs outcomes from 0 to 1, and reward\.overlong_buffer_tokens makes",
+    ),
+    "PRIME with a negative weight": (
+        {
+            "algorithm": {"advantage": "prime"},
+            "reward": RewardConfig(functions={"a": RewardTermConfig("math"), "b": RewardTermConfig("format", -0.1)}),
+        },
+        r"prime needs .* and reward\.functions\.b\.weight below 0 makes",
+    ),
+    "top_p with corrections": (
+        {
+            "algorithm": {"corrections": [CorrectionConfig("sequence_mean_band", 0.99, 1.01)]},
+            "rollout": RolloutConfig(top_p=0.99),
+        },
+        r"algorithm\.corrections with rollout\.top_p=0\.99: .* sample from all tokens with rollout\.top_p=1\.0",
+    ),
+    "top_k with several updates": (
+        {"algorithm": {"updates_per_step": 2}, "rollout": RolloutConfig(top_k=50)},
+        r"algorithm\.updates_per_step above 1 with rollout\.top_k=50: .* with rollout\.top_k=-1",
+    ),
+    "top_p with ratios to the rollout": (
+        {"algorithm": {"ratio_to": "rollout"}, "rollout": RolloutConfig(top_p=0.9)},
+        r"algorithm\.ratio_to=rollout with rollout\.top_p",
+    ),
+    "top_p with an off-policy mask": (
+        {"algorithm": {"off_policy_mask": 0.1}, "rollout": RolloutConfig(top_p=0.9)},
+        r"algorithm\.off_policy_mask with rollout\.top_p",
+    ),
+    "a coefficient of distillation without a teacher": (
+        {"algorithm": {"distillation_coefficient": 0.1}},
+        r"distillation_coefficient=0\.1 needs a teacher",
+    ),
+    "distillation twice": (
+        {
+            "algorithm": {"advantage": "distillation", "distillation_coefficient": 0.1},
+            "teachers": {"a": TeacherConfig("x")},
+        },
+        "advantage=distillation is the teachers alone",
+    ),
     "an unknown loss": ({"algorithm": {"policy_loss": "cspo"}}, "did you mean 'cispo'|did you mean 'gspo'"),
 }
 
@@ -92,6 +146,20 @@ ALLOWED = {
         "teachers": {"a": TeacherConfig("x")},
     },
     "SPPO": {"algorithm": {"policy_loss": "sppo", "advantage": "win_rate", "aggregation": "seq_mean_token_mean"}},
+    "MaxRL with a KL in the loss": {"algorithm": {"advantage": "max_rl", "kl_coefficient": 0.01}},
+    "MaxRL with a penalty of 0": {
+        "algorithm": {"advantage": "max_rl"},
+        "reward": RewardConfig(overlong_buffer_tokens=20, overlong_penalty=0.0),
+    },
+    "PRIME with a reward model's path": {
+        "algorithm": {"advantage": "prime"},
+        "reward_model": RewardModelConfig("x"),
+    },
+    "top_p on-policy": {"rollout": RolloutConfig(top_p=0.9, top_k=50)},
+    "distillation beside a reward": {
+        "algorithm": {"distillation_coefficient": 0.1},
+        "teachers": {"a": TeacherConfig("x")},
+    },
     "ReMax": {"samples": 1, "algorithm": {"advantage": "remax"}},
 }
 
@@ -102,12 +170,31 @@ def test_it_is_taken(groups: dict) -> None:
 
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
+RECIPES = sorted(file.stem for file in recipes_folder().glob("*.yaml"))
+LARGE = [name for name in RECIPES if name.endswith(("_moe", "_v3"))]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_is_whole(preset: str) -> None:
+def with_preset(recipe: str, preset: str) -> MegarlConfig:
     teacher = ["+teachers={a: {path: x}}"] if preset == "distillation" else []
-    check_composition(compose("quickstart", ["model.path=x", f"+algorithm={preset}", *teacher]))
+    return compose(recipe, ["model.path=x", "output_dir=x", f"+algorithm={preset}", *teacher])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "grpo_qwen3_moe"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_whole(preset: str, recipe: str) -> None:
+    config = with_preset(recipe, preset)
+    check_composition(config)
+    assert without_effect(config.algorithm) == []
+    assert config.loop.prompts_per_step % config.algorithm.updates_per_step == 0
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_the_large_recipes_correct_for_the_engine_and_set_nothing_that_cannot_act(recipe: str) -> None:
+    config = compose(recipe, ["model.path=x", "output_dir=x"])
+    check_composition(config)
+    assert without_effect(config.algorithm) == []
+    assert config.algorithm.corrections
+    assert config.loop.prompts_per_step % config.algorithm.updates_per_step == 0
 
 
 def test_a_preset_is_chosen_in_the_place_of_the_recipes() -> None:

@@ -71,9 +71,11 @@ def test_groups_are_counted_once_whatever_their_size():
 
 
 def test_advantages_are_told_by_their_moments_and_signs():
-    assert advantage_metrics(torch.tensor([2.0, 0.0, -1.0, 3.0])) == pytest.approx(
+    # Three responses of 1, 0 and 3 tokens.
+    assert advantage_metrics(torch.tensor([2.0, 0.0, -1.0, 3.0]), [1, 0, 3]) == pytest.approx(
         {
             "advantage/mean": 1.0,
+            "advantage/response_mean": (2 + 2 / 3) / 2,
             "advantage/std": math.sqrt(2.5),
             "advantage/max": 3.0,
             "advantage/min": -1.0,
@@ -81,7 +83,7 @@ def test_advantages_are_told_by_their_moments_and_signs():
             "advantage/zero_fraction": 0.25,
         }
     )
-    assert advantage_metrics([]) == {}
+    assert advantage_metrics([], []) == {}
 
 
 @given(st.lists(st.floats(-5, 5, width=32), max_size=50), st.integers(0, 50))

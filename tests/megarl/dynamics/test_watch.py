@@ -1,11 +1,13 @@
 """When a run is warned of, and how often."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pytest
 
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.schema import MegarlConfig, RewardConfig, RolloutConfig, TrackingConfig
 from megarl.dynamics.watch import SYMPTOMS, Thresholds, Watch
 from megarl.tracking import Histogram, Run
 from megarl.tracking.jsonl import JsonLinesLogger
@@ -23,6 +25,9 @@ class Keys:
     warn_cut_fraction: float | None = 0.5
 
 
+CONFIG = MegarlConfig(tracking=TrackingConfig(**asdict(Keys())))
+
+
 def run(watch: Watch, metric: str, values: list[float], start: int = 1) -> list[tuple[int, str]]:
     """The steps at which something was said, and what."""
     return [
@@ -37,7 +42,7 @@ def test_a_collapse_of_the_entropy_is_said_once_with_its_beginning():
     assert step == 5
     assert re.fullmatch(
         r"warning: the policy's entropy has collapsed: since step 3 policy/entropy is below 0\.2 "
-        r"\(the run began with 2\), now 0\.17; .*algorithm\.clip_high.* \(tracking\.warn_entropy_fraction\)",
+        r"\(the run began with 2\), now 0\.17; .*algorithm\.entropy_coefficient.* \(tracking\.warn_entropy_fraction\)",
         text,
     )
 
@@ -89,14 +94,14 @@ def test_a_resumed_run_has_seen_what_the_file_tells(tmp_path: Path, step: int) -
 
     whole = log(Watch(Keys()), range(len(VALUES)), JsonLinesLogger(Run(tmp_path, 0, 99)))
     # The file goes on beyond the checkpoint that the run continues from.
-    resumed = Watch.of_run(Keys(), tmp_path, step)
+    resumed = Watch.of_run(CONFIG, tmp_path, step)
     rest = range(step + 1, len(VALUES))
     after = log(resumed, rest, JsonLinesLogger(Run(tmp_path, step + 1, 99, resumed=True)))
     assert after == whole[step + 1 :]
 
 
 def test_a_run_without_a_file_begins_anew(tmp_path):
-    assert run(Watch.of_run(Keys(), tmp_path, 7), "groups/no_signal", [1.0] * 3, start=8)[0][0] == 10
+    assert run(Watch.of_run(CONFIG, tmp_path, 7), "groups/no_signal", [1.0] * 3, start=8)[0][0] == 10
 
 
 def test_symptoms_watch_what_is_logged_and_every_key_is_of_one():
@@ -104,3 +109,45 @@ def test_symptoms_watch_what_is_logged_and_every_key_is_of_one():
     assert {symptom.metric for symptom in SYMPTOMS} <= names
     assert {symptom.key for symptom in SYMPTOMS} | {"warn_after_steps"} == {field.name for field in fields(Keys)}
     assert Thresholds.__annotations__.keys() == Keys.__annotations__.keys()
+
+
+CORRECTED = [CorrectionConfig("token_importance", high=2.0)]
+COULD_ACT = (
+    # What is advised of a symptom, where it acts, and where it would change nothing or be refused.
+    ("entropy_collapse", "clip_high", {"updates_per_step": 2}, {}),
+    ("entropy_collapse", "clip_high", {"ratio_to": "rollout"}, {"updates_per_step": 2, "policy_loss": "cispo"}),
+    ("entropy_collapse", "kl_cov", {"updates_per_step": 2}, {}),
+    ("entropy_collapse", "clip_cov", {}, {"policy_loss": "gspo"}),
+    ("kl_to_reference", "kl_coefficient", {}, {"kl_target": 0.1}),
+    ("kl_to_reference", "kl_target", {"kl_target": 0.1}, {}),
+    ("kl_to_old", "updates_per_step", {"updates_per_step": 2}, {}),
+    ("log_prob_difference", "corrections", {}, {"corrections": CORRECTED}),
+    ("log_prob_difference", "corrections", {}, {"ratio_to": "rollout"}),
+    ("no_signal", "dynamic_sampling", {}, {"dynamic_sampling": True}),
+    ("responses_cut", "overlong_buffer_tokens", {}, {"advantage": "max_rl"}),
+)
+
+
+def said_of(symptom: str, config: MegarlConfig) -> str:
+    (found,) = [each for each in SYMPTOMS if each.name == symptom]
+    bad = [8.0, *[0.0] * 3] if found.falls else [9.0] * 3
+    ((_, text),) = run(Watch(Keys(), config), found.metric, bad)
+    return text
+
+
+@pytest.mark.parametrize(("symptom", "advice", "acts", "does_not"), COULD_ACT)
+def test_only_what_can_act_is_advised(symptom: str, advice: str, acts: dict, does_not: dict) -> None:
+    assert advice in said_of(symptom, MegarlConfig(algorithm=AlgorithmConfig(**acts)))
+    assert advice not in said_of(symptom, MegarlConfig(algorithm=AlgorithmConfig(**does_not)))
+
+
+def test_a_cut_vocabulary_is_named_in_the_place_of_corrections_which_it_would_ruin() -> None:
+    text = said_of("log_prob_difference", MegarlConfig(rollout=RolloutConfig(top_p=0.9)))
+    assert "algorithm.corrections" not in text
+    assert "rollout.top_p" in text
+    assert "rollout.top_p" not in said_of("log_prob_difference", MegarlConfig())
+
+
+def test_a_penalty_that_is_there_is_not_advised() -> None:
+    config = MegarlConfig(reward=RewardConfig(overlong_buffer_tokens=8))
+    assert "overlong_buffer_tokens" not in said_of("responses_cut", config)

@@ -1,11 +1,14 @@
 """From scored trajectories to the batches of an update."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from trajectories import SHORT_RUN, trajectory
 
 from converters.errors import UserError
 from megarl.config.schema import AlgorithmConfig, LoopConfig, MegarlConfig
+from megarl.rewards import OVERLONG, Score
 from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 
 TRAJECTORIES = [
@@ -20,7 +23,7 @@ def prepare(trajectories, kl_coefficient=0.0, fields=None, **algorithm) -> Prepa
     config = MegarlConfig(
         rollout=SHORT_RUN, algorithm=AlgorithmConfig(normalize_by_std=False, **algorithm), loop=LoopConfig()
     )
-    kept = comparable(trajectories, config.algorithm.advantage)
+    kept = comparable(trajectories, config.algorithm)
     batch = ragged_batch(kept, config.algorithm).with_fields(**(fields or {}))
     return advantage(kept, batch, config, kl_coefficient=kl_coefficient)
 
@@ -51,7 +54,7 @@ def test_response_left_alone_by_a_dropped_reward_is_left_out() -> None:
 
 
 def test_nothing_to_compare_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="no two responses to one prompt are left"):
+    with pytest.raises(UserError, match=r"no two responses to one prompt are left in this step: 0 of 2 .* were cut"):
         prepare(TRAJECTORIES[1:3])
 
 
@@ -70,6 +73,73 @@ def test_a_response_that_was_cut_counts_for_its_group_and_is_not_trained_on() ->
     assert batch.fields["weights"].tolist() == pytest.approx(
         [0, 0, *[1 / 6] * 2, 0, 0, 1 / 6, 0, *[1 / 6] * 3, 0, 0, 0]
     )
+
+
+CUT = [
+    trajectory(0, [9], [1], 1.0),
+    trajectory(0, [9], [1, 2], 1.0),
+    trajectory(0, [9], [3], 0.0),
+    trajectory(0, [9], [3, 4, 5, 6], 0.0, finish_reason="length"),
+]
+
+
+def test_what_is_trained_on_is_centred_where_cut_responses_leave_the_statistics_too() -> None:
+    stay = prepare(CUT, train_on_cut_responses=False)
+    assert [float(each[0]) for each in stay.advantages.split([1, 2, 1])] == [0.5, 0.5, -0.5]
+    leave = prepare(CUT, train_on_cut_responses=False, cut_responses_in_statistics=False)
+    torch.testing.assert_close(leave.advantages, torch.tensor([1 / 3, 1 / 3, 1 / 3, -2 / 3]))
+    with pytest.raises(UserError, match=r"1 of 2 scored responses were cut .* raise rollout.max_response_tokens"):
+        prepare(CUT[2:], train_on_cut_responses=False, cut_responses_in_statistics=False)
+
+
+def test_a_mini_batch_of_cut_responses_alone_is_no_optimizer_step() -> None:
+    cut = [trajectory(2, [7], [1, 1], reward, finish_reason="length") for reward in (1.0, 0.0)]
+    prepared = prepare([*TRAJECTORIES[:2], *cut], updates_per_step=2, train_on_cut_responses=False)
+    (batch,) = prepared.batches
+    assert batch.lengths.tolist() == [4, 3]
+    assert float(batch.fields["weights"].sum()) == pytest.approx(1)
+    with pytest.raises(UserError, match="no response of this step has a token to train on"):
+        prepare(cut, train_on_cut_responses=False)
+
+
+def test_each_prompt_of_an_optimizer_step_counts_alike_in_the_mean_over_prompts() -> None:
+    # Prompts of 3 and of 5 trained tokens.
+    (both,) = prepare(TRAJECTORIES, aggregation="prompt_mean").batches
+    assert both.fields["weights"].unique().tolist() == pytest.approx([0, 1 / 10, 1 / 6])
+    apart = prepare(TRAJECTORIES, aggregation="prompt_mean", updates_per_step=2).batches
+    assert [float(batch.fields["weights"].max()) for batch in apart] == pytest.approx([1 / 3, 1 / 5])
+
+
+def test_a_teacher_adds_to_the_advantages_of_the_reward() -> None:
+    old, teacher = torch.full((14,), -1.0), torch.full((14,), -1.0)
+    teacher[2], teacher[12] = -0.5, -3.0
+    fields = {"old_log_probs": old, "teacher_log_probs": teacher}
+    prepared = prepare(TRAJECTORIES, fields=fields, distillation_coefficient=0.1)
+    plain = prepare(TRAJECTORIES)
+    added = prepared.batches[0].fields["advantages"] - plain.batches[0].fields["advantages"]
+    assert added[[2, 12]].tolist() == pytest.approx([0.05, -0.2])
+    assert int(added.count_nonzero()) == 2
+    assert prepared.kl_to_teachers == pytest.approx((2.0 - 0.5) / 8)
+    assert plain.kl_to_teachers is None
+    alone = prepare(TRAJECTORIES, fields=fields, advantage="distillation")
+    assert alone.kl_to_teachers == pytest.approx(-float(alone.advantages.mean()))
+
+
+def test_a_penalty_of_length_has_the_weight_of_its_factor_in_gdpo() -> None:
+    def prepared(factor: float) -> list[float]:
+        terms = ((1.0, 0.0), (0.0, 0.0), (1.0, -0.05 * factor), (0.0, 0.0))
+        of_group = [trajectory(0, [9], [1], 0.0) for _ in terms]
+        scored = [
+            replace(each, score=Score(2 * right + penalty, {}, {"acc": right, "form": right, OVERLONG: penalty}))
+            for each, (right, penalty) in zip(of_group, terms, strict=True)
+        ]
+        return prepare(scored, advantage="gdpo").advantages.tolist()
+
+    hard, soft, none = prepared(1.0), prepared(0.01), prepared(0.0)
+    assert soft == pytest.approx(none, abs=2e-3)
+    assert hard != pytest.approx(none, abs=1e-2)
+    # A right answer a little too long stays far better than a wrong one.
+    assert hard[2] > 0.5 > -0.5 > hard[1]
 
 
 def test_the_kl_in_the_reward_is_taken_off_token_by_token() -> None:

@@ -1,0 +1,31 @@
+"""Choices that are taken and can change nothing: a warning at the start of a run."""
+
+from megarl.algorithms import POLICY_LOSSES
+from megarl.config.algorithm import AlgorithmConfig
+
+_BOUNDS = ("clip_low", "clip_high", "dual_clip")
+
+
+def without_effect(config: AlgorithmConfig) -> list[str]:
+    """One sentence for each choice that cannot act in this run.
+
+    With one update per rollout the policy that is trained is the old one, so every ratio to it is 1. A loss of ratios
+    is then the plain policy gradient; that is no mistake in itself, only in the place of what was chosen. GRPO as the
+    defaults make it says nothing of a clip, and is not warned of.
+    """
+    if config.updates_per_step > 1 or config.ratio_to != "old":
+        return []
+    loss = POLICY_LOSSES[config.policy_loss]
+    if loss.acts_on_policy or not loss.has_ratio:
+        return []
+    remedy = (
+        "set algorithm.updates_per_step to more (the presets of configs/algorithm have their papers'), or "
+        "algorithm.ratio_to=rollout"
+    )
+    why = "with algorithm.updates_per_step=1 every ratio to the old policy is 1"
+    if config.policy_loss != AlgorithmConfig().policy_loss:
+        return [f"algorithm.policy_loss={config.policy_loss} is the plain policy gradient here, since {why}: {remedy}"]
+    changed = [name for name in _BOUNDS if getattr(config, name) != getattr(AlgorithmConfig(), name)]
+    if not changed:
+        return []
+    return [f"algorithm.{', '.join(changed)} never acts, since {why}: {remedy}"]
