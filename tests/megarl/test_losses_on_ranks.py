@@ -24,7 +24,7 @@ WHOLE, PIECES = 1000, 20
 def objectives() -> dict[str, PolicyObjective]:
     """Each loss with a KL, an entropy bonus and a correction that goes with it."""
     factors = {True: CorrectionConfig("sequence_importance", high=1.5), False: CorrectionConfig("icepop", 0.7, 1.5)}
-    return {
+    found = {
         name: PolicyObjective(
             AlgorithmConfig(
                 policy_loss=name,
@@ -38,6 +38,8 @@ def objectives() -> dict[str, PolicyObjective]:
         )
         for name, loss in POLICY_LOSSES.items()
     }
+    far = {"ratio_to": "rollout", "kl_unbiased": True, "off_policy_mask": 0.05}
+    return found | {"off-policy": PolicyObjective(AlgorithmConfig(kl_coefficient=0.1, **far))}
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,8 @@ def random_batch(
         "old_values": noise(1.0),
     }
     fields = {name: values.masked_fill(~trained, float("nan")) for name, values in inside.items()}
-    weights = AGGREGATIONS[aggregation](lengths, aggregation_tokens=8).double()
+    groups = torch.arange(len(lengths)) % 3
+    weights = AGGREGATIONS[aggregation](lengths, aggregation_tokens=8, groups=groups).double()
     fields["weights"] = torch.zeros(total, dtype=torch.float64).masked_scatter(trained, weights)
     fields["place"] = torch.arange(total)
     sizes = torch.tensor([prompt + len(mask) for prompt, mask in shapes])

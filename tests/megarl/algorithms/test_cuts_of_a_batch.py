@@ -80,6 +80,15 @@ def test_every_kl_estimator(drawn, seed: int, place: list[int], estimator: str) 
     assert_same_for_the_cut(objective, drawn, seed, "token_mean", place)
 
 
+@pytest.mark.parametrize("policy_loss", ["clip", "gspo", "dppo_tv", "clip_cov"])
+@settings(max_examples=6)
+@given(sequences, st.integers(0, 100), places)
+def test_every_policy_loss_off_policy(policy_loss: str, drawn, seed: int, place: list[int]) -> None:
+    far = {"ratio_to": "rollout", "kl_unbiased": True, "off_policy_mask": 0.05}
+    objective = PolicyObjective(replace(everything(policy_loss).algorithm, corrections=[], **far))
+    assert_same_for_the_cut(objective, drawn, seed, aggregation_of(policy_loss), place)
+
+
 @settings(max_examples=12)
 @given(sequences, st.integers(0, 100), places, st.lists(st.sampled_from(sorted(CORRECTIONS)), min_size=1, max_size=3))
 def test_every_chain_of_corrections(drawn, seed: int, place: list[int], names: list[str]) -> None:
