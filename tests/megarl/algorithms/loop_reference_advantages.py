@@ -24,6 +24,7 @@ class Response:
     importance_weights: list[float]
     process_rewards: list[float]
     teacher_log_probs: list[float]
+    penalty: float = 0.0
 
     @property
     def length(self) -> int:
@@ -149,6 +150,7 @@ def gdpo(responses: Sequence[Response], options: Options) -> Tokens:
             weight = options.part_weights.get(name, 1.0)
             values = [other.parts[name] / weight for other in peers(responses, i)]
             total += weight * standardised(value / weight, values, options.normalize_by_std)
+        total += response.penalty - statistics.fmean(other.penalty for other in peers(responses, i))
         of_response.append(total)
     return whiten(alike(responses, of_response))
 

@@ -68,6 +68,7 @@ def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token
     parts = {"format": torch.rand(count, generator=generator).round() / 2, "answer": rewards}
     weights = {"format": 0.5}
     baselines = torch.rand(count, generator=generator)
+    fields["penalties"] = -torch.rand(count, generator=generator)
     scored = ScoredResponses(Ragged(lengths), groups, rewards, parts, weights, baseline_rewards=baselines, **fields)
     return Case(scored, as_loops(scored))
 
@@ -84,6 +85,7 @@ def as_loops(scored: ScoredResponses) -> list[Response]:
             reward=float(scored.rewards[i]),
             baseline_reward=float(scored.baseline_rewards[i]),
             parts={name: float(part[i]) for name, part in scored.parts.items()},
+            penalty=0.0 if scored.penalties is None else float(scored.penalties[i]),
             **{name: values[i].tolist() for name, values in by_token.items()},
         )
         for i in range(len(lengths))

@@ -59,18 +59,19 @@ def test_responses_are_scored_as_they_come_and_leave_by_group():
     assert (rewarded.failed, rewarded.timed_out) == (0, 0)
 
 
-def test_what_was_left_out_is_counted(tmp_path):
+@pytest.mark.parametrize(("how", "rewards"), [({}, [1.0, 0.0, 2.0]), ({"on_timeout": "drop"}, [1.0, 2.0])])
+def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_counted(tmp_path, how, rewards):
     file = tmp_path / "mine.py"
     file.write_text(
         "import time\ndef act(data_source, solution_str, ground_truth, extra_info):\n"
         "    time.sleep(99 if solution_str == 'slow' else 0)\n    return float(solution_str)\n"
     )
-    config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop")
+    config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop", **how)
     with Scorer(config) as scorer:
         scoring = Scoring(scorer, TOKENIZER)
         scoring.add([trajectory(text) for text in ("1", "x", "slow", "2")])
         rewarded = scoring.finish()
-    assert [t.reward for t in rewarded.trajectories] == [1.0, 2.0]
+    assert [t.reward for t in rewarded.trajectories] == rewards
     assert (rewarded.failed, rewarded.timed_out) == (1, 1)
 
 
