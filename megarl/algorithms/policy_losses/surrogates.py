@@ -81,8 +81,8 @@ def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callabl
     A token leaves it when its update goes on in the direction in which its probability has already moved by more than
     `clip_high` (up, A > 0) or `clip_low` (down, A <= 0) of the `divergence` between the old and the present policy,
     each taken as the choice between this token and all others. The paper's region is around the policy that sampled
-    (ratio_to=rollout), and it wants the cap large, as a small one biases the gradient (section 5.4). Metrics: the tokens
-    left out, as 0 or 1, and those whose ratio was capped.
+    (ratio_to=rollout), and it wants the cap large, as a small one biases the gradient (section 5.4). Metrics: the
+    tokens left out, as 0 or 1, and those whose ratio was capped.
     """
 
     def surrogate(
