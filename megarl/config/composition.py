@@ -12,6 +12,7 @@ def check_composition(config: MegarlConfig) -> None:
     """Raise UserError for the first two parts that don't go together, or a part without what it needs."""
     check_algorithm(config.algorithm)
     _check_groups(config)
+    _check_filter(config)
     _check_companions(config)
     _check_teachers(config)
     _check_kl(config)
@@ -38,6 +39,19 @@ def _check_groups(config: MegarlConfig) -> None:
         raise UserError(
             "algorithm.dynamic_sampling looks for prompts whose responses differ in reward, and with "
             "loop.samples_per_prompt=1 there are none: use 2 or more samples, or turn it off"
+        )
+
+
+def _check_filter(config: MegarlConfig) -> None:
+    algorithm, functions = config.algorithm, config.reward.functions
+    # A single function's parts are known when it has scored.
+    if not (algorithm.dynamic_sampling or algorithm.filter_groups) or not functions:
+        return
+    known = ["outcome", "reward", *functions]
+    if algorithm.filter_on not in known and algorithm.filter_on.split("/")[0] not in functions:
+        raise UserError(
+            f"algorithm.filter_on={algorithm.filter_on} is none of {', '.join(known)}, nor a part of one of reward."
+            "functions (NAME/PART): name one of these"
         )
 
 

@@ -112,6 +112,13 @@ REFUSED = {
         {"algorithm": {"off_policy_mask": 0.1}, "rollout": RolloutConfig(top_p=0.9)},
         r"algorithm\.off_policy_mask with rollout\.top_p",
     ),
+    "a filter on a reward that is not there": (
+        {
+            "algorithm": {"filter_groups": True, "filter_on": "acc"},
+            "reward": RewardConfig(functions={"a": RewardTermConfig("math"), "b": RewardTermConfig("format")}),
+        },
+        r"filter_on=acc is none of outcome, reward, a, b, nor a part",
+    ),
     "a coefficient of distillation without a teacher": (
         {"algorithm": {"distillation_coefficient": 0.1}},
         r"distillation_coefficient=0\.1 needs a teacher",
@@ -154,6 +161,10 @@ ALLOWED = {
     "PRIME with a reward model's path": {
         "algorithm": {"advantage": "prime"},
         "reward_model": RewardModelConfig("x"),
+    },
+    "a filter on a part of a reward": {
+        "algorithm": {"dynamic_sampling": True, "filter_on": "a/acc"},
+        "reward": RewardConfig(functions={"a": RewardTermConfig("math"), "b": RewardTermConfig("format")}),
     },
     "top_p on-policy": {"rollout": RolloutConfig(top_p=0.9, top_k=50)},
     "distillation beside a reward": {
