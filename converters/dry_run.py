@@ -23,7 +23,12 @@ _DTYPES: Mapping[str, torch.dtype] = {
 
 
 def plan_from_config(
-    hf_folder: Path, parallel: ParallelSizes, *, dtype: DTypeChoice, vocabulary_multiple: int
+    hf_folder: Path,
+    parallel: ParallelSizes,
+    *,
+    dtype: DTypeChoice,
+    vocabulary_multiple: int,
+    padded_vocabulary: int | None = None,
 ) -> ConversionPlan:
     """The plan of `convert_checkpoint` for the weights that config.json describes, which need not be there.
 
@@ -34,7 +39,11 @@ def plan_from_config(
     is_fp8 = is_block_fp8(config)  # refuses other kinds of quantisation
     weights = _DTYPES[dtype] if dtype != "keep" else torch.bfloat16 if is_fp8 else _own_dtype(config)
     return plan_conversion(
-        architecture, parallel, architecture.hf_dtypes(weights), vocabulary_multiple=vocabulary_multiple
+        architecture,
+        parallel,
+        architecture.hf_dtypes(weights),
+        vocabulary_multiple=vocabulary_multiple,
+        padded_vocabulary=padded_vocabulary,
     )
 
 

@@ -1,7 +1,7 @@
 """Megatron to HuggingFace: the weights of any torch_dist checkpoint written in a stream, in any layout it was saved."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
 from converters.stream.targets import Part, Place, Target
 
+_MTP, _MTP_FIELD = "mtp.", "num_nextn_predict_layers"
 _QUANTISATION = "quantization_config"
 
 
@@ -45,6 +46,8 @@ class ExportPlan:
     dtypes: Mapping[str, torch.dtype]
     nbytes: int
     """Of all files."""
+    left_out_mtp_layers: int = 0
+    """Layers of multi-token prediction that config.json has and the checkpoint does not."""
 
 
 def export_checkpoint(
@@ -60,7 +63,8 @@ def export_checkpoint(
     """Write the weights of a torch_dist checkpoint to `folder` as safetensors files, with config and tokenizer.
 
     These come from `hf_config_folder`, or from the checkpoint itself if it was converted from HuggingFace. With `fp8`
-    the matrices of the layers become block FP8. Interrupted, the same call goes on where it was.
+    the matrices of the layers become block FP8. Where the checkpoint has no multi-token prediction, the model that is
+    written has none. Interrupted, the same call goes on where it was.
     Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
     being left.
     """
@@ -71,6 +75,10 @@ def export_checkpoint(
     companions = hf_config_folder or _own_companions(checkpoint)
     config = read_json(companions / CONFIG)
     architecture = read_architecture(config)
+    left_out = 0 if any(key.startswith(_MTP) for key in checkpoint.weights) else architecture.mtp_layers
+    if left_out:
+        config = {**config, _MTP_FIELD: 0}
+        architecture = read_architecture(config)
     shapes = {key: each.shape for key, each in checkpoint.weights.items()}
     boxes = {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()}
     pieces = list(stored_pieces(architecture, shapes, boxes))
@@ -100,7 +108,7 @@ def export_checkpoint(
         copy_companions(companions, output.partial)
         write_manifest(output.partial, written, {})
         output.complete()
-    return plan
+    return replace(plan, left_out_mtp_layers=left_out)
 
 
 def plan_export(

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 
 from converters.architectures import Architecture, read_architecture
 from converters.convert import check_checkpoint
+from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint, copy_companions, write_config
 from converters.formats.torch_dist import (
     LATEST,
@@ -22,6 +23,12 @@ from converters.formats.torch_dist import (
     write_metadata,
 )
 from converters.formats.torch_dist.common_state import empty_extra_state, extra_state_keys, write_common_state
+from converters.formats.torch_dist.megatron_lm import (
+    Vocabulary,
+    beyond_megatron_lm,
+    megatron_lm_arguments,
+    megatron_lm_flags,
+)
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.torch_dist import PlannedChunk, plan_chunks, stored_pieces
@@ -31,6 +38,8 @@ from converters.stream.run import Progress, write_targets
 from converters.stream.sources import HuggingFaceSource
 from converters.stream.targets import Part, Place, Target
 
+FLAGS = "megatron_lm_flags.txt"
+"""File with the flags of the model for Megatron-LM's command line."""
 HUGGINGFACE = "huggingface"
 """Folder of a converted checkpoint with config.json and the tokenizer it came with."""
 COPIES = "copies"
@@ -53,6 +62,8 @@ class ConversionPlan:
     nbytes: int
     """Of all files with chunks."""
     padded_vocabulary: int
+    beyond_megatron_lm: str | None = None
+    """What of the model no flag of Megatron-LM says; None where FLAGS says all."""
 
 
 def plan_conversion(
@@ -61,17 +72,18 @@ def plan_conversion(
     hf_dtypes: Mapping[str, torch.dtype],
     *,
     vocabulary_multiple: int,
+    padded_vocabulary: int | None = None,
 ) -> ConversionPlan:
     """Lay out the checkpoint for the ranks of `parallel`: two files for each have what it is the first to read.
 
     `hf_dtypes` are the types the weights are to have; tensors that share a key get the widest of theirs. The
-    vocabulary is padded to a multiple of `vocabulary_multiple` times the tensor-parallel size, as by Megatron-LM's
-    `--make-vocab-size-divisible-by`.
-    Raises UserError where the sizes do not divide the model.
+    vocabulary is padded to `padded_vocabulary`, or else to a multiple of `vocabulary_multiple` times the
+    tensor-parallel size, as by Megatron-LM's `--padded-vocab-size` and `--make-vocab-size-divisible-by`.
+    Raises UserError where the sizes do not divide the model or the padded vocabulary.
     """
     megatron_layout(architecture, parallel, module_names="te")  # checks the sizes
-    multiple = vocabulary_multiple * parallel.tensor_model_parallel_size
-    padded = -(-architecture.gpt_model["vocab_size"] // multiple) * multiple
+    vocabulary, tensor_parallel = architecture.gpt_model["vocab_size"], parallel.tensor_model_parallel_size
+    padded = _padded(vocabulary, tensor_parallel, vocabulary_multiple, padded_vocabulary)
     shapes, planned = plan_chunks(architecture, parallel, padded)
     dtypes: dict[str, torch.dtype] = {}
     for chunk in planned:
@@ -86,6 +98,20 @@ def plan_conversion(
     return ConversionPlan(
         contents, _targets(architecture, contents), sum(ends.values()) + len(blob), padded_vocabulary=padded
     )
+
+
+def _padded(vocabulary: int, tensor_parallel: int, multiple: int, size: int | None) -> int:
+    if multiple < 1:
+        raise UserError(f"--make-vocab-size-divisible-by {multiple} is no number to divide by; give at least 1")
+    if size is None:
+        step = multiple * tensor_parallel
+        return -(-vocabulary // step) * step
+    if size < vocabulary or size % tensor_parallel:
+        raise UserError(
+            f"--padded-vocab-size {size} does not hold the {vocabulary} tokens of config.json, or cannot be divided by"
+            f" the tensor-parallel size {tensor_parallel}; give a multiple of {tensor_parallel}, at least {vocabulary}"
+        )
+    return size
 
 
 def _deal(
@@ -129,6 +155,7 @@ def convert_checkpoint(
     *,
     dtype: DTypeChoice,
     vocabulary_multiple: int,
+    padded_vocabulary: int | None = None,
     workers: int,
     progress: Progress,
 ) -> ConversionPlan:
@@ -142,12 +169,15 @@ def convert_checkpoint(
     check_checkpoint(checkpoint, architecture)
     source = HuggingFaceSource(checkpoint)
     dtypes = _output_dtypes(architecture, source, dtype)
-    plan = plan_conversion(architecture, parallel, dtypes, vocabulary_multiple=vocabulary_multiple)
+    plan = plan_conversion(
+        architecture, parallel, dtypes, vocabulary_multiple=vocabulary_multiple, padded_vocabulary=padded_vocabulary
+    )
     purpose = {
         "from": checkpoint.fingerprint(),
         "parallel": vars(parallel),
         "dtype": dtype,
         "vocabulary_multiple": vocabulary_multiple,
+        "padded_vocabulary": padded_vocabulary,
     }
     with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
         written = write_targets(
@@ -157,15 +187,20 @@ def convert_checkpoint(
         _append(release, next(iter(plan.contents.objects.values()), None))
         write_metadata(release, plan.contents)
         main_dtype = plan.contents.tensors["embedding.word_embeddings.weight"].dtype
-        write_common_state(release, architecture, parallel, plan.padded_vocabulary, main_dtype)
+        vocabulary = Vocabulary(plan.padded_vocabulary, vocabulary_multiple, folder.absolute() / HUGGINGFACE)
+        arguments = megatron_lm_arguments(architecture, parallel, vocabulary, main_dtype)
+        write_common_state(release, arguments)
         (output.partial / LATEST).write_text(RELEASE)
+        beyond = beyond_megatron_lm(architecture, arguments)
+        if beyond is None:
+            (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
         (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
         write_config(output.partial / HUGGINGFACE, checkpoint.config)
         copy_companions(hf_folder, output.partial / HUGGINGFACE)
         copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
         write_manifest(output.partial, written, {COPIES: copies})
         output.complete()
-    return plan
+    return replace(plan, beyond_megatron_lm=beyond)
 
 
 def _output_dtypes(

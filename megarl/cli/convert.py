@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pad the vocabulary to a multiple of this times --tp, as Megatron-LM does (%(default)s)",
     )
+    parser.add_argument(
+        "--padded-vocab-size",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to this, where a run has its own size, as in Megatron-LM",
+    )
     parser.add_argument("--dry-run", action="store_true", help="plan from config.json alone, print it, write nothing")
     outcome.add_workers(parser)
     outcome.add_json(parser)
@@ -68,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
                 parallel_sizes(options),
                 dtype=options.dtype,
                 vocabulary_multiple=options.make_vocab_size_divisible_by,
+                padded_vocabulary=options.padded_vocab_size,
                 workers=options.workers,
                 progress=progress,
             )
@@ -78,8 +85,19 @@ def run(options: argparse.Namespace) -> int:
         f"{options.out}: {facts['tensors']:,} tensors in {facts['chunks']:,} chunks, {say_bytes(plan.nbytes)} in"
         f" {say_count(facts['files'], 'file')}, {say_seconds(seconds)} ({rate})"
     )
-    outcome.print_outcome(options, [sentence], facts)
+    outcome.print_outcome(options, [sentence, _how_to_use(plan, options.out)], facts)
     return 0
+
+
+def _how_to_use(plan: "ConversionPlan", out: Path) -> str:
+    from converters.import_huggingface import FLAGS
+
+    if plan.beyond_megatron_lm:
+        return (
+            "Megatron-LM's flags cannot say all of this model, so that it would compute another one"
+            f" ({plan.beyond_megatron_lm}): there is no {FLAGS}"
+        )
+    return f"with Megatron-LM: pretrain_gpt.py $(cat {out / FLAGS}) --load {out} ..."
 
 
 def _dry_run(options: argparse.Namespace, start: float) -> int:
@@ -87,7 +105,11 @@ def _dry_run(options: argparse.Namespace, start: float) -> int:
 
     parallel = parallel_sizes(options)
     plan = plan_from_config(
-        options.hf, parallel, dtype=options.dtype, vocabulary_multiple=options.make_vocab_size_divisible_by
+        options.hf,
+        parallel,
+        dtype=options.dtype,
+        vocabulary_multiple=options.make_vocab_size_divisible_by,
+        padded_vocabulary=options.padded_vocab_size,
     )
     seconds = time.perf_counter() - start
     facts = {**_facts(plan, options, seconds), "ranks": parallel.world_size, "dry_run": True}

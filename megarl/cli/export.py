@@ -65,9 +65,16 @@ def run(options: argparse.Namespace) -> int:
         "bytes": plan.nbytes,
         "tensors": len(plan.shapes),
         "files": len(plan.files),
+        "left_out_mtp_layers": plan.left_out_mtp_layers,
     }
     size, files = say_bytes(plan.nbytes), say_count(len(plan.files), "file")
     rate = f"{say_bytes(plan.nbytes / seconds)}/s"
     sentence = f"{options.out}: {len(plan.shapes):,} tensors, {size} in {files}, {say_seconds(seconds)} ({rate})"
-    outcome.print_outcome(options, [sentence], facts)
+    sentences = [sentence]
+    if plan.left_out_mtp_layers:
+        sentences.append(
+            f"without multi-token prediction: the checkpoint has none of the {plan.left_out_mtp_layers} layers that its"
+            " config.json names, and the one written says num_nextn_predict_layers 0"
+        )
+    outcome.print_outcome(options, sentences, facts)
     return 0

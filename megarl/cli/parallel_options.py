@@ -8,20 +8,21 @@ if TYPE_CHECKING:
     from converters.layouts.parallel_sizes import ParallelSizes
 
 _SIZES = (
-    ("--tp", 1, "tensor-parallel size"),
-    ("--pp", 1, "pipeline-parallel size"),
-    ("--vpp", None, "virtual stages of each pipeline stage"),
-    ("--ep", 1, "expert-parallel size"),
-    ("--etp", None, "tensor-parallel size of the experts (default: --tp)"),
-    ("--decoder-first-pipeline-num-layers", None, "layers of the first pipeline stage, where it has its own number"),
-    ("--decoder-last-pipeline-num-layers", None, "layers of the last pipeline stage, where it has its own number"),
+    (("--tp", "--tensor-model-parallel-size"), 1, "tensor-parallel size"),
+    (("--pp", "--pipeline-model-parallel-size"), 1, "pipeline-parallel size"),
+    (("--vpp", "--num-virtual-stages-per-pipeline-rank"), None, "virtual stages of each pipeline stage"),
+    (("--ep", "--expert-model-parallel-size"), 1, "expert-parallel size"),
+    (("--etp", "--expert-tensor-parallel-size"), None, "tensor-parallel size of the experts (default: --tp)"),
+    (("--decoder-first-pipeline-num-layers",), None, "layers of the first pipeline stage, where it has its own number"),
+    (("--decoder-last-pipeline-num-layers",), None, "layers of the last pipeline stage, where it has its own number"),
 )
+"""Names, the second of each Megatron-LM's; default; help."""
 
 
 def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options."""
-    for name, default, text in _SIZES:
-        parser.add_argument(name, type=int, default=default, metavar="N", help=text)
+    for names, default, text in _SIZES:
+        parser.add_argument(*names, type=int, default=default, metavar="N", help=text)
 
 
 def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "ParallelSizes":

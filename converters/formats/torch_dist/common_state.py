@@ -1,13 +1,12 @@
 """What Megatron-LM's loader wants beside the chunks: format, arguments of the architecture, and FP8 state.
 
-Megatron-LM compares the arguments in `common.pt` with its own, and takes them from there with
-`--use-checkpoint-args`. Their names are those of its argument parser, which differ from TransformerConfig's for some.
+Megatron-LM compares the arguments in `common.pt` with its own, and takes some from there with `--use-checkpoint-args`.
 """
 
 import argparse
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from converters.architectures import Architecture
 from converters.formats.torch_dist.checkpoint import COMMON
-from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.torch_dist import cells, has_uniform_layers
 
 FORMAT_FILE = "metadata.json"
@@ -26,57 +24,20 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _CHECKPOINT_VERSION = 3.0
-_ARGUMENT_NAMES = {
-    "layernorm_epsilon": "norm_epsilon",
-    "num_moe_experts": "num_experts",
-    "add_qkv_bias": "add_qkv_bias",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "max_sequence_length": "max_position_embeddings",
-}
-"""Field of TransformerConfig or argument of GPTModel -> argument of Megatron-LM, where they differ."""
 _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.", "mlp.router.")
 _MTP_ATTENTION = "mtp.layers.{layer}.transformer_layer.self_attention.core_attention"
 
 
-def write_common_state(
-    folder: Path, architecture: Architecture, parallel: ParallelSizes, padded_vocabulary: int, dtype: torch.dtype
-) -> None:
-    """Write `metadata.json` and `common.pt`."""
+def write_common_state(folder: Path, arguments: Mapping[str, Any]) -> None:
+    """Write `metadata.json`, and `common.pt` with these arguments of Megatron-LM."""
     (folder / FORMAT_FILE).write_text(json.dumps(_FORMAT))
-    arguments = argparse.Namespace(**_arguments(architecture, parallel, padded_vocabulary, dtype))
     state = {
-        "args": arguments,
+        "args": argparse.Namespace(**arguments),
         "checkpoint_version": _CHECKPOINT_VERSION,
         "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
     }
     torch.save(state, folder / COMMON)
-
-
-def _arguments(
-    architecture: Architecture, parallel: ParallelSizes, padded_vocabulary: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    fields = {**architecture.transformer_config, **architecture.gpt_model}
-    arguments = {_ARGUMENT_NAMES.get(name, name): value for name, value in fields.items() if _is_plain(value)}
-    groups = fields.get("num_query_groups")
-    return {
-        **arguments,
-        "swiglu": fields["gated_linear_unit"] and fields["activation_func"] is torch.nn.functional.silu,
-        "group_query_attention": groups is not None and groups != fields["num_attention_heads"],
-        "untie_embeddings_and_output_weights": not fields["share_embeddings_and_output_weights"],
-        "seq_length": fields["max_sequence_length"],
-        "padded_vocab_size": padded_vocabulary,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        "params_dtype": dtype,
-        **{name: value for name, value in vars(parallel).items() if value is not None},
-        "expert_tensor_parallel_size": parallel.expert_tensor_size,
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether reading it back needs no code: not a function, for example."""
-    return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
 
 def extra_state_keys(architecture: Architecture) -> Iterator[str]:
