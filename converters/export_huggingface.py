@@ -70,7 +70,7 @@ def export_checkpoint(
     """
     found = manifest_of(megatron_folder)
     if found:
-        require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None)
+        require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None, frames=True)
     checkpoint = TorchDistCheckpoint(megatron_folder)
     companions = hf_config_folder or _own_companions(checkpoint)
     config = read_json(companions / CONFIG)

@@ -56,30 +56,39 @@ def checks_of(root: Path, manifest: Manifest) -> list[Check]:
         for place in each:
             places[place.file].append(place)
             checks.append(_Piece(root, name, f"{name} in {place.file}", place))
-    checks += [_Piece(root, "", name, place) for name, place in manifest.files.items()]
+    checks += [_File(root, place) for place in manifest.files.values()]
     checks += [_Frame(root, places.get(file, []), expected) for file, expected in manifest.between.items()]
     missing = set(missing_files(root, manifest))
     return [check for check in checks if check.file not in missing]
 
 
-def require_files(root: Path, manifest: Manifest, *, but_below: str | None = None) -> None:
+def require_files(root: Path, manifest: Manifest, *, but_below: str | None = None, frames: bool = False) -> None:
     """Raise UserError unless the files of tensors have their sizes, and the files beside them every byte.
 
-    Nothing is asked of what is in the folder `but_below`.
+    With `frames` also the bytes around the tensors are compared. Nothing is asked of what is in the folder `but_below`.
     """
+    places: dict[str, list[Written]] = {}
+    for place in (place for each in manifest.tensors.values() for place in each) if frames else ():
+        places.setdefault(place.file, []).append(place)
     for name, written in {**manifest.between, **manifest.files}.items():
         if but_below and name.startswith(f"{but_below}/"):
             continue
         path = root / name
         if not path.is_file():
             raise UserError(f"{path} is missing, which is in {root / MANIFEST}; copy the checkpoint again")
-        if path.stat().st_size != written.nbytes or (name in manifest.files and not is_intact(root, written)):
+        if name in manifest.files:
+            is_right = _is_whole(root, written)
+        elif frames:
+            is_right = around(root, name, places.get(name, [])) == written
+        else:
+            is_right = path.stat().st_size == written.nbytes
+        if not is_right:
             raise UserError(f"{path} is not the file that {root / MANIFEST} has the checksum of; copy it again")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor, or a small file."""
+    """A tensor."""
 
     root: Path
     key: str
@@ -96,6 +105,30 @@ class _Piece:
 
     def damage(self) -> str | None:
         return None if is_intact(self.root, self.expected) else self.name
+
+
+@dataclass(frozen=True)
+class _File:
+    """A small file."""
+
+    root: Path
+    expected: Written
+    key: str = ""
+
+    @property
+    def file(self) -> str:
+        return self.expected.file
+
+    @property
+    def nbytes(self) -> int:
+        return self.expected.nbytes
+
+    def damage(self) -> str | None:
+        return None if _is_whole(self.root, self.expected) else self.file
+
+
+def _is_whole(root: Path, written: Written) -> bool:
+    return (root / written.file).stat().st_size == written.nbytes and is_intact(root, written)
 
 
 @dataclass(frozen=True)
