@@ -1,6 +1,7 @@
 """Chunks of any cut: each element comes from, and goes to, where plain torch puts it, exactly once."""
 
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -161,19 +162,19 @@ export(target / "megatron", target / "hf", workers=workers, shard_size_bytes=400
 
 def test_other_processes_with_other_hash_seeds_and_workers_write_the_same_bytes(tmp_path):
     source = make(tmp_path / "source", "deepseek_v3", draw=lambda shape, dtype, _: torch.ones(shape, dtype=dtype))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, source, tmp_path / seed, workers],
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": seed,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), "."]),
-            },
-        )
-        for seed, workers in (("1", "1"), ("2", "3"))
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    first, second = everything_in(tmp_path / "1"), everything_in(tmp_path / "2")
+    written = []
+    for seed, workers in (("1", "1"), ("2", "3")):
+        # To the same place, which common.pt names.
+        out = tmp_path / "out"
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), "."]),
+        }
+        subprocess.run([sys.executable, "-c", PROGRAM, source, out, workers], env=environment, timeout=120, check=True)
+        written.append(everything_in(out))
+        shutil.rmtree(out)
+    first, second = written
     assert len([name for name in first if name.endswith(".distcp")]) == 2 * 4
     assert first == second
 

@@ -12,6 +12,22 @@ from checkpoints import files_in, write_model
 
 from megarl.cli.main import main
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+}
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -29,11 +45,53 @@ def test_a_model_goes_to_megatron_and_back(model: Path, tmp_path: Path, capsys: 
     chunks = list((out / "release").glob("*.distcp"))
     assert said.out.startswith(f"{out}: ")
     assert f"in {len(chunks)} files" in said.out
-    assert said.out.count("\n") == 1
+    flags = out / "megatron_lm_flags.txt"
+    assert said.out.splitlines()[1:] == [f"with Megatron-LM: pretrain_gpt.py $(cat {flags}) --load {out} ..."]
+    assert f"--tokenizer-model {out}/huggingface" in flags.read_text()
     assert main(["export", "--megatron", str(out), "--out", str(back)]) == 0
     assert capsys.readouterr().out.startswith(f"{back}: ")
     for name in ("model.safetensors", "tokenizer.json"):
         assert (back / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_megatron_lms_names_of_the_sizes_are_taken_too(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--tp", "2", "--pp", "1", "--ep", "2", "--etp", "1"]
+    long = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
+    long += ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    said = []
+    for words in (short, [*long, "--padded-vocab-size", "256"]):
+        assert main(["convert", "--hf", str(model), "--out", str(tmp_path / "out"), *words, "--dry-run", "--json"]) == 0
+        facts = last_line(capsys.readouterr().out)
+        said.append({name: value for name, value in facts.items() if name != "seconds"})
+    assert said[0] == said[1]
+    words = ["--tp", "2", "--padded-vocab-size", "51"]
+    assert main(["convert", "--hf", str(model), "--out", str(tmp_path / "out"), *words, "--dry-run"]) == 2
+    assert "--padded-vocab-size 51" in capsys.readouterr().err
+
+
+def test_a_model_that_megatron_lm_does_not_know_is_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 10000.5}))
+    assert main(["convert", "--hf", str(model), "--out", str(tmp_path / "out")]) == 0
+    assert "flags cannot say all of this model" in capsys.readouterr().out
+    assert not (tmp_path / "out/megatron_lm_flags.txt").exists()
+
+
+def test_an_export_says_that_multi_token_prediction_is_not_there(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "megatron"
+    source = write_model(tmp_path / "deepseek", **DEEPSEEK)
+    assert main(["convert", "--hf", str(source), "--out", str(out)]) == 0
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    words = ["--hf-config", str(source), "--out", str(tmp_path / "back")]
+    assert main(["export", "--megatron", str(out), *words]) == 0
+    assert "without multi-token prediction: the checkpoint has none of the 1 layers" in capsys.readouterr().out
 
 
 def test_json_is_the_last_line_and_the_only_output(
