@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +62,7 @@ class ConversionPlan:
     nbytes: int
     """Of all files with chunks."""
     padded_vocabulary: int
-    beyond_megatron_lm: str | None = None
+    beyond_megatron_lm: str | None
     """What of the model no flag of Megatron-LM says; None where FLAGS says all."""
 
 
@@ -96,7 +96,11 @@ def plan_conversion(
     shared = StoredObject("__0_0.distcp", ends["__0_0.distcp"], len(blob))
     contents = Contents(tensors, dict.fromkeys(extra_state_keys(architecture), shared))
     return ConversionPlan(
-        contents, _targets(architecture, contents), sum(ends.values()) + len(blob), padded_vocabulary=padded
+        contents,
+        _targets(architecture, contents),
+        sum(ends.values()) + len(blob),
+        padded_vocabulary=padded,
+        beyond_megatron_lm=beyond_megatron_lm(architecture),
     )
 
 
@@ -191,8 +195,7 @@ def convert_checkpoint(
         arguments = megatron_lm_arguments(architecture, parallel, vocabulary, main_dtype)
         write_common_state(release, arguments)
         (output.partial / LATEST).write_text(RELEASE)
-        beyond = beyond_megatron_lm(architecture, arguments)
-        if beyond is None:
+        if plan.beyond_megatron_lm is None:
             (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
         (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
         write_config(output.partial / HUGGINGFACE, checkpoint.config)
@@ -200,7 +203,7 @@ def convert_checkpoint(
         copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
         write_manifest(output.partial, written, {COPIES: copies})
         output.complete()
-    return replace(plan, beyond_megatron_lm=beyond)
+    return plan
 
 
 def _output_dtypes(

@@ -97,7 +97,7 @@ def arguments_of(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16)
 def test_the_flags_say_all_of_the_model(name: str) -> None:
     """What Megatron-LM makes of them are the fields of the model, those included about which nothing is said."""
     architecture, arguments = read_architecture(CONFIGS[name]), arguments_of(CONFIGS[name])
-    assert beyond_megatron_lm(architecture, arguments) is None
+    assert beyond_megatron_lm(architecture) is None
     parsed = vars(megatron_lm_parser().parse_args(megatron_lm_flags(arguments).split()))
     fields = {**architecture.transformer_config, **architecture.gpt_model}
     for field in fields.keys() - NOT_SAID_BY_FLAGS:
@@ -150,7 +150,7 @@ def test_the_checkpoint_says_what_its_readers_ask_in_the_types_they_take(name: s
     ],
 )
 def test_a_model_that_no_flags_can_say_is_known(config: Mapping[str, Any], says: str) -> None:
-    found = beyond_megatron_lm(read_architecture(config), arguments_of(config))
+    found = beyond_megatron_lm(read_architecture(config))
     assert found is not None
     assert says in found
 

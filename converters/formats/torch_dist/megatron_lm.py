@@ -145,17 +145,9 @@ def megatron_lm_arguments(
     architecture: Architecture, parallel: ParallelSizes, vocabulary: Vocabulary, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The arguments of Megatron-LM that say what the model is, and those that a reader takes for granted."""
-    fields = {**architecture.transformer_config, **architecture.gpt_model}
-    named = {name: value for field, value in fields.items() if _is_plain(value) for name in _NAMES.get(field, (field,))}
-    groups = fields.get("num_query_groups")
     return {
         **_ASKED_FOR,
-        **named,
-        "rotary_base": _whole(fields["rotary_base"]),
-        "swiglu": fields["gated_linear_unit"] and fields["activation_func"] is torch.nn.functional.silu,
-        "group_query_attention": groups is not None and groups != fields["num_attention_heads"],
-        "untie_embeddings_and_output_weights": not fields["share_embeddings_and_output_weights"],
-        "seq_length": fields["max_sequence_length"],
+        **_model(architecture),
         "padded_vocab_size": vocabulary.padded_size,
         "make_vocab_size_divisible_by": vocabulary.multiple,
         "tokenizer_model": str(vocabulary.tokenizer),
@@ -166,6 +158,19 @@ def megatron_lm_arguments(
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "decoder_first_pipeline_num_layers": parallel.num_layers_in_first_pipeline_stage,
         "decoder_last_pipeline_num_layers": parallel.num_layers_in_last_pipeline_stage,
+    }
+
+
+def _model(architecture: Architecture) -> dict[str, Any]:
+    fields = {**architecture.transformer_config, **architecture.gpt_model}
+    groups = fields.get("num_query_groups")
+    return {
+        **{name: value for field, value in fields.items() if _is_plain(value) for name in _NAMES.get(field, (field,))},
+        "rotary_base": _whole(fields["rotary_base"]),
+        "swiglu": fields["gated_linear_unit"] and fields["activation_func"] is torch.nn.functional.silu,
+        "group_query_attention": groups is not None and groups != fields["num_attention_heads"],
+        "untie_embeddings_and_output_weights": not fields["share_embeddings_and_output_weights"],
+        "seq_length": fields["max_sequence_length"],
     }
 
 
@@ -181,8 +186,9 @@ def megatron_lm_flags(arguments: Mapping[str, Any]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def beyond_megatron_lm(architecture: Architecture, arguments: Mapping[str, Any]) -> str | None:
+def beyond_megatron_lm(architecture: Architecture) -> str | None:
     """What of the model no flag of Megatron-LM says, so that it would compute another one; None where all is said."""
+    arguments = _model(architecture)
     extensions, none = vars(architecture.extensions), vars(Extensions())
     beyond = [f"{name} = {value}" for name, value in extensions.items() if value != none[name]]
     beyond += [
