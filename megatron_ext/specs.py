@@ -16,6 +16,7 @@ from converters.architectures.extensions import Extensions
 from converters.layouts.megatron import ModuleNames
 from megatron_ext import device
 from megatron_ext.attention import PackedAttention
+from megatron_ext.core_attention import core_attention, needs_preflight
 from megatron_ext.extensions import check_transformer_engine_suffices, extend_layer
 from megatron_ext.norms import RMSNorm
 from megatron_ext.router import extend_router
@@ -56,7 +57,7 @@ def block_spec(
     )
     layers = [extend_router(layer, extensions) for layer in spec.layer_specs]
     if with_transformer_engine:
-        return replace(spec, layer_specs=layers)
+        return replace(spec, layer_specs=_with_working_attention(layers, config))
     layers = [extend_layer(_plain_layer(layer), extensions) for layer in layers]
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
@@ -74,6 +75,21 @@ def multi_token_prediction_spec(
     norms = {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
     layers = [replace(layer, submodules=_substitute(layer.submodules, norms)) for layer in spec.layer_specs]
     return replace(spec, layer_specs=layers)
+
+
+def _with_working_attention(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
+    if not needs_preflight(config):
+        return layers
+    fused = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
+    working = {core: core_attention(core, config) for core in fused}
+    return [_with_core_of(layer, working) for layer in layers]
+
+
+def _with_core_of(layer: ModuleSpec, working: Mapping[type, type]) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    core = working[attention.submodules.core_attention]
+    attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _plain_layer(layer: ModuleSpec) -> ModuleSpec:
