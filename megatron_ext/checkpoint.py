@@ -119,6 +119,9 @@ def _named_chunks(engine: MegatronEngine) -> dict[str, GPTModel]:
 def _metadata() -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Data-parallel rank 0, which writes it, gathers the optimizer's state over gloo in host memory. Otherwise all
+        # ranks would, on their GPUs: whole buffers, twice, beside everything else.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

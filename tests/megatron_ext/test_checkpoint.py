@@ -101,6 +101,10 @@ def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(folder, t
     assert halved["rates"] == pytest.approx([0.5 * rate for rate in same["rates"]])
 
 
+def test_the_optimizer_s_state_is_gathered_where_it_is_written_and_nowhere_else(folder):
+    assert run_ranks(holds_gathered_state, ParallelSizes(world_size=2), folder) == [True, False]
+
+
 def test_saving_leaves_no_process(folder, tmp_path):
     assert run_ranks(children_after_saving, ParallelSizes(), folder, tmp_path) == [[]]
 
@@ -258,6 +262,17 @@ def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: P
     with pytest.raises(UserError) as raised:
         checkpoint.save(engine, target)
     return str(raised.value)
+
+
+def holds_gathered_state(rank: int, sizes: ParallelSizes, folder: Path) -> bool:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from megatron_ext import checkpoint, compat
+
+    engine = make_engine(rank, sizes, folder)
+    compat.prime_optimizer_state(engine.optimizer)
+    state = checkpoint._sharded_state(engine, is_loading=False)["optimizer"]
+    return any(getattr(part, "key", "").startswith("optimizer.state.") for part in nested_values(state))
 
 
 def children_after_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
