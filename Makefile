@@ -6,13 +6,14 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
+.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
+	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
-	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack where there is an NVIDIA GPU"
+	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install"
 	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
@@ -31,6 +32,9 @@ benchmark-setup:
 test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-cuda: setup
+	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda
 
 lint: setup
 	$(PYTHON) -m ruff format --check .

@@ -35,8 +35,8 @@ def run_ranks(
     `function` is at the top of a module; Megatron's groups exist when it is called. Raises RuntimeError with the
     traceback of the first rank that failed, or if the ranks are not done after `timeout_s`; no process is left.
     """
-    # Forked, so that the ranks need not import torch and megatron each.
-    context = multiprocessing.get_context("fork")
+    # Forked, so that the ranks need not import torch and megatron each; CUDA does not survive a fork.
+    context = multiprocessing.get_context("fork" if device.backend() == "gloo" else "spawn")
     init_method = f"tcp://127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         processes = [
