@@ -7,7 +7,7 @@ It makes the isolation, starts the program, and when that has ended, or its time
 that owns nothing. Made as root, or in a user namespace.
 
 `limits`: for machines that allow no namespaces. The program sees the machine's files and processes as the user that
-it runs as, and can write where that one can; it gets no sockets and cannot send signals.
+it runs as, and can write where that one can; it gets no sockets but pairs and cannot send signals.
 
 In both, rlimits hold for each process, the number of processes is limited, and a filter refuses the system calls that
 would go around all this.
