@@ -5,8 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
@@ -15,7 +13,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt
-from megarl.model import Model, check_layout
+from megarl.model import Model, check_layout, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def check_companions(config: MegarlConfig, model: Model, prompts: list[Prompt]) 
         check_layout(architecture, megatron_options(config, wanted.settings))
         if wanted.path == model.folder:
             continue
-        if AutoTokenizer.from_pretrained(wanted.path).get_vocab() != model.tokenizer.get_vocab():
+        if read_tokenizer(wanted.path).get_vocab() != model.tokenizer.get_vocab():
             raise UserError(
                 f"{wanted.key}.path={wanted.path} has another vocabulary than model.path={model.folder}, so it cannot "
                 f"read the policy's tokens: give a {name} with the policy's tokenizer"

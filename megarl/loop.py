@@ -1,5 +1,6 @@
 """The training loop: prompts, trajectories, rewards, advantages, update, refit."""
 
+from contextlib import ExitStack
 from functools import partial
 
 from megarl.clock import Clock
@@ -27,7 +28,7 @@ def train(config: MegarlConfig) -> None:
     if is_finished(config):
         print(f"all {config.loop.steps} steps are done; raise loop.steps to go on from the last one", flush=True)
         return
-    with open_job(config) as job:
+    with ExitStack() as at_end, open_job(config) as job:
         with phase("first refit"):
             job.refit(job.state.step)
         print(f"refit: {job.refit.description}", flush=True)
@@ -42,6 +43,7 @@ def train(config: MegarlConfig) -> None:
                     job.save()
         with phase("writing the trained model"):
             job.export()
+        at_end.enter_context(phase("ending the processes"))
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, read_architecture
 from converters.convert import check_checkpoint, check_distributed
@@ -49,13 +49,31 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
         check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
     else:
         check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
     return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
 
 
 def _is_below(folder: Path, root: Path) -> bool:
     return root.resolve() in folder.resolve().parents
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a HuggingFace folder. Raises UserError where it is missing or damaged."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads them to
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); copy"
+            " tokenizer.json and tokenizer_config.json of the model there again"
+        ) from error
+    # Without its files transformers makes one that knows nothing but special tokens, if any.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+        raise UserError(
+            f"{folder} has no tokenizer that knows any word; copy tokenizer.json and tokenizer_config.json of the model"
+            " there"
+        )
+    return tokenizer
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
@@ -79,7 +97,13 @@ def check_loadable(model: Model, machines: int) -> None:
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
     stop = {tokenizer.eos_token_id, *extra}
-    if (folder / "generation_config.json").exists():
-        ends = GenerationConfig.from_pretrained(folder).eos_token_id
-        stop |= set(ends if isinstance(ends, list) else [ends])
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        ends = read_json(generation).get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        if wrong := [end for end in ends if end is not None and (type(end) is not int or end < 0)]:
+            raise UserError(
+                f"{generation} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it"
+            )
+        stop |= set(ends)
     return tuple(sorted(stop - {None}))

@@ -1,12 +1,13 @@
 """Weights between HuggingFace checkpoints and the shards of the ranks; no rank ever holds the whole model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from converters.architectures import Architecture
 from converters.convert import check_checkpoint, check_tensors, copy_transfers, read_into
+from converters.errors import UserError
 from converters.formats.safetensors import (
     HuggingFaceCheckpoint,
     create_checkpoint,
@@ -50,6 +51,19 @@ def load_huggingface(
     with torch.no_grad():
         for name in absent:
             tensors[name].zero_()
+    _check_finite(tensors, {each.local_name: each.hf_name for each in shard.placements}, checkpoint)
+
+
+def _check_finite(
+    tensors: Mapping[str, torch.Tensor], hf_names: Mapping[str, str], checkpoint: HuggingFaceCheckpoint
+) -> None:
+    """Raise UserError for a tensor with a NaN or an infinity: nothing can be learned from it."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(
+                f"the weights of {checkpoint.folder} are damaged: {hf_names[name]}, or what lies beside it in {name}, "
+                "holds a NaN or an infinity; copy the model again, or begin with an earlier checkpoint"
+            )
 
 
 def export_huggingface(

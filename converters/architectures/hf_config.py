@@ -1,5 +1,6 @@
 """Reading a HuggingFace config.json, as transformers wrote it before version 5 and since."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,15 @@ _SMALLEST: Mapping[str, int] = {
     "num_nextn_predict_layers": 0,
 }
 """Field that holds a whole number -> the smallest that makes sense."""
+_LARGEST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 1000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
+}
+"""The same -> the largest: all tensors of a model have their names in memory, and a wrong number would take it all."""
+_NUMBERS = (
+    *("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+)
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), bool),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
@@ -53,6 +63,10 @@ class HuggingFaceConfig:
         value, smallest = self.fields[name], _SMALLEST.get(name)
         if smallest is not None and (type(value) is not int or value < smallest):
             raise self.error(f"has {name} = {value!r}, where a whole number of at least {smallest} belongs")
+        if name in _LARGEST and value > _LARGEST[name]:
+            raise self.error(f"has {name} = {value!r}, where at most {_LARGEST[name]} makes sense")
+        if name in _NUMBERS and not _is_number(value):
+            raise self.error(f"has {name} = {value!r}, where a number belongs")
         if type(value) is not _TYPES.get(name, type(value)):
             raise self.error(f"has {name} = {value!r}, where {_WORDS[_TYPES[name]]} belongs")
         return value
@@ -106,4 +120,10 @@ class HuggingFaceConfig:
         rope.setdefault("rope_theta", self.fields.get("rope_theta"))
         if rope["rope_theta"] is None:
             raise self.error("has no rope_theta, neither by itself nor in rope_parameters")
+        if not _is_number(rope["rope_theta"]):
+            raise self.error(f"has rope_theta = {rope['rope_theta']!r}, where a number belongs")
         return rope
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -150,7 +150,10 @@ def _print(forecast: "Forecast", options: argparse.Namespace, seconds: float) ->
         print(json.dumps({**said, **({"plot": str(options.plot)} if options.plot else {})}))
         return
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    for table in tables(forecast):
-        console.print(table)
-        console.print()
+    with console.capture() as capture:
+        for table in tables(forecast):
+            console.print(table)
+            console.print()
+    # rich fills each line with blanks to the width.
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
     console.print(f"planned in {say_seconds(seconds)}" + (f", drawn in {options.plot}" if options.plot else ""))

@@ -79,8 +79,20 @@ def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequenc
         nearest = nearest_name(config_name, names)
         hint = f"; did you mean {nearest}?" if nearest else f"; there are {', '.join(names)}"
         raise UserError(f"there is no recipe {config_name}{hint}") from error
+    except RecursionError as error:
+        raise UserError(f"recipe {config_name} cannot be composed: its defaults lead back to itself") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {config_name} cannot be composed: it is not text in UTF-8 ({error})") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"recipe {config_name} cannot be composed: {' '.join(str(error).split())}") from error
+
+
+def _quotes(text: str) -> str:
+    """How to give a value with letters that Hydra does not know outside of quotes; the shell has quotes of its own."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.replace(".", "").replace("_", "").isalnum() or any(quote in value for quote in "'\""):
+        return ""
+    return f"; give the value in quotes of its own, \"{key}='{value}'\""
 
 
 def _forced(text: str) -> str:
@@ -89,7 +101,7 @@ def _forced(text: str) -> str:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"override {text!r} is not of the form key=value: {reason}") from error
+        raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
     changes_value = not override.is_delete() and not override.is_add() and not override.is_force_add()
     # `algorithm=gspo` chooses a file of configs/algorithm/ in the place of the one that the recipe chose.
     is_group = "/" in override.key_or_group or override.key_or_group in PRESETS

@@ -1,6 +1,9 @@
 """What has to hold among the values of a configuration; needs neither a GPU nor the model."""
 
+import math
+import os
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -57,11 +60,13 @@ _AT_LEAST: Mapping[str, int] = {
     "loop.max_tokens_per_micro_batch": 1,
     "loop.eval_every": 0,
     "loop.eval_samples": 1,
+    "loop.seed": 0,
     "sft.steps": 1,
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
     "cluster.trainer_ranks": 1,
     "cluster.engine_threads": 1,
+    "cluster.rendezvous_port": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "tracking.warn_after_steps": 1,
@@ -80,7 +85,17 @@ _ABOVE_ZERO = (
     "refit.timeout_s",
     "refit.log_prob_tolerance",
 )
-_AT_MOST_ONE = ("rollout.top_p", "algorithm.clip_low", "algorithm.gamma", "algorithm.gae_lambda")
+_AT_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("rollout.top_p", "algorithm.clip_low", "algorithm.gamma", "algorithm.gae_lambda"), 1),
+    "reward.workers": 10_000,
+    "cluster.rendezvous_port": 65535,
+}
+_MOST_PROCESSES_HERE = 1024
+"""Of ranks and engines on one machine."""
+_MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_steps"), (0.0, math.inf)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0.0, 1.0)),
+}
 _AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
@@ -128,6 +143,7 @@ def validate_chat(config: MegarlConfig) -> None:
 
 
 def _check_values(config: MegarlConfig) -> None:
+    _check_finite("", asdict(config))
     for key, names in _CHOICES.items():
         _check_choice(key, _value(config, key), names)
     for logger in config.tracking.loggers:
@@ -138,13 +154,29 @@ def _check_values(config: MegarlConfig) -> None:
     for key in _ABOVE_ZERO:
         if _value(config, key) <= 0:
             raise UserError(f"{key}={_value(config, key)} is too small: it must be above 0")
-    for key in _AT_MOST_ONE:
-        if _value(config, key) > 1:
-            raise UserError(f"{key}={_value(config, key)} is too large: it must be at most 1")
+    for key, maximum in _AT_MOST.items():
+        if _value(config, key) > maximum:
+            raise UserError(f"{key}={_value(config, key)} is too large: it must be at most {maximum}")
+    if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
+        raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
+    processes = config.cluster.trainer_ranks + config.rollout.replicas
+    if config.cluster.address is None and processes > _MOST_PROCESSES_HERE:
+        raise UserError(
+            f"cluster.trainer_ranks={config.cluster.trainer_ranks} and rollout.replicas={config.rollout.replicas} are "
+            f"more than {_MOST_PROCESSES_HERE} processes on this machine alone: name a cluster in cluster.address"
+        )
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
     if not Path(config.model.path, "config.json").is_file():
         raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
+
+
+def _check_finite(key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _check_finite(f"{key}.{name}" if key else name, each)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value} is no number to work with: give a finite one")
 
 
 def _check_choice(key: str, value: str, names: Collection[str]) -> None:
@@ -159,6 +191,11 @@ def _check_megatron(config: MegarlConfig) -> None:
     options = config.megatron
     if not options.get("lr"):
         raise UserError("megatron.lr is not set: give the learning rate, for instance as --lr 1e-6")
+    for name, (smallest, largest) in _MEGATRON_BETWEEN.items():
+        value = options.get(name)
+        if value is not None and not smallest <= value <= largest:
+            bounds = f"at least {smallest:g}" + (f" and at most {largest:g}" if largest < math.inf else "")
+            raise UserError(f"megatron.{name}={value} cannot be: it must be {bounds}")
     if (options.get("min_lr") or 0.0) > options["lr"]:
         raise UserError(f"megatron.min_lr={options['min_lr']} is above megatron.lr={options['lr']}: lower it")
     if options.get("context_parallel_size", 1) != 1:
@@ -177,7 +214,7 @@ def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
     if needed and not list(files):
         raise UserError(f"{key} is empty: name at least one parquet file, {key}=[path/to/file.parquet]")
     for file in files:
-        if not Path(file).is_file():
+        if not os.path.isfile(file):  # which, unlike Path.is_file, takes any name
             raise UserError(f"{key}: there is no file {file}")
 
 

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from converters.errors import UserError
+from megarl.data.time_limit import CpuTimeSpent, cpu_time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+
+_RENDER_LIMIT_S = 10.0
 
 
 def check_messages(value: object, where: str) -> list[Message]:
@@ -42,11 +43,36 @@ def render(
             f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; put a chat_template.jinja beside it"
         )
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
+        with cpu_time_limit(_RENDER_LIMIT_S):
+            return tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+    except CpuTimeSpent as error:
+        raise UserError(
+            f"{where}: the chat template of the model is not done with these messages after {_RENDER_LIMIT_S:g} s; "
+            "correct chat_template.jinja, or take the row out"
+        ) from error
+    except Exception as error:  # a template is a program that others wrote
         raise UserError(f"{where}: the chat template of the model refuses these messages: {error}") from error
+
+
+class LengthBound:
+    """Tells without tokenising that a text is too long: no token stands for more characters than the longest has."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
+
+    def check(self, text: str, max_tokens: int, where: str) -> None:
+        """Raise `UserError` for a text that cannot be of `max_tokens` or fewer."""
+        if self.exceeds(text, max_tokens):
+            raise UserError(
+                f"{where}: the text has {len(text)} characters, which is more than {max_tokens} tokens can hold; "
+                "shorten it or take the row out"
+            )
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text cannot be of `max_tokens` or fewer. Tokenising it would take 300 times its size of memory."""
+        return len(text) > max_tokens * self._longest_token
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:

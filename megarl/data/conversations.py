@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from converters.errors import UserError
-from megarl.data.chat import Message, check_messages, encode, render
+from megarl.data.chat import LengthBound, Message, check_messages, encode, render
 from megarl.data.parquet import read_rows
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def load_conversations(
         for number, row in read_rows(file, [messages_column])
         for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
     ]
-    conversations = tokenise(chats, tokenizer)
+    conversations = tokenise(chats, tokenizer, max_tokens)
     for chat, conversation in zip(chats, conversations, strict=True):
         if len(conversation.token_ids) > max_tokens:
             raise UserError(
@@ -62,9 +62,15 @@ def load_conversations(
     return conversations
 
 
-def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase") -> list[Conversation]:
-    """Token ids and masks of chats, through the chat template; raises `UserError` as `load_conversations`."""
+def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[Conversation]:
+    """Token ids and masks of chats, through the chat template; raises `UserError` as `load_conversations`.
+
+    A chat of more than `max_tokens` may come out, but not one so long that it need not be tokenised to know.
+    """
     rendered = [_render_turns(tokenizer, chat) for chat in chats]
+    bound = LengthBound(tokenizer)
+    for chat, texts in zip(chats, rendered, strict=True):
+        bound.check(texts[-1], max_tokens, chat.where)
     end_tokens = _special_token_ids(tokenizer)
     encoded = iter(encode(tokenizer, [text for texts in rendered for text in texts]))
     return [

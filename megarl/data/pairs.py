@@ -39,7 +39,7 @@ def load_pairs(
             "no data file is given; name parquet files in preference.train_files (or preference.eval_files)"
         )
     chats = [chat for file in files for row in _read_file(file, config) for chat in row]
-    replies = [_cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer)]
+    replies = [_cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer, max_tokens)]
     pairs = [PreferencePair(*two) for two in zip(replies[::2], replies[1::2], strict=True)]
     for chat, pair in zip(chats[::2], pairs, strict=True):
         if pair.chosen == pair.rejected:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.config.schema import DataConfig
-from megarl.data.chat import check_messages, encode, render
+from megarl.data.chat import LengthBound, check_messages, encode, render
 from megarl.data.parquet import read_rows
 
 if TYPE_CHECKING:
@@ -56,14 +56,20 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
     if not files:
         raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
     rows = [row for file in files for row in _read_file(file, tokenizer, config.prompt_column)]
+    bound, limit = LengthBound(tokenizer), config.max_prompt_tokens
+    short = [row for row in rows if not bound.exceeds(row.text, limit)]
+    if len(short) < len(rows) and config.overlong_prompts == "refuse":
+        row = next(row for row in rows if bound.exceeds(row.text, limit))
+        raise _too_long(row, f"{len(row.text)} characters", limit)
     prompts: list[Prompt] = []
-    for row, token_ids in zip(rows, encode(tokenizer, [row.text for row in rows]), strict=True):
-        if len(token_ids) > config.max_prompt_tokens:
+    for row, token_ids in zip(short, encode(tokenizer, [row.text for row in short]), strict=True):
+        if not token_ids:
+            raise UserError(
+                f"{row.where}: the chat template makes no token of this prompt; write it anew, or take it out"
+            )
+        if len(token_ids) > limit:
             if config.overlong_prompts == "refuse":
-                raise UserError(
-                    f"{row.where}: the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens="
-                    f"{config.max_prompt_tokens}; shorten it, raise the limit or set data.overlong_prompts=drop"
-                )
+                raise _too_long(row, f"{len(token_ids)} tokens", limit)
             continue
         prompts.append(Prompt(len(prompts), row.data_source, token_ids, row.ground_truth, row.extra_info))
     if not prompts:
@@ -72,6 +78,13 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
             f"{config.max_prompt_tokens}; raise the limit"
         )
     return PromptSet(prompts, dropped=len(rows) - len(prompts))
+
+
+def _too_long(row: _Row, length: str, limit: int) -> UserError:
+    return UserError(
+        f"{row.where}: the prompt has {length}, more than data.max_prompt_tokens={limit} can hold; shorten it, raise "
+        "the limit or set data.overlong_prompts=drop"
+    )
 
 
 def _read_file(file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str) -> list[_Row]:

@@ -168,7 +168,11 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     }
     console.print()
     shown = {name: Path(os.path.relpath(path)) for name, path in paths.items()}
-    Console(width=max(console.width, _TABLE_WIDTH)).print(report_table("megarl quickstart", results, shown))
+    wide = Console(width=max(console.width, _TABLE_WIDTH))
+    with wide.capture() as table:
+        wide.print(report_table("megarl quickstart", results, shown))
+    # rich fills each line with blanks to the width.
+    print("\n".join(line.rstrip() for line in table.get().splitlines()), flush=True)
     console.print()
     if agrees:
         console.print(

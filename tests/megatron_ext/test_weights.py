@@ -1,5 +1,6 @@
 """Weights into the shards of ranks and back: bit for bit, under every parallel size."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
+from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.model import local_tensors
@@ -102,3 +104,22 @@ def test_an_export_does_not_replace_a_folder(tiny_models: Mapping[str, Path], tm
     with pytest.raises(RuntimeError, match=r"UserError: .*exists"):
         run_ranks(load_and_export, SIZES["one"], tiny_models["qwen3"], exported)
     assert not list(exported.iterdir())
+
+
+def refusal(rank: int, sizes: ParallelSizes, folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        loaded_model(rank, sizes, folder)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    value: float, tiny_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    damaged, name = tmp_path / "damaged", "model.layers.1.self_attn.o_proj.weight"
+    shutil.copytree(tiny_models["qwen3"], damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    (sentence,) = run_ranks(refusal, SIZES["one"], damaged)
+    assert f"{name}, or what lies beside it" in sentence

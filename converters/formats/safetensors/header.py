@@ -56,8 +56,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
     Raises UserError for a file that is truncated, too long, or whose header is broken or names a tensor twice.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        size, file = path.stat().st_size, path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); change that or copy it again") from error
+    with file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise UserError(f"{path} is truncated, or no safetensors file: its header does not fit; copy it again")

@@ -15,9 +15,10 @@ from megarl.config.validate import validate, validate_eval, validate_sft
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.parquet").touch()
-    given = [f"model.path={tmp_path}", f"output_dir={tmp_path}/out"]
+    given = [f"model.path={tmp_path}/model", f"output_dir={tmp_path}/out"]
     files = [f"{key}=[{tmp_path}/data.parquet]" for key in ("data.train_files", "data.eval_files", "sft.train_files")]
     return lambda *overrides: compose("quickstart", [*given, *files, *overrides])
 

@@ -15,10 +15,11 @@ RECIPES = ("quickstart_dpo", "quickstart_reward_model", "quickstart_spin")
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.parquet").touch()
     given = [
-        f"model.path={tmp_path}",
+        f"model.path={tmp_path}/model",
         f"output_dir={tmp_path}/out",
         f"preference.train_files=[{tmp_path}/data.parquet]",
     ]

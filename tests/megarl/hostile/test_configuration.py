@@ -1,0 +1,144 @@
+"""Values, keys, flags and recipes."""
+
+import argparse
+import os
+import random
+
+import pytest
+
+from megarl.cli.recipe import read_config
+from megarl.config.keys import schema_keys
+from megarl.config.validate import validate
+
+REFUSED = {
+    "loop.steps": "-1 abc 1.5 null ${oc.env:HOME} ${nope}",
+    "loop": "1",
+    "loop.nope": "1",
+    "nope": "1",
+    "loop.seed": "-1 null",
+    "output_dir": "${oc.env:NOPE} '' null /etc/passwd /dev/null/x",
+    "rollout.temperature": "nan inf -0.0",
+    "rollout.top_p": "0 nan",
+    "rollout.top_k": "0",
+    "rollout.stop_token_ids": "[-5]",
+    "rollout.engine_args": "{nope:1}",
+    "rollout.engine": "nope",
+    "algorithm.clip_low": "nan",
+    "algorithm.kl_coefficient": "inf -1",
+    "algorithm.advantage": "GRPO",
+    "algorithm.corrections": "[{kind:nope}]",
+    "algorithm.gamma": "2",
+    "reward.workers": "0 1000000",
+    "reward.timeout_s": "nan 1e400",
+    "reward.overlong_penalty": "inf",
+    "refit.bucket_bytes": "1 -1",
+    "cluster.trainer_ranks": "3 1000000",
+    "cluster.rendezvous_port": "99999 -1",
+    "cluster.trainer_cpus": "nan",
+    "checkpoint.every": "-1",
+    "checkpoint.keep": "0",
+    "checkpoint.resume": "maybe",
+    "tracking.warn_cut_fraction": "nan",
+    "data.shuffle": "maybe",
+    "model.dtype": "fp16",
+    "model.path": "/nonexistent '' null",
+    "megatron.lr": "nan -1 abc inf [1] true",
+    "megatron.weight_decay": "nan",
+    "megatron.adam_beta2": "2",
+    "megatron.adam_beta1": "-1",
+    "megatron.clip_grad": "-1",
+    "megatron.lr_decay_style": "zigzag",
+    "megatron.nope": "1",
+    "megatron.tensor_model_parallel_size": "0 -2",
+    "megatron.lr_warmup_steps": "-5",
+}
+"""Key -> values that it must refuse, as they are given."""
+MALFORMED = (
+    "loop.steps",
+    "loop.steps=",
+    "=",
+    "+algorithm=nope",
+    "+algorithm=../../etc/passwd",
+    "--lr=nan",
+    "--lr=inf",
+    "--lr",
+    "--nope=5",
+    "--lr=abc",
+)
+COMMAND_LINES = (*(f"{key}={value}" for key, values in REFUSED.items() for value in values.split()), *MALFORMED)
+RECIPES = {
+    "bad": b"a: [\n  - b: {\n",
+    "binary": bytes(range(128, 256)),
+    "circle": b"defaults: [circle, _self_]\n",
+    "bomb": b"a: &a [x,x,x,x]\nb: &b [*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b]\nd: [*c,*c,*c,*c]\n",
+    "object": b"defaults: [quickstart, _self_]\noutput_dir: !!python/object/apply:os.system ['touch executed']\n",
+    "target": b"defaults: [quickstart, _self_]\nmegatron:\n  _target_: os.system\n  command: touch executed\n",
+    "list": b"- 1\n- 2\n",
+}
+VALUES = (
+    *(
+        "-1",
+        "nan",
+        "-inf",
+        "''",
+        "[1,2]",
+        "{a: b}",
+        "1e400",
+        "null",
+        "ö",
+        "'ö'",
+        "9" * 30,
+        "${x}",
+        "'\0'",
+        "true",
+        "[]",
+    ),
+    *("{_target_: os.system, _args_: [touch executed]}", "'!!python/object/apply:os.system [touch executed]'", "'*'"),
+)
+
+
+@pytest.fixture
+def judge(hostile_model, hostile_files, refusal, tmp_path):
+    def read_and_check(overrides, name="quickstart", folder=None):
+        given = [f"model.path={hostile_model}", f"data.train_files=[{hostile_files.train}]", "data.eval_files=[]"]
+        given += [f"output_dir={tmp_path / 'run'}", *overrides]
+        validate(read_config(argparse.Namespace(config_name=name, config_dir=folder, overrides=given)))
+
+    return lambda *arguments: refusal(read_and_check, *arguments)
+
+
+def test_what_is_right_is_taken(judge):
+    assert judge([]) is None
+
+
+@pytest.mark.parametrize("override", COMMAND_LINES)
+def test_a_value_that_cannot_be_is_refused(judge, override):
+    assert judge([override])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_is_none_is_refused(judge, tmp_path, name):
+    (tmp_path / f"{name}.yaml").write_bytes(RECIPES[name])
+    assert name in judge([], name, str(tmp_path)) or name in ("object", "target", "bomb", "list")
+
+
+@pytest.mark.parametrize("name", ["nope", "../../etc/passwd", ""])
+def test_a_recipe_that_is_not_there_is_refused(judge, name):
+    assert judge([], name)
+
+
+def test_a_value_outside_of_ascii_is_shown_in_quotes(judge):
+    assert "\"output_dir='öut'\"" in judge(["output_dir=öut"])
+    assert judge(["output_dir='öut'"]) is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_key_takes_any_value_or_refuses_it(judge, seed):
+    draw = random.Random(seed)
+    judge([f"{draw.choice(list(schema_keys()))}={draw.choice(VALUES)}"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_refused(judge, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    assert judge([f"data.train_files=[{tmp_path / 'closed' / 'a.parquet'}]"])
