@@ -140,6 +140,7 @@ def validate_eval(config: MegarlConfig) -> None:
 def validate_chat(config: MegarlConfig) -> None:
     """Raise UserError for the first value with which `megarl chat` could not work."""
     _check_values(config)
+    check_output(config, written=(LOGS,))
 
 
 def _check_values(config: MegarlConfig) -> None:
