@@ -52,10 +52,9 @@ def comparable(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> l
     if not kept:
         cut = sum(map(_is_cut, trajectories))
         raise UserError(
-            f"no {'two responses' if smallest > 1 else 'response'} to one prompt are left in this step: {cut} of "
-            f"{len(trajectories)} scored responses were cut at rollout.max_response_tokens, and failed rewards are "
-            "dropped before; raise rollout.max_response_tokens, repair reward.function, or set "
-            "algorithm.train_on_cut_responses=true"
+            f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
+            f" the {len(trajectories)} that were scored {cut} were cut at rollout.max_response_tokens, and those whose"
+            " reward failed had been dropped; raise rollout.max_response_tokens, or repair reward.function"
         )
     return kept
 

@@ -53,7 +53,9 @@ def test_response_left_alone_by_a_dropped_reward_is_left_out() -> None:
 
 
 def test_nothing_to_compare_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"no two responses to one prompt are left in this step: 0 of 2 .* were cut"):
+    with pytest.raises(
+        UserError, match=r"no prompt of this step has 2 responses to learn from: of the 2 that were scored 0"
+    ):
         prepare(TRAJECTORIES[1:3])
 
 
@@ -87,7 +89,7 @@ def test_what_is_trained_on_is_centred_where_cut_responses_leave_the_statistics_
     assert [float(each[0]) for each in stay.advantages.split([1, 2, 1])] == [0.5, 0.5, -0.5]
     leave = prepare(CUT, train_on_cut_responses=False, cut_responses_in_statistics=False)
     torch.testing.assert_close(leave.advantages, torch.tensor([1 / 3, 1 / 3, 1 / 3, -2 / 3]))
-    with pytest.raises(UserError, match=r"1 of 2 scored responses were cut .* raise rollout.max_response_tokens"):
+    with pytest.raises(UserError, match=r"of the 2 that were scored 1 were cut .* raise rollout\.max_response_tokens"):
         prepare(CUT[2:], train_on_cut_responses=False, cut_responses_in_statistics=False)
 
 
