@@ -20,7 +20,7 @@ from pathlib import Path
 from machine import at_least_one, cpu_name
 from observation import Observation, Window, observe
 from rich.console import Console
-from step_table import cpu_seconds_ratios, step_table
+from step_table import ratios, step_table
 from workload import MEGARL, MODELS, Workload, environment, prepare
 
 from megarl.tracking.versions import versions
@@ -79,7 +79,7 @@ def main() -> None:
         workload = prepare(options.model, Path(folder))
         observations = measure(compared, workload, window, options.repeats, Path(folder), console)
     console.print(step_table(observations))
-    for sentence in cpu_seconds_ratios(observations):
+    for sentence in ratios(observations):
         console.print(sentence, highlight=False)
     if len(compared) == 1:
         console.print(_NO_PEER)

@@ -43,14 +43,24 @@ def step_table(observations: Mapping[str, Sequence[Observation]]) -> Table:
     return table
 
 
-def cpu_seconds_ratios(observations: Mapping[str, Sequence[Observation]]) -> list[str]:
-    """One sentence for each program after the first: its CPU seconds a step, divided by those of the first."""
+_RATIOS: tuple[tuple[str, Callable[[Observation], float]], ...] = (
+    ("seconds a token", lambda run: 1 / run.tokens_per_s),
+    ("CPU seconds a token", lambda run: run.cpu_seconds_per_step / run.tokens_per_step),
+)
+"""What programs are compared by: responses differ a little in length, so it is not steps."""
+
+
+def ratios(observations: Mapping[str, Sequence[Observation]]) -> list[str]:
+    """A sentence for each program after the first and each of `_RATIOS`: its own divided by that of the first."""
     (first, first_runs), *others = observations.items()
-    return [_ratio_sentence(name, runs, first, first_runs) for name, runs in others]
+    return [
+        _ratio_sentence(what, f"{name} / {first}", [value(run) for run in runs], [value(run) for run in first_runs])
+        for name, runs in others
+        for what, value in _RATIOS
+    ]
 
 
-def _ratio_sentence(name: str, runs: Sequence[Observation], first: str, first_runs: Sequence[Observation]) -> str:
-    seconds, first_seconds = ([run.cpu_seconds_per_step for run in each] for each in (runs, first_runs))
-    ratio = median(seconds) / median(first_seconds)
-    pairs = ", ".join(f"{other / own:.2f}" for other, own in zip(seconds, first_seconds, strict=True))
-    return f"CPU seconds a step, {name} / {first}: {ratio:.2f} (run by run: {pairs})"
+def _ratio_sentence(what: str, programs: str, others: Sequence[float], firsts: Sequence[float]) -> str:
+    ratio = median(others) / median(firsts)
+    pairs = ", ".join(f"{other / own:.2f}" for other, own in zip(others, firsts, strict=True))
+    return f"{what}, {programs}: {ratio:.2f} (run by run: {pairs})"

@@ -129,7 +129,6 @@ def main() -> None:
     options.overrides = overrides
     config = recipe.read_config(options)
     reward = partial(rewards_of, load_reward(config.reward.function))
-    reward.__name__ = config.reward.function  # type: ignore[attr-defined]  # TRL asks for one
     rows = [row for file in config.data.train_files for row in pq.read_table(file).to_pylist()]
     trainer = TimedGRPOTrainer(
         model=config.model.path,
