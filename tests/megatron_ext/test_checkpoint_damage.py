@@ -4,21 +4,29 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damage import DAMAGES as DAMAGES_OF_FILES
+from damage import cases
 from launch import run_ranks
 from test_checkpoint import make_engine, train
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.examine import verify
+from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import COMMON, METADATA, TorchDistCheckpoint
+from converters.import_huggingface import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
-from converters.manifest import read_manifest, write_manifest
+from converters.manifest import MANIFEST, read_manifest, write_manifest
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, checkpoint_folder
+from megatron_ext.engine import MegatronEngine
+from megatron_ext.options import MegatronOptions
 
 EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
 
@@ -163,10 +171,74 @@ def load_damaged(rank: int, sizes: ParallelSizes, model: Path, saved: Path, scra
             shutil.copytree(saved, folder)
             damage(folder)
         torch.distributed.barrier()
-        try:
-            checkpoint.load(engine, folder)
-            said[name] = None
-        except UserError as error:
-            said[name] = str(error)
+        said[name] = refused(partial(checkpoint.load, engine, folder))
         torch.distributed.barrier()
     return said
+
+
+def test_whatever_happened_to_a_file_no_run_goes_on_from_it(model: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "iter")
+    first, second = run_ranks(resume_from_damaged, EP2, model, tmp_path / "iter")
+    assert first == second
+    assert len(first) == len(DAMAGES_OF_FILES) * len(list(saved.iterdir()))
+    assert [case for case, said in first.items() if said is None] == []
+
+
+def resume_from_damaged(
+    rank: int, sizes: ParallelSizes, model: Path, folder: Path
+) -> dict[tuple[str, str], str | None]:
+    """What is said where a run resumes: by the controller before, and by the ranks."""
+    engine = make_engine(rank, sizes, model)
+    said: dict[tuple[str, str], str | None] = {}
+    damages = list(cases(folder))
+    good = {file: (folder / file).read_bytes() for file, _ in damages}
+    for file, kind in damages:
+        torch.distributed.barrier()
+        if rank == 0:
+            DAMAGES_OF_FILES[kind](folder / file)
+        torch.distributed.barrier()
+        said[file, kind] = refused(lambda: checkpoint_folder.read_controller_state(folder)) or refused(
+            lambda: checkpoint.load(engine, folder)
+        )
+        torch.distributed.barrier()
+        if rank == 0:
+            (folder / file).write_bytes(good[file])
+    return said
+
+
+def test_a_damaged_conversion_is_not_begun_with(model: Path, tmp_path: Path) -> None:
+    """By its manifest, and without one by the checksums of torch."""
+    convert_checkpoint(
+        model,
+        tmp_path / "megatron",
+        ParallelSizes(),
+        dtype="keep",
+        vocabulary_multiple=1,
+        workers=1,
+        progress=lambda _done, _total: None,
+    )
+    found = read_manifest(tmp_path / "megatron")
+    assert found is not None
+    ((place,),) = [each for name, each in found.tensors.items() if name.startswith("decoder.final_layernorm")]
+    flip(tmp_path / "megatron" / place.file, place.offset + 1)
+    said = run_ranks(begin_with, EP2, model, tmp_path / "megatron")
+    (tmp_path / "megatron" / MANIFEST).unlink()
+    said += run_ranks(begin_with, EP2, model, tmp_path / "megatron")
+    for each in said:
+        assert each is not None
+        assert "is damaged: " in each
+        assert "decoder.final_layernorm" in each
+
+
+def begin_with(rank: int, sizes: ParallelSizes, model: Path, folder: Path) -> str | None:
+    options = MegatronOptions(sizes, torch.float32, optimizer={}, scheduler={})
+    engine = MegatronEngine(read_architecture(HuggingFaceCheckpoint(model).config), options, rank)
+    return refused(lambda: engine.load_distributed(folder))
+
+
+def refused(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return None

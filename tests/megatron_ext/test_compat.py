@@ -1,7 +1,8 @@
 """Each workaround for megatron-core, by what goes wrong without it.
 
 Three are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
-of the rest, and latent attention and selective recompute without Transformer Engine.
+of the rest, and latent attention and selective recompute without Transformer Engine. Those that are about checkpoints
+which are damaged or would run code are tested in test_checkpoint_damage.py.
 """
 
 from collections.abc import Mapping
