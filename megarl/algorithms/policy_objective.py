@@ -92,8 +92,10 @@ class PolicyObjective:
         rollout = trained.field("rollout_log_probs")
         compared = present if self.algorithm.ratio_to == "rollout" else tokens.old_log_probs
         policy = self._loss(tokens, {name: getattr(self.algorithm, name) for name in self._loss.options})
-        loss, metrics = policy.loss, _metrics(tokens, compared - rollout, trained.take(predictions.entropy).detach())
+        loss, metrics = policy.loss, _metrics(tokens, trained.take(predictions.entropy).detach())
         metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
+        if self._knows_the_old_policy:
+            metrics = metrics | _difference(compared - rollout)
         if self.algorithm.corrections:
             factor = correction_factor(self.algorithm.corrections, compared - rollout, tokens.ragged)
             loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)
@@ -123,6 +125,11 @@ class PolicyObjective:
         return POLICY_LOSSES[self.algorithm.policy_loss]
 
     @property
+    def _knows_the_old_policy(self) -> bool:
+        """Whether what is compared with the engine has not moved since it sampled: they differ by arithmetic alone."""
+        return self.algorithm.ratio_to == "old" or self.algorithm.updates_per_step == 1
+
+    @property
     def _anchor(self) -> str:
         """The field with the log-probs of the policy that ratios are to."""
         return f"{self.algorithm.ratio_to}_log_probs"
@@ -138,18 +145,24 @@ class PolicyObjective:
         return tokens
 
 
-def _metrics(tokens: Tokens, to_rollout: Tensor, entropy: Tensor) -> Metrics:
+def _metrics(tokens: Tokens, entropy: Tensor) -> Metrics:
     log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
     ratio = probability_ratio(log_probs, old)
-    difference = to_rollout.abs()
     return Metrics(
-        maxima={"policy/ratio_max": largest(ratio), "log_prob_difference/max": largest(difference)},
+        maxima={"policy/ratio_max": largest(ratio)},
         means={
             "policy/entropy": Mean.of(entropy),
             # The tokens are that policy's, so the estimate is of KL(old || present).
             "policy/kl_to_old": Mean.of(k3(old, log_probs)),
             "policy/ratio_mean": Mean.of(ratio),
-            "log_prob_difference/mean": Mean.of(difference),
         },
         ratio_counts={"policy/ratio_histogram": ratio_counts(log_probs - old)},
+    )
+
+
+def _difference(log_ratio: Tensor) -> Metrics:
+    difference = log_ratio.abs()
+    return Metrics(
+        maxima={"log_prob_difference/max": largest(difference)},
+        means={"log_prob_difference/mean": Mean.of(difference)},
     )

@@ -74,7 +74,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_histogram", "", "all such ratios, in bins that are finer towards 1"),
     Metric("policy/gradient_norm", "", "norm of the whole gradient before it is clipped"),
     Metric("policy/learning_rate", "", "learning rate of the step's last optimizer step"),
-    Metric("log_prob_difference/mean", "nats", "mean |engine - trainer| log-probability of the sampled tokens"),
+    Metric(
+        "log_prob_difference/mean",
+        "nats",
+        "mean |engine - trainer| log-probability of the sampled tokens; not with algorithm.ratio_to=rollout and "
+        "several updates, where off_policy/* have it together with the policy's way",
+    ),
     Metric("log_prob_difference/max", "nats", "largest such difference of the step"),
     Metric("correction/factor_mean", "", "mean factor of algorithm.corrections on a token's loss"),
     Metric("correction/masked_tokens", "", "share of tokens with the factor 0"),

@@ -70,6 +70,10 @@ def test_ratios_to_the_rollout_need_no_old_log_probs_and_have_no_part_in_the_dif
     values = metrics.values()
     assert values["log_prob_difference/mean"] == pytest.approx(float(difference.abs().mean()))
     assert values["policy/ratio_mean"] == pytest.approx(float(difference.exp().mean()))
+    # After an update it would be the policy's way as well, and be warned of as if engine and trainer disagreed.
+    several = PolicyObjective(AlgorithmConfig(ratio_to="rollout", updates_per_step=2))
+    _, _, later = run(several, batch, log_probs, [[0, 1]])
+    assert values.keys() - later.values().keys() == {"log_prob_difference/mean", "log_prob_difference/max"}
 
 
 def test_a_mask_beside_ratios_to_the_rollout_is_of_the_present_policy() -> None:
