@@ -206,7 +206,7 @@ def test_async_functions_run_side_by_side(file):
 
 
 def test_async_functions_time_out_also_if_they_block(file):
-    with scorer_of(file, "later", timeout_s=1.5) as scorer:
+    with scorer_of(file, "later", timeout_s=1.5, on_timeout="drop") as scorer:
         scored = scorer.score([sample("99"), sample("0")])
     assert ([value(score) for score in scored.scores], scored.timed_out) == ([None, 1.0], 1)
     with scorer_of(file, "blocks", timeout_s=0.3) as scorer:
