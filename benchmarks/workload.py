@@ -85,6 +85,7 @@ def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
         (
             *("--config-name", "quickstart_smollm2"),
             *("model.dtype=fp32", "rollout.engine_args.dtype=float32", "rollout.engine_args.max_model_len=256"),
+            "refit.bucket_bytes=134217728",
             *("loop.prompts_per_step=4", "data.shuffle=false", f"rollout.max_response_tokens={longest}"),
             f"model.path='{folder / 'model'}'",
             f"data.train_files=['{folder / 'train.parquet'}']",
