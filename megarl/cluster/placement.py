@@ -11,6 +11,8 @@ from megarl.cluster.runtime import LOOPBACK
 from megarl.config.schema import ClusterConfig, RolloutConfig
 
 _THREADS = "OMP_NUM_THREADS"
+# Threads that wait for each other sleep: on a busy machine a rollout takes several times as long where they spin.
+_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def trainer_place(cluster: ClusterConfig) -> Place:
 def engine_place(cluster: ClusterConfig, rollout: RolloutConfig) -> Place:
     """The place of one engine: as many GPUs as its workers, where the cluster has any."""
     threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
-    return _place(cluster, cluster.engine_cpus, _workers(rollout), environment={_THREADS: str(threads)})
+    return _place(cluster, cluster.engine_cpus, _workers(rollout), environment={_THREADS: str(threads), **_SLEEPING})
 
 
 def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:

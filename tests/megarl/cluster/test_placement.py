@@ -31,6 +31,7 @@ def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monk
     cores = len(os.sched_getaffinity(0))
     places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
     assert [place.environment["OMP_NUM_THREADS"] for place in places] == ["1", "1" if gpus else str(cores)]
+    assert places[1].environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 @pytest.mark.parametrize(
