@@ -4,11 +4,12 @@ import pytest
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
+from megarl.companions import wanted_companions
 from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardModelConfig, TeacherConfig
 from megarl.config.compose import compose
 from megarl.config.composition import check_composition
 from megarl.config.folder import recipes_folder
-from megarl.config.schema import LoopConfig, MegarlConfig, RewardConfig, RewardTermConfig, RolloutConfig
+from megarl.config.schema import LoopConfig, MegarlConfig, ModelConfig, RewardConfig, RewardTermConfig, RolloutConfig
 from megarl.config.without_effect import without_effect
 
 
@@ -178,6 +179,15 @@ ALLOWED = {
 @pytest.mark.parametrize("groups", ALLOWED.values(), ids=ALLOWED)
 def test_it_is_taken(groups: dict) -> None:
     check_composition(config(**groups))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wanted"),
+    [({"advantage": "distillation"}, ["teacher_a"]), ({"distillation_coefficient": 0.1}, ["teacher_a"]), ({}, [])],
+)
+def test_teachers_are_started_where_something_learns_from_them(algorithm: dict, wanted: list[str]) -> None:
+    run = config(algorithm=algorithm, teachers={"a": TeacherConfig("x")}, model=ModelConfig("y"))
+    assert list(wanted_companions(run)) == wanted
 
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
