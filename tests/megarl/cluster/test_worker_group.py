@@ -1,6 +1,8 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
+import stat
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,10 +11,10 @@ from eventually import eventually
 
 from converters.errors import UserError
 from megarl.cluster import worker_group
-from megarl.cluster.placement import Place
+from megarl.cluster.placement import Place, engine_place, trainer_place
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import WorkerFailed, WorkerGroup, wait_together
-from megarl.config.schema import ClusterConfig
+from megarl.config.schema import ClusterConfig, RolloutConfig
 
 PROGRAM = """
 import os, time
@@ -141,3 +143,12 @@ def play(group, *parts):
 def test_cluster_without_room_is_a_user_error(make_group):
     with pytest.raises(UserError, match="after 1 s only 0 of 2 worker processes run: each asks for 100 CPUs"):
         make_group(cpus=100)
+
+
+def test_temporary_files_of_workers_lie_where_they_go_with_the_run():
+    """vLLM leaves a file behind for every engine, and what is killed leaves all."""
+    for place in (trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())):
+        folder = Path(place.environment["TMPDIR"])
+        assert folder.is_dir()
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+        assert (folder.parent / "held").is_file()
