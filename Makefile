@@ -14,7 +14,7 @@ help:
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install"
-	@echo "make docs              docs/configuration.md and docs/metrics.md from the code"
+	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
@@ -48,6 +48,7 @@ format: setup
 docs: setup
 	$(PYTHON) -m megarl.config.reference docs/configuration.md
 	$(PYTHON) -m megarl.tracking.reference docs/metrics.md
+	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
 quickstart: setup
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \

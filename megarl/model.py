@@ -15,6 +15,7 @@ from converters.layouts.megatron import megatron_layout
 from converters.manifest import manifest_of, require_files
 from megarl.config.schema import ModelConfig
 from megatron_ext.options import MegatronOptions
+from megatron_ext.supported_options import without_model_fields
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
-    """Raise UserError if the sizes of the model don't divide by those of the parallel layout."""
+    """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")
+    without_model_fields(architecture, options.transformer)
 
 
 def check_loadable(model: Model, machines: int) -> None:

@@ -193,7 +193,7 @@ class MegatronEngine:
         return self.reference
 
     def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        align = self.options.parallel.tensor_model_parallel_size
+        align = self.options.token_multiple
         return [pack(batch, sequences, align).to(device.device()) for sequences in micro_batches]
 
 

@@ -17,6 +17,7 @@ from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
+from megatron_ext.supported_options import check_supported, without_model_fields
 
 _PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
@@ -27,6 +28,8 @@ _PARALLEL_FIELDS = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
+
+_NEED_TRANSFORMER_ENGINE = ("fp8", "fp4")
 
 
 def build_model(
@@ -79,6 +82,8 @@ def transformer_config(
 
     Raises UserError as `build_model` does.
     """
+    check_supported(overrides)
+    overrides = without_model_fields(architecture, overrides)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
     fixed = {**_fixed_fields(parallel, params_dtype), "mtp_num_layers": architecture.mtp_layers or None}
     _check_overrides(config_class, fixed, overrides)
@@ -130,8 +135,8 @@ def _check_overrides(
     for name, value in overrides.items():
         if name not in names:
             raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
-        if name == "context_parallel_size" and value > 1:
-            raise UserError(f"megatron.context_parallel_size is {value}; context parallelism is not supported, use 1")
+        if name in _NEED_TRANSFORMER_ENGINE and value and not device.has_transformer_engine():
+            raise UserError(f"megatron.{name}={value} needs Transformer Engine on a GPU: leave it out here")
         if name in fixed and value != fixed[name]:
             raise UserError(
                 f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the model, the"

@@ -125,7 +125,7 @@ class MicroBatch:
 
 
 def assign(
-    lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int, unit: int = 1
+    lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int, unit: int = 1, count_multiple: int = 1
 ) -> list[list[list[int]]]:
     """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
 
@@ -133,8 +133,8 @@ def assign(
     number of micro-batches, since expert parallelism makes them meet in every layer. Loads are balanced by the
     longest-processing-time rule (Graham 1969): the longest sequence first, each to the lightest micro-batch; the
     micro-batches that run at the same time on different ranks are those of similar load. The number of micro-batches
-    is the smallest that a bisection finds feasible. A list may be empty when there are fewer sequences than places.
-    Each `unit` sequences in a row stay together.
+    is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be empty when
+    there are fewer sequences than places. Each `unit` sequences in a row stay together.
 
     Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
     """
@@ -146,12 +146,13 @@ def assign(
             f"{what} of {sizes[longest_first[0]]} tokens does not fit a micro-batch of {max_tokens} tokens: "
             "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
         )
-    low = max(1, -(-sum(sizes) // (max_tokens * data_parallel_size)))
-    high = max(low, -(-len(sizes) // data_parallel_size))  # one sequence each always fits
-    bins = _longest_processing_time(sizes, longest_first, high * data_parallel_size, max_tokens)
+    step = data_parallel_size * count_multiple
+    low = max(1, -(-sum(sizes) // (max_tokens * step)))
+    high = max(low, -(-len(sizes) // step))  # one sequence each always fits
+    bins = _longest_processing_time(sizes, longest_first, high * step, max_tokens)
     while low < high:
         middle = (low + high) // 2
-        tried = _longest_processing_time(sizes, longest_first, middle * data_parallel_size, max_tokens)
+        tried = _longest_processing_time(sizes, longest_first, middle * step, max_tokens)
         if tried is None:
             low = middle + 1
         else:
@@ -187,8 +188,8 @@ def _deal(sizes: Sequence[int], bins: Sequence[list[int]], ranks: int) -> list[l
 def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:
     """The micro-batch of the given sequences of `batch`, its size a multiple of `align`.
 
-    `align` is the tensor-parallel size under sequence parallelism, else 1. No sequences give the smallest legal
-    micro-batch, `align` padding tokens, for a rank that has nothing left while others still run.
+    No sequences give the smallest legal micro-batch, `align` padding tokens, for a rank that has nothing left while
+    others still run.
     """
     chosen = batch.select(sequences)
     real_tokens = len(chosen.tokens)

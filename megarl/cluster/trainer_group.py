@@ -28,7 +28,7 @@ from megatron_ext.step_result import StepResult
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """What one data-parallel rank gets of a batch: which sequences, and how they fall into micro-batches."""
 
     sequences: list[int]
@@ -151,11 +151,10 @@ class TrainerGroup(WorkerGroup):
         """The most memory that each rank ever held."""
         return self.call("peak_memory_bytes")
 
-    def _cut(self, batch: RaggedBatch) -> list[_Share]:
-        cuts = assign(batch.lengths, self._parallel.data_parallel_size, self._max_tokens, batch.unit)
-        return [_share(batch, cut) for cut in cuts]
+    def _cut(self, batch: RaggedBatch) -> list[Share]:
+        return cut_into_shares(batch, self._options, self._max_tokens)
 
-    def _call_shares(self, method: str, shares: Sequence[_Share], *arguments: Any) -> list[Any]:
+    def _call_shares(self, method: str, shares: Sequence[Share], *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
         stored = [(ray.put(share.batch), share.micro_batches) for share in shares]
         ranks = range(len(self))
@@ -173,19 +172,25 @@ def _data_parallel_rank(rank: int, parallel: ParallelSizes) -> int:
     return rank // parallel.tensor_model_parallel_size % parallel.data_parallel_size
 
 
-def _share(batch: RaggedBatch, cut: list[list[int]]) -> _Share:
+def cut_into_shares(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> list[Share]:
+    """What each data-parallel rank gets of a batch, in micro-batches of at most `max_tokens`."""
+    ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
+    return [_share(batch, cut) for cut in assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)]
+
+
+def _share(batch: RaggedBatch, cut: list[list[int]]) -> Share:
     sequences = list(chain.from_iterable(cut))
     ends = torch.tensor([len(micro_batch) for micro_batch in cut]).cumsum(0).tolist()
     micro_batches = [list(range(end - len(micro_batch), end)) for micro_batch, end in zip(cut, ends, strict=True)]
-    return _Share(sequences, batch.select(sequences), micro_batches)
+    return Share(sequences, batch.select(sequences), micro_batches)
 
 
-def _order(shares: Sequence[_Share]) -> Tensor:
+def _order(shares: Sequence[Share]) -> Tensor:
     """Where each sequence of the batch that was cut is among those of the shares."""
     return torch.tensor(list(chain.from_iterable(share.sequences for share in shares)), dtype=torch.long).argsort()
 
 
-def _in_order_of_tokens(shares: Sequence[_Share], values: Sequence[Tensor]) -> Tensor:
+def _in_order_of_tokens(shares: Sequence[Share], values: Sequence[Tensor]) -> Tensor:
     """Join values of the tokens of the shares into those of the batch that was cut."""
     pieces = [
         piece
@@ -195,7 +200,7 @@ def _in_order_of_tokens(shares: Sequence[_Share], values: Sequence[Tensor]) -> T
     return torch.cat([pieces[index] for index in _order(shares).tolist()])
 
 
-def _restore_order(shares: Sequence[_Share], results: Sequence[LogProbs]) -> LogProbs:
+def _restore_order(shares: Sequence[Share], results: Sequence[LogProbs]) -> LogProbs:
     """Join predictions for the shares into those for the batch that was cut."""
     return LogProbs(
         **{

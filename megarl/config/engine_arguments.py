@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.errors import UserError
+from megarl.rollout.vllm import supported_arguments
 from megatron_ext.arguments import nearest_name
 from megatron_ext.dataclass_fields import FieldType, read_fields
+from megatron_ext.supported_options import refuse
 
 CLASSES: Mapping[str, tuple[str, str]] = {"vllm": ("vllm.engine.arg_utils", "EngineArgs")}
 """Module and name of the dataclass from which an engine is made."""
+REFUSED = {"vllm": supported_arguments.REFUSED}
 
 
 def engine_arguments(engine: str) -> Mapping[str, FieldType]:
@@ -22,7 +25,7 @@ def engine_arguments(engine: str) -> Mapping[str, FieldType]:
 
 
 def check_engine_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for an option that the installed engine does not have, with the nearest it has.
+    """Raise UserError for an option that the installed engine does not have, with the nearest it has, or a refused one.
 
     Where the engine is not installed (the machine that submits a job), it is checked where it starts.
     """
@@ -32,3 +35,4 @@ def check_engine_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
             nearest = nearest_name(name, known)
             advice = f"; did you mean rollout.engine_args.{nearest}?" if nearest else ""
             raise UserError(f"rollout.engine_args.{name}: the installed {engine} has no such option{advice}")
+    refuse(arguments, REFUSED.get(engine, {}), "rollout.engine_args.")

@@ -8,6 +8,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.config.schema import MegarlConfig
 from megatron_ext.arguments import PARALLEL_FIELDS, split_options
 from megatron_ext.options import MegatronOptions
+from megatron_ext.supported_options import check_supported
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `model.dtype`."""
@@ -23,9 +24,11 @@ class ModelGroup(Protocol):
 def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> MegatronOptions:
     """What a checked configuration asks of Megatron for the policy, or for another model beside it.
 
-    What such a model does not set is as for the policy. Raises UserError for sizes that do not fit each other.
+    What such a model does not set is as for the policy. Raises UserError for an option that is not supported, and for
+    sizes that do not fit each other.
     """
     options = {**config.megatron, **(model.megatron if model else {})}
+    check_supported(options)
     ranks = (model.ranks if model else None) or config.cluster.trainer_ranks
     groups = split_options(options)
     return MegatronOptions(

@@ -96,7 +96,6 @@ _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_steps"), (0.0, math.inf)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0.0, 1.0)),
 }
-_AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def validate(config: MegarlConfig) -> None:
@@ -199,16 +198,6 @@ def _check_megatron(config: MegarlConfig) -> None:
             raise UserError(f"megatron.{name}={value} cannot be: it must be {bounds}")
     if (options.get("min_lr") or 0.0) > options["lr"]:
         raise UserError(f"megatron.min_lr={options['min_lr']} is above megatron.lr={options['lr']}: lower it")
-    if options.get("context_parallel_size", 1) != 1:
-        raise UserError("megatron.context_parallel_size must be 1: context parallelism is not supported")
-    for name in _AUXILIARY_LOSSES:
-        coefficients = options.get(name) or 0
-        if any(coefficients) if isinstance(coefficients, list) else coefficients:
-            raise UserError(
-                f"megatron.{name}={coefficients} must be 0: policy-gradient losses are normalised over the global"
-                " batch, and Megatron's auxiliary losses over each micro-batch, so their weight would depend on how"
-                " the batch was cut"
-            )
 
 
 def _check_files(key: str, files: Iterable[str], needed: bool) -> None:

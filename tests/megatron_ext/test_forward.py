@@ -1,6 +1,7 @@
 """Passes through the schedules: what a forward pass alone leaves out, and what waits for slow disks."""
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def checkpoints_of_passes(rank: int, sizes: ParallelSizes, folder: Path) -> dict
     of_log_probs = len(calls)
     engine.train_step(BATCH, [[0, 1]], sft_objective)
     return {"log_probs": of_log_probs, "train_step": len(calls) - of_log_probs}
+
+
+def test_fp8_gets_whole_blocks_of_tokens_and_padding_changes_nothing(folder: Path) -> None:
+    (sizes, differences) = run_ranks(sizes_of_micro_batches, ParallelSizes(), folder)[0]
+    assert sizes == {"fp8": [16], "mxfp8": [32]}
+    assert max(differences) < 1e-6
+
+
+def sizes_of_micro_batches(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[dict[str, list[int]], list[float]]:
+    engine, found, differences = make_engine(rank, sizes, folder), {}, []
+    plain = engine.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
+    for name, fields in {"fp8": {"fp8": "e4m3"}, "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}.items():
+        # The model stays as it is: products of 8 bits need a GPU.
+        engine.options = replace(engine.options, transformer=fields)
+        found[name] = [each.tokens.numel() for each in engine._pack(BATCH, [[0, 1]])]
+        padded = engine.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
+        differences.append(float((padded - plain).abs().max()))
+    return found, differences
 
 
 def test_an_export_waits_longer_than_collectives_do(folder: Path, tmp_path: Path) -> None:

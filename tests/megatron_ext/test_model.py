@@ -139,6 +139,9 @@ def assert_same_gradients(shares: list[dict[str, Tensor]], expected: Mapping[str
     [
         ({"no_such_field": 1}, "no_such_field"),
         ({"context_parallel_size": 2}, "context parallelism"),
+        ({"tp_comm_overlap": True}, "user buffers"),
+        ({"attention_dropout": 0.25}, "attention_dropout=0.25 is not what config.json of this qwen3 model says"),
+        ({"fp8": "e4m3"}, "fp8=e4m3 needs Transformer Engine"),
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
@@ -161,7 +164,12 @@ def test_sizes_that_do_not_divide_are_named(sizes: str, words: str, tiny_models:
 
 def test_overrides_reach_the_configuration(tiny_models: Mapping[str, Path]) -> None:
     architecture = read_architecture(HuggingFaceCheckpoint(tiny_models["qwen3"]).config)
-    config = transformer_config(architecture, ONE, params_dtype=torch.bfloat16, overrides={"attention_dropout": 0.25})
-    assert config.attention_dropout == 0.25
+    config = transformer_config(
+        architecture,
+        ONE,
+        params_dtype=torch.bfloat16,
+        overrides={"fp32_residual_connection": True, "hidden_dropout": 0.0},
+    )
+    assert config.fp32_residual_connection
     assert config.bf16
     assert config.pipeline_dtype is torch.bfloat16

@@ -6,6 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import UserError
+from converters.layouts.megatron import ParallelSizes
+from megarl.cluster.trainer_group import cut_into_shares
+from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, assign, pack, unpack
 
 
@@ -93,16 +96,18 @@ def test_not_a_number_outside_the_targets_does_not_enter() -> None:
     st.lists(st.integers(1, 50), max_size=60),
     st.integers(1, 4),
     st.integers(50, 120),
+    st.integers(1, 3),
 )
-def test_assign_keeps_its_promises(lengths, ranks, max_tokens) -> None:
-    assigned = assign(lengths, ranks, max_tokens)
+def test_assign_keeps_its_promises(lengths, ranks, max_tokens, multiple) -> None:
+    assigned = assign(lengths, ranks, max_tokens, count_multiple=multiple)
     assert len(assigned) == ranks
     assert len({len(micro_batches) for micro_batches in assigned}) == 1
+    assert len(assigned[0]) % multiple == 0
     everything = [index for rank in assigned for micro_batch in rank for index in micro_batch]
     assert sorted(everything) == list(range(len(lengths)))
     loads = [sum(lengths[index] for index in micro_batch) for rank in assigned for micro_batch in rank]
     assert max(loads) <= max_tokens
-    assert assigned == assign(torch.tensor(lengths, dtype=torch.long), ranks, max_tokens)
+    assert assigned == assign(torch.tensor(lengths, dtype=torch.long), ranks, max_tokens, count_multiple=multiple)
     # Graham's bound for list scheduling: the heaviest exceeds the mean by less than the longest sequence.
     assert max(loads) <= sum(loads) / len(loads) + max(lengths, default=0)
 
@@ -129,6 +134,12 @@ def test_micro_batches_that_meet_have_similar_loads() -> None:
 def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:
     assert sorted(assign([4, 4], 3, 10)) == [[[]], [[0]], [[1]]]
     assert assign([], 2, 10) == [[[]], [[]]]
+
+
+def test_interleaved_pipeline_stages_get_whole_groups_of_micro_batches_also_where_few_are_left() -> None:
+    assert [len(rank) for rank in assign([5] * 5, 1, 10, count_multiple=4)] == [4]
+    assert sorted(assign([4], 2, 10, count_multiple=2)) == [[[], []], [[0], []]]
+    assert assign([], 1, 10, count_multiple=2) == [[[], []]]
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused_with_its_length() -> None:
@@ -169,3 +180,10 @@ def test_shapes_that_disagree_are_refused() -> None:
         RaggedBatch(torch.arange(3), torch.tensor([3, 0]))
     with pytest.raises(ValueError, match="different fields"):
         RaggedBatch.concatenate([ragged([1]), RaggedBatch(torch.arange(1), torch.tensor([1]))])
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 3, 7])
+def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) -> None:
+    sizes = ParallelSizes(world_size=8, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    cut = cut_into_shares(ragged([5] * sequences), MegatronOptions(sizes, torch.float32), max_tokens=5)
+    assert [len(share.micro_batches) for share in cut] == [4, 4]

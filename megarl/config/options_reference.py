@@ -1,0 +1,83 @@
+"""Write docs/options.md from the tables of options: `python -m megarl.config.options_reference docs/options.md`."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megarl.config.foreign_keys import OWNED
+from megarl.rollout.vllm import supported_arguments
+from megatron_ext import supported_options
+from megatron_ext.arguments import fields_of_groups
+from megatron_ext.supported_options import NEEDS, Refusal
+
+_HEADER = """# Options of Megatron and of the engine
+
+Made from `megatron_ext/supported_options.py` and `megarl/rollout/vllm/supported_arguments.py` by `make docs`; change
+them.
+
+Every option of megatron-core and of vLLM can be given by its own name (`megatron.NAME`, or Megatron's flag `--name`;
+`rollout.engine_args.NAME`). It is in one of these groups:
+
+- **works and tested**: a test of this repository runs it;
+- **refused**: training would fail or be wrong with it, and the reason is said before anything starts;
+- **follows from the model**: `config.json` says it. Flags copied from a Megatron script may repeat it; another value is
+  refused, as the trainer would be another model than the engines have;
+- **passes through**: all others reach megatron-core or vLLM as they are. Nothing here has tested them.
+"""
+
+
+def reference() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join([_HEADER, *_megatron(), "", *_engine()]) + "\n"
+
+
+def _megatron() -> list[str]:
+    lines = ["## Megatron: works and tested", "", "| option | test below `tests/` |", "|---|---|"]
+    lines += [f"| `{name}` | `{test}` |" for name, test in supported_options.TESTED.items()]
+    lines += ["", "## Megatron: refused", "", *_refusals(supported_options.REFUSED)]
+    lines += [
+        f"| `{name}` | only with {' and '.join(f'`{each}=true`' for each in needed)} | |"
+        for name, needed in NEEDS.items()
+    ]
+    model = sorted({*supported_options.MODEL_FIELDS, *supported_options.LATENT_ATTENTION_FIELDS})
+    lines += ["", "## Megatron: follows from the model", "", f"{_names(model)}; and whatever else", ""]
+    lines[-2] += " the architecture sets (`transformer_config` in `converters/architectures/`), such as `num_layers`,"
+    lines[-2] += f" `layernorm_epsilon` and dropout; but not {_names(supported_options.MODEL_CHOICES)}."
+    known = {*supported_options.TESTED, *supported_options.REFUSED, *model, *OWNED, *NEEDS}
+    lines += ["## Megatron: passes through"]
+    for group, fields in fields_of_groups().items():
+        if untested := [name for name in fields if name not in known and not name.startswith("_")]:
+            lines += ["", f"{_CLASSES[group]}: {_names(untested)}."]
+    return lines
+
+
+_CLASSES = {
+    "parallel": "Parallel sizes",
+    "transformer": "TransformerConfig (some of them follow from the device, the parallel sizes and the packing)",
+    "optimizer": "OptimizerConfig",
+    "distributed": "DistributedDataParallelConfig",
+    "scheduler": "The scheduler",
+}
+
+
+def _engine() -> list[str]:
+    lines = ["## vLLM: works and tested", "", "| argument | test below `tests/` |", "|---|---|"]
+    lines += [f"| `{name}` | `{test}` |" for name, test in supported_arguments.TESTED.items()]
+    return [*lines, "", "## vLLM: refused", "", *_refusals(supported_arguments.REFUSED)]
+
+
+def _refusals(refused: Mapping[str, Refusal]) -> list[str]:
+    rows = (f"| `{name}` | {_sentence(each.reason)} | {each.others} |" for name, each in refused.items())
+    return ["| option | why | allowed |", "|---|---|---|", *rows]
+
+
+def _sentence(reason: str) -> str:
+    return reason[0].upper() + reason[1:]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference())

@@ -1,0 +1,51 @@
+"""Which of vLLM's EngineArgs work here: those that tests run, and those that are refused, each with its reason."""
+
+from collections.abc import Mapping
+
+from megatron_ext.supported_options import Refusal
+
+_DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
+_DATA_PARALLEL = (
+    "an engine of several data-parallel parts needs processes of its own for each; use rollout.replicas, engines side"
+    " by side"
+)
+_ONE_MACHINE = "an engine lies on one machine; use rollout.replicas for more"
+_MOVED = "experts would move to other workers, and refits write to where they lay at the start"
+_OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
+
+REFUSED: Mapping[str, Refusal] = {
+    "speculative_config": Refusal(_DRAFT),
+    "spec_method": Refusal(_DRAFT),
+    "spec_model": Refusal(_DRAFT),
+    "spec_tokens": Refusal(_DRAFT),
+    "kv_cache_dtype": Refusal(
+        "with rounded keys and values the engine samples from another model than is trained, and no check of weights"
+        " sees it",
+        (None, "auto", "bfloat16", "float16"),
+    ),
+    "data_parallel_size": Refusal(_DATA_PARALLEL, (None, 1)),
+    "data_parallel_size_local": Refusal(_DATA_PARALLEL, (None, 1)),
+    "data_parallel_rank": Refusal(_DATA_PARALLEL),
+    "data_parallel_external_lb": Refusal(_DATA_PARALLEL),
+    "data_parallel_hybrid_lb": Refusal(_DATA_PARALLEL),
+    "nnodes": Refusal(_ONE_MACHINE, (None, 1)),
+    "enable_eplb": Refusal(_MOVED),
+    "enable_elastic_ep": Refusal(_MOVED),
+    "logits_processors": Refusal(_OTHER_DISTRIBUTION),
+    "watermark_config": Refusal(_OTHER_DISTRIBUTION),
+    "enable_lora": Refusal("all weights of the policy are trained, and adapters are none of them"),
+    "trust_remote_code": Refusal(
+        "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
+        " architectures that vLLM has by itself"
+    ),
+}
+
+TESTED: Mapping[str, str] = {
+    "dtype": "megarl/rollout/test_vllm_arguments.py",
+    "max_num_seqs": "megarl/rollout/test_vllm_arguments.py",
+    "max_model_len": "megarl/rollout/engine_host.py",
+    "kv_cache_memory_bytes": "megarl/rollout/engine_host.py",
+    "tensor_parallel_size": "megarl/rollout/test_vllm_tensor_parallel.py",
+    "enable_expert_parallel": "megarl/rollout/test_vllm_tensor_parallel.py",
+}
+"""Argument -> the test, below tests/, that runs it."""

@@ -1,0 +1,235 @@
+"""Which options of Megatron work here: those that tests run, and those that are refused, each with its reason.
+
+All others pass through as they are, untested. Validation and the page about options are made from these tables.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+
+_OFF = (None, False)
+_GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
+
+
+class Refusal(NamedTuple):
+    """Values of an option that cannot be used, and why."""
+
+    reason: str
+    allowed: tuple[Any, ...] = _OFF
+    """All others are refused; a list is allowed where each of its items is."""
+
+    def covers(self, value: Any) -> bool:
+        """Whether this value is refused."""
+        values = value if isinstance(value, list) else [value]
+        return any(each not in self.allowed for each in values)
+
+    @property
+    def others(self) -> str:
+        """The allowed values beside null and false, in words."""
+        return " or ".join(str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False))
+
+
+_CONTEXT = "context parallelism is not supported: sequences are not cut"
+_AUXILIARY = (
+    "policy-gradient losses are normalised over the global batch, and Megatron's auxiliary losses over each"
+    " micro-batch, so that their weight would depend on how the batch was cut"
+)
+_ONE_SHAPE = "a CUDA graph has one shape, and packed micro-batches differ in length"
+_OTHER_SCHEDULE = "it belongs to Megatron's combined schedule, whose forward pass computes Megatron's own loss"
+_WEIGHTS = "the weights must keep the type of model.dtype, in which checkpoints and refits read them"
+_OTHER_WRAPPER = "the gradient buffers and the optimizer are those of Megatron's own data parallelism, not of FSDP"
+_LAYOUT = (
+    "checkpoints and refits know layers that are dealt evenly, but for num_layers_in_first_pipeline_stage and"
+    " num_layers_in_last_pipeline_stage"
+)
+_DROPS = "the trainer would drop tokens that the engine, which samples them, sends to their experts"
+_RANDOM = "the trainer would route at random, and the engine, which samples, does not"
+_INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
+
+REFUSED: Mapping[str, Refusal] = {
+    "context_parallel_size": Refusal(_CONTEXT, (None, 1)),
+    "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
+    "hybrid_context_parallel": Refusal(_CONTEXT),
+    "moe_aux_loss_coeff": Refusal(_AUXILIARY, (None, 0)),
+    "moe_z_loss_coeff": Refusal(_AUXILIARY, (None, 0)),
+    "moe_router_load_balancing_type": Refusal(
+        "the trainer would choose other experts than the engine, which samples",
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    ),
+    "moe_router_force_load_balancing": Refusal(_RANDOM),
+    "moe_input_jitter_eps": Refusal(_RANDOM, (None, 0)),
+    "moe_expert_capacity_factor": Refusal(_DROPS),
+    "moe_token_dropping": Refusal(_DROPS),
+    "moe_pad_expert_input_to_capacity": Refusal(_DROPS),
+    "moe_use_legacy_grouped_gemm": Refusal("its weights lie otherwise than checkpoints and refits know"),
+    "tp_comm_overlap": Refusal(
+        "Transformer Engine's user buffers are made for one length, and packed micro-batches differ"
+    ),
+    "enable_cuda_graph": Refusal(_ONE_SHAPE),
+    "external_cuda_graph": Refusal(_ONE_SHAPE),
+    "cuda_graph_impl": Refusal(_ONE_SHAPE, (None, "none")),
+    "overlap_moe_expert_parallel_comm": Refusal(_OTHER_SCHEDULE),
+    "delay_wgrad_compute": Refusal(_OTHER_SCHEDULE),
+    "ep_overlap_early_attn_memory_release": Refusal(_OTHER_SCHEDULE),
+    "defer_embedding_wgrad_compute": Refusal(
+        "the output layer adds its gradient a part of the vocabulary at a time, and nothing of it is left to defer"
+    ),
+    "qk_clip": Refusal("Megatron's training script clips the weights after a step, which this loop does not"),
+    "pipeline_model_parallel_layout": Refusal(_LAYOUT),
+    "account_for_embedding_in_pipeline_split": Refusal(_LAYOUT),
+    "account_for_loss_in_pipeline_split": Refusal(_LAYOUT),
+    "hetereogenous_dist_checkpoint": Refusal("checkpoints name parameters as the model's layers say"),
+    "fp8_param": Refusal(_WEIGHTS),
+    "fp4_param": Refusal(_WEIGHTS),
+    "fp8_param_gather": Refusal(_WEIGHTS),
+    "reuse_grad_buf_for_mxfp8_param_ag": Refusal(_WEIGHTS),
+    "num_distributed_optimizer_instances": Refusal(
+        "parallel groups are made for one instance of the distributed optimizer", (None, 1)
+    ),
+    "overlap_param_gather_with_optimizer_step": Refusal(
+        "refits, checkpoints and references read weights after the step; use overlap_param_gather"
+    ),
+    "average_in_collective": Refusal(
+        "gradients are summed: the weights of the loss already hold the denominator of the global batch"
+    ),
+    "use_megatron_fsdp": Refusal(_OTHER_WRAPPER),
+    "use_custom_fsdp": Refusal(_OTHER_WRAPPER),
+    "data_parallel_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
+    "outer_dp_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
+    "optimizer": Refusal("only adam and sgd are made here", (None, "adam", "sgd")),
+    "flash_decode": Refusal(_INFERENCE),
+    "cache_mla_latents": Refusal(_INFERENCE),
+    "use_inference_optimized_layers": Refusal(_INFERENCE),
+    "inference_fuse_tp_communication": Refusal(_INFERENCE),
+}
+
+NEEDS: Mapping[str, Mapping[str, bool]] = {
+    "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
+    "align_param_gather": {"overlap_param_gather": False},
+}
+"""Option that is switched on -> options that must be on with it, each with its default here."""
+
+TESTED: Mapping[str, str] = {
+    "tensor_model_parallel_size": "megatron_ext/test_model.py",
+    "pipeline_model_parallel_size": "megatron_ext/test_model.py",
+    "virtual_pipeline_model_parallel_size": "megatron_ext/test_model.py",
+    "expert_model_parallel_size": "megatron_ext/test_model.py",
+    "expert_tensor_parallel_size": "megatron_ext/test_model.py",
+    "num_layers_in_first_pipeline_stage": "megatron_ext/test_foreign_checkpoints.py",
+    "overlap_grad_reduce": "megatron_ext/test_overlap.py",
+    "overlap_param_gather": "megatron_ext/test_overlap.py",
+    "align_param_gather": "megatron_ext/test_overlap.py",
+    "bucket_size": "megatron_ext/test_overlap.py",
+    "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
+    "recompute_granularity": "megatron_ext/test_forward.py",
+    "recompute_method": "megatron_ext/test_forward.py",
+    "recompute_num_layers": "megatron_ext/test_forward.py",
+    "recompute_modules": "megatron_ext/test_model.py",
+    "lr": "megatron_ext/test_checkpoint.py",
+    "min_lr": "megatron_ext/test_checkpoint.py",
+    "weight_decay": "megatron_ext/test_checkpoint.py",
+    "clip_grad": "megatron_ext/test_value_head.py",
+    "lr_decay_style": "megatron_ext/test_checkpoint.py",
+    "lr_warmup_steps": "megatron_ext/test_checkpoint.py",
+    "lr_warmup_init": "megatron_ext/test_arguments.py",
+    "lr_decay_steps": "megatron_ext/test_arguments.py",
+}
+"""Option -> the test, below tests/, that runs it."""
+
+MODEL_FIELDS: Mapping[str, Any] = {
+    "activation_func_clamp_value": None,
+    "add_qkv_bias": False,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "glu_linear_offset": 0.0,
+    "heterogeneous_block_specs": False,
+    "is_hybrid_model": False,
+    "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": None,
+    "moe_layer_freq": 1,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
+    "moe_router_num_groups": None,
+    "moe_router_pre_softmax": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_limited_devices": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_gate": False,
+    "moe_shared_expert_intermediate_size": None,
+    "mrope_section": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "num_moe_experts": None,
+    "qk_l2_norm": False,
+    "qk_layernorm": False,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_attn_skip_freq": None,
+    "window_size": None,
+}
+"""Field that says what the model is -> its value where `Architecture.transformer_config` says nothing: Megatron's."""
+
+LATENT_ATTENTION_FIELDS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+"""Fields of MLATransformerConfig that say what a model is; other models do not have them."""
+
+MODEL_CHOICES = (
+    "moe_token_dispatcher_type",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
+)
+"""Fields that an architecture sets and that may be chosen nevertheless: how it is computed and trained."""
+
+
+def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> None:
+    """Raise UserError for the first of the options with which training would fail or be wrong."""
+    refuse(options, REFUSED, prefix)
+    for name in (name for name in options if options[name]):
+        for needed, default in NEEDS.get(name, {}).items():
+            if not options.get(needed, default):
+                raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
+    group, stages = options.get(_GROUP), options.get(_STAGES, 1)
+    if group is not None and group < stages:
+        raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")
+
+
+def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str) -> None:
+    """Raise UserError for the first of the options whose value is refused."""
+    for name, value in options.items():
+        if name in refused and refused[name].covers(value):
+            advice = f"use {refused[name].others}" if refused[name].others else "leave it out"
+            raise UserError(f"{prefix}{name}={value} is not supported: {refused[name].reason}; {advice}")
+
+
+def without_model_fields(architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `options` that are not said by the architecture already.
+
+    Raises UserError for one that would make the trainer another model than config.json says, and than the engines have.
+    """
+    said = {**MODEL_FIELDS, **dict.fromkeys(LATENT_ATTENTION_FIELDS), **architecture.gpt_model}
+    said |= architecture.transformer_config
+    others = {}
+    for name, value in options.items():
+        if name in MODEL_CHOICES or name not in said:
+            others[name] = value
+        elif _plain(value) != _plain(said[name]):
+            raise UserError(
+                f"megatron.{name}={value} is not what config.json of this {architecture.model_type} model says, which"
+                f" is {said[name]}: the engines follow config.json, and the trainer must be the same model; leave it"
+                " out, or change config.json"
+            )
+    return others
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,45 @@
+"""The page about options is the one that the tables make; arguments of the engine that are in no test are not in it."""
+
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.config.engine_arguments import check_engine_arguments, engine_arguments
+from megarl.config.options_reference import reference
+from megarl.rollout.vllm.supported_arguments import REFUSED, TESTED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == reference(), "run `make docs`"
+
+
+def test_the_tables_name_arguments_of_the_installed_engine() -> None:
+    assert {*REFUSED, *TESTED} <= set(engine_arguments("vllm"))
+    assert not REFUSED.keys() & TESTED.keys()
+
+
+@pytest.mark.parametrize("name", list(TESTED))
+def test_a_tested_argument_is_in_its_test(name: str) -> None:
+    assert name in (ROOT / "tests" / TESTED[name]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("speculative_config", {"method": "ngram"}, "guesses worse with every step; leave it out"),
+        ("kv_cache_dtype", "fp8", "samples from another model .*; use auto"),
+        ("data_parallel_size", 8, "use rollout.replicas"),
+        ("trust_remote_code", True, "Python code from the model's folder"),
+        ("enable_eplb", True, "where they lay at the start"),
+    ],
+)
+def test_an_argument_that_makes_another_model_is_refused(argument: str, value: object, says: str) -> None:
+    with pytest.raises(UserError, match=f"^rollout.engine_args.{argument}=.* is not supported: .*{says}"):
+        check_engine_arguments("vllm", {argument: value})
+
+
+def test_what_is_switched_off_is_not_refused() -> None:
+    check_engine_arguments("vllm", {"data_parallel_size": 1, "kv_cache_dtype": "auto", "trust_remote_code": False})

@@ -1,0 +1,133 @@
+"""Options that work are tested, options that do not are refused, and what config.json says is not chosen twice."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.arguments import CLASSES, megatron_fields
+from megatron_ext.model import transformer_config
+from megatron_ext.options import MegatronOptions
+from megatron_ext.supported_options import (
+    LATENT_ATTENTION_FIELDS,
+    MODEL_CHOICES,
+    MODEL_FIELDS,
+    NEEDS,
+    REFUSED,
+    TESTED,
+    check_supported,
+    without_model_fields,
+)
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def megatrons_default(name: str) -> Any:
+    for module, class_name in CLASSES.values():
+        for field in dataclasses.fields(getattr(importlib.import_module(module), class_name)):
+            if field.name == name and field.default is not dataclasses.MISSING:
+                return field.default
+    return None
+
+
+def test_the_tables_name_options_of_the_installed_megatron_each_in_one_of_them() -> None:
+    tables = [*REFUSED, *TESTED, *MODEL_FIELDS, *LATENT_ATTENTION_FIELDS]
+    assert set(tables) | set(MODEL_CHOICES) | set(NEEDS) <= set(megatron_fields())
+    assert len(set(tables)) == len(tables)
+
+
+def test_megatrons_defaults_are_not_refused_and_are_what_models_have_that_say_nothing() -> None:
+    check_supported({name: megatrons_default(name) for name in REFUSED if name != "moe_router_load_balancing_type"})
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    assert {name: defaults[name] for name in MODEL_FIELDS} == MODEL_FIELDS
+
+
+@pytest.mark.parametrize("name", list(TESTED))
+def test_a_tested_option_is_in_its_test(name: str) -> None:
+    assert name in (TESTS / TESTED[name]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tp_comm_overlap": True}, "tp_comm_overlap=True is not supported: .*; leave it out"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
+        ({"num_distributed_optimizer_instances": 2}, "; use 1"),
+        ({"moe_aux_loss_coeff": [0.0, 0.1]}, "global batch.*; use 0"),
+        ({"data_parallel_sharding_strategy": "optim"}, "use no_shard"),
+        ({"overlap_param_gather": True}, "overlap_param_gather works only with megatron.overlap_grad_reduce=true"),
+        (
+            {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
+            "works only with megatron.use_distributed_optimizer",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 2},
+            "microbatch_group_size_per_vp_stage=2 must be at least megatron.pipeline_model_parallel_size=4",
+        ),
+    ],
+)
+def test_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_supported(options)
+
+
+def test_switched_off_is_not_refused() -> None:
+    check_supported({"tp_comm_overlap": False, "moe_aux_loss_coeff": [0.0, 0.0], "fp8_param": None, "optimizer": "sgd"})
+    check_supported({"overlap_param_gather": True, "overlap_grad_reduce": True, "align_param_gather": True})
+
+
+def test_what_config_json_says_may_be_repeated_and_not_changed(tiny_models: Mapping[str, Path]) -> None:
+    qwen3, deepseek = (
+        read_architecture(HuggingFaceCheckpoint(tiny_models[name]).config) for name in ("qwen3_moe", "deepseek_v3")
+    )
+    said = {"rotary_base": qwen3.gpt_model["rotary_base"], "num_layers": 4, "qk_layernorm": True, "window_size": None}
+    chosen = {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "full"}
+    assert without_model_fields(qwen3, {**said, **chosen}) == chosen
+    for architecture, field, value in [
+        (qwen3, "rotary_base", 5e5),
+        (qwen3, "layernorm_epsilon", 1e-3),
+        (qwen3, "moe_router_topk", 3),
+        (qwen3, "moe_router_score_function", "sigmoid"),
+        (qwen3, "kv_lora_rank", 512),
+        (qwen3, "softmax_type", "off-by-one"),
+        (deepseek, "rotary_scaling_factor", 40),
+        (deepseek, "moe_router_group_topk", 2),
+    ]:
+        with pytest.raises(UserError, match=f"megatron.{field}={value} is not what config.json"):
+            without_model_fields(architecture, {field: value})
+
+
+def test_every_field_that_an_architecture_sets_is_taken_from_it_alone(tiny_models: Mapping[str, Path]) -> None:
+    for folder in tiny_models.values():
+        architecture = read_architecture(HuggingFaceCheckpoint(folder).config)
+        said = {name: value for name, value in architecture.transformer_config.items() if name not in MODEL_CHOICES}
+        assert without_model_fields(architecture, said) == {}
+        config = transformer_config(architecture, ParallelSizes(), params_dtype=torch.float32, overrides=said)
+        assert config.num_layers == said["num_layers"]
+        for name in said:
+            with pytest.raises(UserError, match=f"megatron.{name}=another is not what config.json"):
+                without_model_fields(architecture, {name: "another"})
+
+
+def test_sizes_of_micro_batches_follow_from_the_stages_and_the_recipe() -> None:
+    def options(sizes: dict[str, int], **transformer: Any) -> MegatronOptions:
+        return MegatronOptions(ParallelSizes(world_size=8, **sizes), torch.bfloat16, transformer=transformer)
+
+    stages = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+    assert options({"pipeline_model_parallel_size": 4}).micro_batch_multiple == 1
+    assert options(stages).micro_batch_multiple == 4
+    assert options(stages, microbatch_group_size_per_vp_stage=6).micro_batch_multiple == 6
+    assert options({"tensor_model_parallel_size": 4}).token_multiple == 4
+    assert options({"tensor_model_parallel_size": 4}, fp8="e4m3").token_multiple == 64
+    assert options({}, fp8="hybrid", fp8_recipe="mxfp8").token_multiple == 32
+    assert options({}, fp8=None, fp8_recipe="mxfp8").token_multiple == 1
+    assert options({}, fp4="e2m1").token_multiple == 32
