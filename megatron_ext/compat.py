@@ -292,6 +292,20 @@ def mark_tensor_parallel_parameters(chunks: Sequence[torch.nn.Module]) -> None:
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
 
 
+def unmark_duplicated_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the norm of the gradients count weights once that are the same on all tensor-parallel ranks; before DDP.
+
+    Transformer Engine marks the weight of every linear layer as cut, also that of one without a parallel mode, and
+    megatron-core's `TELinear` leaves it so: latent attention's down projections would count as often as there are
+    ranks. Experts have no mode either where megatron-core communicates for them, and theirs do differ.
+    """
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if getattr(module, "parallel_mode", "") is None and ".experts." not in f"{name}.":
+                for parameter in module.parameters(recurse=False):
+                    parameter.tensor_model_parallel = False
+
+
 def _torch_adamw(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.AdamW):

@@ -56,6 +56,7 @@ def build_model(
     ]
     compat.mark_expert_parameters(chunks)
     compat.mark_tensor_parallel_parameters(chunks)
+    compat.unmark_duplicated_parameters(chunks)
     return chunks
 
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from parity import sequences
 
 from converters.architectures import read_architecture
@@ -61,3 +64,24 @@ def test_it_is_that_of_one_rank(sizes: str, tiny_models: Mapping[str, Path], of_
     parallel, names = SIZES[sizes]
     for rank in run_ranks(norms, parallel, {name: tiny_models[name] for name in names}):
         assert rank == pytest.approx({name: of_one_rank[name] for name in names}, rel=1e-5)
+
+
+def norms_with_marked_projections(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[str, float]:
+    """With down projections marked as Transformer Engine marks the weight of a linear layer without a parallel mode."""
+    make = DuplicatedLinear.__init__
+
+    def make_marked(self: DuplicatedLinear, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.parallel_mode = None
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    DuplicatedLinear.__init__ = make_marked
+    return norms(rank, sizes, folders)
+
+
+def test_projections_that_all_ranks_have_count_once(
+    tiny_models: Mapping[str, Path], of_one_rank: Mapping[str, float]
+) -> None:
+    folders = {"deepseek_v3": tiny_models["deepseek_v3"]}
+    for rank in run_ranks(norms_with_marked_projections, SIZES["TP2"][0], folders):
+        assert rank["deepseek_v3"] == pytest.approx(of_one_rank["deepseek_v3"], rel=1e-5)
