@@ -15,6 +15,7 @@ from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
 from megatron_ext.distributed_weights import load_distributed
+from megatron_ext.expert_load import ExpertLoad
 from megatron_ext.forward import forward, forward_backward, predict_labels, predict_values
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
@@ -96,6 +97,7 @@ class MegatronEngine:
         )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
+        self._expert_load = ExpertLoad(self._bare_chunks, self.architecture.num_layers)
 
     def freeze(self) -> None:
         """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""
@@ -170,7 +172,9 @@ class MegatronEngine:
         if not updated:
             raise RuntimeError("the optimizer skipped its step: the gradients overflowed")
         self.scheduler.step(increment=1)
-        return StepResult(metrics, float(gradient_norm), learning_rate)
+        experts = self.chunks[0].config.num_moe_experts
+        load = self._expert_load.take(experts, device.device()) if experts else None
+        return StepResult(metrics, float(gradient_norm), learning_rate, load)
 
     def _learning_rate(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)

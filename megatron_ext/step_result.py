@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -14,3 +16,5 @@ class StepResult:
     """Global norm before clipping."""
     learning_rate: float
     """The rate that the step used."""
+    expert_load: Tensor | None = None
+    """int64[layers, experts]: how many tokens each expert got, of all ranks; None of a model without experts."""

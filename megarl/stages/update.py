@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import MegarlConfig
+from megarl.dynamics import expert_metrics
 from megarl.stages.advantage import weighted
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
@@ -78,9 +81,11 @@ def update(
     `of` names what is trained, for its gradient norm and learning rate.
     """
     steps = [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
+    loads = [step[0].expert_load for step in steps if step[0].expert_load is not None]
     merged = [Metrics.merge([part for result in step for part in result.metrics]) for step in steps]
     return {
         **Metrics.summary(merged),
         f"{of}/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
         f"{of}/learning_rate": steps[-1][0].learning_rate,
+        **(expert_metrics(torch.stack(loads).sum(0)) if loads and of == "policy" else {}),
     }

@@ -74,6 +74,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_histogram", "", "all such ratios, in bins that are finer towards 1"),
     Metric("policy/gradient_norm", "", "norm of the whole gradient before it is clipped"),
     Metric("policy/learning_rate", "", "learning rate of the step's last optimizer step"),
+    Metric("experts/imbalance_mean", "", "load of a layer's busiest expert over the mean load, mean over layers"),
+    Metric("experts/imbalance_max", "", "the same of the layer in which it is largest"),
+    Metric("experts/imbalance/<layer>", "", "the same of each layer that has experts: layer_0 is the model's first"),
+    Metric("experts/idle_fraction", "", "share of experts, over all layers, that got no token in the step"),
     Metric(
         "log_prob_difference/mean",
         "nats",
