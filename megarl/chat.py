@@ -12,6 +12,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
+from megarl.config.engine_arguments import engine_configuration
 from megarl.config.schema import MegarlConfig
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
@@ -110,7 +111,8 @@ def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> I
     )
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
-        engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, Path(config.output_dir) / LOGS))
+        logs = Path(config.output_dir) / LOGS
+        engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
         engines.wait_started(engines.begin_start(model.folder, load_weights=True))
         yield Chat(engines, conversation, model.tokenizer, sampling, _longest(config))
 

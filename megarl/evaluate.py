@@ -6,6 +6,7 @@ from pathlib import Path
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
+from megarl.config.engine_arguments import engine_configuration
 from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
 from megarl.model import read_model
@@ -31,7 +32,7 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
         stack.enter_context(ray_cluster(config.cluster))
         with phase("starting the engines"):
             logs = Path(config.output_dir) / LOGS
-            engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
+            engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
             engines.wait_started(engines.begin_start(model.folder, load_weights=True))
         stack.enter_context(phase(f"answering {len(prompts)} prompts"))
         return evaluate(

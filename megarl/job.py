@@ -13,6 +13,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.companions import Companions, check_companions, open_companions, wanted_companions
+from megarl.config.engine_arguments import engine_configuration
 from megarl.config.megatron import megatron_options
 from megarl.config.schema import MegarlConfig
 from megarl.config.without_effect import without_effect
@@ -129,7 +130,7 @@ def open_job(config: MegarlConfig) -> Iterator[Job]:
         tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
         with phase(f"starting trainer and engines{f', from step {state.step}' if checkpoint else ''}"):
             logs = Path(config.output_dir) / LOGS
-            engines = stack.enter_context(EngineGroup(config.rollout, config.cluster, logs))
+            engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
             trainer = stack.enter_context(
                 TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
             )

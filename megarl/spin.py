@@ -13,6 +13,7 @@ from typing import NamedTuple
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engine_group import EngineGroup
+from megarl.config.engine_arguments import engine_configuration
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.output.places import LOGS
@@ -46,7 +47,7 @@ def spin(config: MegarlConfig) -> None:
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with (
         open_training(start, settings.steps) as training,
-        EngineGroup(config.rollout, config.cluster, Path(config.output_dir) / LOGS) as engines,
+        EngineGroup(engine_configuration(config), config.cluster, Path(config.output_dir) / LOGS) as engines,
     ):
         engine_start = EngineStart(training.trainer, engines, start.model, config, [turn.prompt for turn in turns])
         training.build()

@@ -27,10 +27,11 @@ class LanguageModel(Backbone):
     output_layer: Any
     """GPTModel's, until its weight is given to a LanguageModelHead."""
 
-    def __init__(self, *, real_vocab_size: int, softcap: float | None, **arguments: Any) -> None:
+    def __init__(self, *, real_vocab_size: int, softcap: float | None, fp32_logits: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
         if self.post_process:
-            self.output_layer = LanguageModelHead(self.output_layer, real_vocab_size, softcap)
+            layer = self.output_layer
+            self.output_layer = LanguageModelHead(layer, real_vocab_size, softcap, fp32_logits=fp32_logits)
 
     def predict_labels(
         self, hidden: Tensor, labels: Tensor, asked: Tensor | None = None, *, temperature: float

@@ -47,7 +47,11 @@ class MegatronEngine:
         self.options = options
         self.rank = rank
         self._bare_chunks = build_model(
-            self.architecture, options.parallel, params_dtype=options.params_dtype, overrides=options.transformer
+            self.architecture,
+            options.parallel,
+            params_dtype=options.params_dtype,
+            overrides=options.transformer,
+            fp32_logits=options.fp32_logits,
         )
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""

@@ -20,7 +20,9 @@ class LanguageModelHead(ColumnParallelLinear):
     It takes over the weight of `layer`, which has none where it is tied to the embedding of the same stage.
     """
 
-    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, softcap: float | None) -> None:
+    def __init__(
+        self, layer: ColumnParallelLinear, vocab_size: int, softcap: float | None, *, fp32_logits: bool
+    ) -> None:
         config = layer.config
         super().__init__(
             layer.input_size,
@@ -34,6 +36,7 @@ class LanguageModelHead(ColumnParallelLinear):
         self.weight = layer.weight
         self.vocab_size = vocab_size
         self.softcap = softcap
+        self.fp32_logits = fp32_logits
 
     def forward(
         self,
@@ -63,6 +66,7 @@ class LanguageModelHead(ColumnParallelLinear):
             vocab_size=self.vocab_size,
             temperature=temperature,
             softcap=self.softcap,
+            fp32_logits=self.fp32_logits,
         )
         return predictions if places is None else predictions.placed(places, len(labels))
 

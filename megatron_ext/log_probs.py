@@ -55,6 +55,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    fp32_logits: bool = False,
     chunk_tokens: int | None = None,
 ) -> LogProbs:
     """Log-probability, entropy and greedy flag of every label under logits = hidden @ weight^T.
@@ -64,7 +65,8 @@ def linear_log_probs(
     are padding and have probability 0; so has a label there: its log-probability is -inf. Without a group the columns
     are the whole vocabulary. With `softcap` c the logits become c * tanh(logits / c).
 
-    The logits have the type of the weight, as an output layer gives them; all that follows is float32. They are made
+    The logits have the type of the weight, as an output layer gives them, or float32 with `fp32_logits`: the products
+    are then not rounded. All that follows is float32. They are made
     for `chunk_tokens` rows at a time (as many as make 2^25 logits, if None), forward and once more backward: beside
     results and gradients this needs memory for a few copies of those rows. One all-gather of six numbers per token is
     the only communication, forward. Values that are not finite show in the results.
@@ -79,7 +81,7 @@ def linear_log_probs(
         raise UserError(f"log-probabilities need a temperature above 0, not {temperature}: set rollout.temperature")
     shard = _Shard.of(weight, tp_group, vocab_size)
     rows = chunk_tokens or max(1, _CHUNK_LOGITS // max(1, shard.width))
-    output = _OutputLayer(tp_group, shard, temperature, softcap, rows)
+    output = _OutputLayer(tp_group, shard, temperature, softcap, fp32_logits, rows)
     recorded = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return LogProbs(*_LinearLogProbs.apply(hidden, weight, labels, output, recorded))
 
@@ -113,6 +115,7 @@ class _OutputLayer:
     shard: _Shard
     temperature: float
     softcap: float | None
+    fp32_logits: bool
     chunk_tokens: int
 
     def chunks(self, tokens: int) -> list[slice]:
@@ -120,8 +123,15 @@ class _OutputLayer:
         return [slice(start, start + self.chunk_tokens) for start in range(0, tokens, self.chunk_tokens)]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """A new tensor: the real columns of this rank, in the type of the weight."""
-        logits = hidden @ weight[: self.shard.width].t()
+        """A new tensor: the real columns of this rank, in the type of the weight or in float32."""
+        columns = weight[: self.shard.width].t()
+        if not self.fp32_logits or weight.dtype == torch.float32:
+            logits = hidden @ columns
+        elif hidden.is_cuda:
+            # Without a copy of the weight in float32.
+            logits = torch.mm(hidden, columns, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ columns.float()
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def scaled(self, logits: Tensor) -> Tensor:
@@ -129,11 +139,11 @@ class _OutputLayer:
         return logits.float().div_(self.temperature)
 
     def gradient_of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From the gradient of the scaled logits to that of hidden @ weight^T, in its type; overwrites `gradient`."""
+        """From the gradient of the scaled logits to that of hidden @ weight^T; overwrites `gradient`."""
         gradient.div_(self.temperature)
         if self.softcap is not None:
             gradient.mul_(1 - (logits.float() / self.softcap).square_())
-        return gradient.to(logits.dtype)
+        return gradient
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -178,7 +188,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[chunk],
                 entropy[chunk],
             )
-            gradient = output.gradient_of_logits(gradient, logits)
+            gradient = output.gradient_of_logits(gradient, logits).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(gradient, weight[: output.shard.width], out=grad_hidden[chunk])
             if grad_weight is not None:

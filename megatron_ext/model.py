@@ -38,12 +38,14 @@ def build_model(
     *,
     params_dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
+    fp32_logits: bool = False,
 ) -> list[Backbone]:
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
     `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; a forward pass
     leaves them out.
-    `overrides` are fields of megatron-core's TransformerConfig. Call after `parallel.initialize`.
+    `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of `linear_log_probs`. Call after
+    `parallel.initialize`.
 
     Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
     something else, or whose value megatron-core refuses.
@@ -52,7 +54,8 @@ def build_model(
     megatron_layout(architecture, parallel, module_names=module_names())  # checks the sizes
     config = transformer_config(architecture, parallel, params_dtype=params_dtype, overrides=overrides or {})
     chunks = [
-        _build_chunk(architecture, parallel, config, chunk).to(device.device()) for chunk in range(parallel.chunks)
+        _build_chunk(architecture, parallel, config, chunk, fp32_logits).to(device.device())
+        for chunk in range(parallel.chunks)
     ]
     compat.mark_expert_parameters(chunks)
     compat.mark_tensor_parallel_parameters(chunks)
@@ -146,7 +149,7 @@ def _check_overrides(
 
 
 def _build_chunk(
-    architecture: Architecture, parallel: ParallelSizes, config: TransformerConfig, chunk: int
+    architecture: Architecture, parallel: ParallelSizes, config: TransformerConfig, chunk: int, fp32_logits: bool
 ) -> Backbone:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
@@ -167,6 +170,6 @@ def _build_chunk(
         model = ValueModel(**arguments)
     else:
         softcap = architecture.extensions.output_softcap
-        model = LanguageModel(real_vocab_size=vocab_size, softcap=softcap, **arguments)
+        model = LanguageModel(real_vocab_size=vocab_size, softcap=softcap, fp32_logits=fp32_logits, **arguments)
     scale_embedding(model, architecture.extensions.embedding_scale)
     return model

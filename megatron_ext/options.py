@@ -23,6 +23,8 @@ class MegatronOptions:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     distributed: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    fp32_logits: bool = False
+    """See `linear_log_probs`."""
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -184,7 +184,6 @@ LATENT_ATTENTION_FIELDS = (
 
 MODEL_CHOICES = (
     "moe_token_dispatcher_type",
-    "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_router_bias_update_rate",
 )

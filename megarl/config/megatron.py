@@ -40,4 +40,5 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         optimizer=groups["optimizer"],
         distributed=groups["distributed"],
         scheduler=groups["scheduler"],
+        fp32_logits=config.model.fp32_logits,
     )

@@ -25,6 +25,8 @@ class ModelConfig:
     `path` then needs no safetensors on one machine; between several, it needs the same weights."""
     dtype: str = "bf16"
     """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
+    fp32_logits: bool = False
+    """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
 
 
 @dataclass

@@ -130,6 +130,21 @@ def test_squares_are_computed_where_no_gradient_is_recorded_alone() -> None:
     assert linear_log_probs(hidden.detach(), weight.detach(), labels, None).probability_squares is not None
 
 
+def test_logits_in_fp32_round_nothing_and_gradients_keep_their_type() -> None:
+    hidden, weight, labels, of_log_probs, of_entropy = random_case(8, 50, 50)
+    low = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
+    high = [each.detach().float().requires_grad_() for each in low]
+    result = linear_log_probs(*low, labels, None, fp32_logits=True, chunk_tokens=3)
+    exact = linear_log_probs(*high, labels, None)
+    torch.testing.assert_close(result.log_probs, exact.log_probs, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(linear_log_probs(*low, labels, None).log_probs, exact.log_probs, rtol=1e-4, atol=1e-4)
+    got = gradients(result, (*low, labels, of_log_probs, of_entropy))
+    wanted = gradients(exact, (*high, labels, of_log_probs, of_entropy))
+    assert [gradient.dtype for gradient in got] == [torch.bfloat16] * 2
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+
+
 def test_low_precision_logits_are_those_of_an_output_layer_and_worked_on_in_fp32() -> None:
     """bfloat16: the logits are rounded as a matrix product in that type is; the rest is fp32 until the gradients."""
     hidden, weight, labels, of_log_probs, of_entropy = random_case(8, 50, 50)

@@ -73,7 +73,10 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     # vLLM's own choice for a model in fp32 is bfloat16.
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
-    arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **given, **required}
+    # As the trainer: vLLM leaves the router of DeepSeek's models in the type of the model.
+    routers = {"moe_router_dtype": "float32"} if "n_routed_experts" in hf_config else {}
+    overrides = {"hf_overrides": {**routers, **(given.get("hf_overrides") or {})}}
+    arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **given, **overrides, **required}
     try:
         # Without a context vLLM takes the smallest batches that it has for any: 2,048 tokens a step on every GPU.
         return EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)

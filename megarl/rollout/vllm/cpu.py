@@ -43,6 +43,7 @@ def install() -> None:
     """Apply all corrections to vLLM in this process, before a model is built."""
     keep_linear_weights()
     keep_expert_weights()
+    multiply_routers_in_float32()
     rotate_split_heads_in_torch()
     unlink_worker_memory()
     device.multiply_by_onednn()
@@ -78,6 +79,23 @@ def expert_weights_are_kept() -> bool:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     return CPUUnquantizedExperts.apply is _apply_experts
+
+
+def multiply_routers_in_float32() -> None:
+    """Have routers that give float32 logits compute them so.
+
+    On a GPU a kernel adds up and gives float32; the fall-back of vLLM 0.32.0 rounds first and casts then.
+    """
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    original = GateLinear.forward
+
+    def forward(self: Any, x: Tensor) -> Any:
+        if self.out_dtype != torch.float32 or self.bias is not None:
+            return original(self, x)
+        return self._return(F.linear(x.float(), self.weight.float()))
+
+    GateLinear.forward = forward
 
 
 def rotate_split_heads_in_torch() -> None:

@@ -14,10 +14,11 @@ from converters.layouts.recorded import Recording
 from megarl.resharding.connections import Address, TransferError
 from megarl.resharding.route import Route
 from megarl.resharding.transports.ends import Meeting
-from megarl.rollout.vllm import cpu, recording, weight_transfer
+from megarl.rollout.vllm import cpu, recording, routers, weight_transfer
 from megarl.rollout.vllm.direct_writing import DirectWriter
 
 weight_transfer.register()
+routers.keep_logits_in_float32()
 if current_platform.is_cpu():
     cpu.install()
 
