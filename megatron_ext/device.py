@@ -65,6 +65,11 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
+def gpus() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def bind(rank: int) -> None:
     """Give this process its GPU: LOCAL_RANK if the launcher set it, else `rank` modulo the GPUs of the host."""
     if torch.cuda.is_available():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ray
 
+from converters.errors import UserError
 from megarl.cluster.runtime import LOOPBACK
 from megarl.config.schema import ClusterConfig, RolloutConfig
 
@@ -56,11 +57,23 @@ def _workers(rollout: RolloutConfig) -> int:
     return math.prod(rollout.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
 
 
+def _gpus(cluster: ClusterConfig, whole: int) -> float:
+    if not _has_gpus():
+        return 0
+    if cluster.gpu_share < 1 and max(whole, cluster.trainer_ranks) > 1:
+        raise UserError(
+            f"cluster.gpu_share={cluster.gpu_share} is for one Megatron rank beside engines of one GPU, and there are"
+            f" cluster.trainer_ranks={cluster.trainer_ranks} and workers of {whole} GPUs: NCCL takes a GPU for one rank"
+            " only; set it to 1"
+        )
+    return whole * cluster.gpu_share
+
+
 def _place(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> Place:
     return Place(
         # On this machine alone nobody else's work has to be kept apart from ours.
         cpus=0 if cluster.address is None else cpus,
-        gpus=gpus if _has_gpus() else 0,
+        gpus=_gpus(cluster, gpus),
         environment={**_environment(cluster), **environment},
         timeout_s=cluster.start_timeout_s,
     )

@@ -188,6 +188,9 @@ class ClusterConfig:
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0
     """CPU cores that Ray sets aside for each engine."""
+    gpu_share: float = 1.0
+    """The part of a GPU that each Megatron rank and each engine asks for. Below 1 a rank and an engine can be on the
+    same GPU: one rank, engines of one GPU, and rollout.engine_args.gpu_memory_utilization has to leave room."""
     engine_threads: int | None = None
     """Threads of each engine worker on a CPU: null is OMP_NUM_THREADS where the environment has it, else this machine's
     cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that

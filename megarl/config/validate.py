@@ -81,6 +81,7 @@ _ABOVE_ZERO = (
     "loop.eval_temperature",
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
+    "cluster.gpu_share",
     "cluster.start_timeout_s",
     "refit.timeout_s",
     "refit.log_prob_tolerance",

@@ -5,6 +5,7 @@ import os
 import pytest
 import ray
 
+from converters.errors import UserError
 from megarl.cluster.placement import engine_place, engine_threads, trainer_place
 from megarl.config.schema import ClusterConfig, RolloutConfig
 
@@ -19,6 +20,22 @@ def test_gpus_are_asked_for_where_there_are_any(gpus):
     rollout = RolloutConfig(engine_args={"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
     asked = trainer_place(ClusterConfig()).gpus, engine_place(ClusterConfig(), rollout).gpus
     assert asked == ((1, 4) if gpus else (0, 0))
+
+
+def test_a_rank_and_an_engine_can_share_a_gpu(gpus):
+    cluster = ClusterConfig(gpu_share=0.4)
+    expected = (0.4, 0.4) if gpus else (0, 0)
+    assert (trainer_place(cluster).gpus, engine_place(cluster, RolloutConfig()).gpus) == expected
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (1, 2)])
+def test_what_needs_several_gpus_shares_none(monkeypatch, ranks, workers):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
+    with pytest.raises(UserError, match=r"cluster\.gpu_share=0\.5 is for one Megatron rank"):
+        engine_place(
+            ClusterConfig(gpu_share=0.5, trainer_ranks=ranks),
+            RolloutConfig(engine_args={"tensor_parallel_size": workers}),
+        )
 
 
 def test_only_megatrons_ranks_have_one_hardware_queue(gpus):
