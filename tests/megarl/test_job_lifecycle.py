@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -126,7 +127,9 @@ def kill_tree(pid: int) -> None:
     if not psutil.pid_exists(pid):
         return
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        process.kill()
+        # One may have ended since: a writer of a checkpoint, or what its parent ends.
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def lines(output: Path) -> list[dict]:
