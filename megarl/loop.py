@@ -8,6 +8,7 @@ from megarl.config.schema import MegarlConfig
 from megarl.dynamics import advantage_metrics, group_metrics, response_metrics
 from megarl.job import Job, is_finished, open_job
 from megarl.phase import phase
+from megarl.signals import asked_to_stop
 from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 from megarl.stages.evaluate import evaluate
 from megarl.stages.gather import Gathered, gather
@@ -34,16 +35,25 @@ def train(config: MegarlConfig) -> None:
         print(f"refit: {job.refit.description}", flush=True)
         if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
             job.log(_evaluate(job))
-        clock = Clock()
-        while job.state.step < config.loop.steps:
-            # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            job.log(train_step(job, clock))
-            if _due(job.state.step, config.checkpoint.every, config.loop.steps):
-                with clock.stage("checkpoint"):
-                    job.save()
+        _take_steps(job)
         with phase("writing the trained model"):
             job.export()
         at_end.enter_context(phase("ending the processes"))
+
+
+def _take_steps(job: Job) -> None:
+    """Step after step to the last one, or to the one in which the run is told to end; saved where that is due."""
+    config, clock = job.config, Clock()
+    with asked_to_stop(waits=config.checkpoint.on_signal) as stop:
+        while job.state.step < config.loop.steps:
+            # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
+            job.log(train_step(job, clock))
+            is_last = bool(stop)
+            if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):
+                with clock.stage("checkpoint"):
+                    job.save()
+            if is_last:
+                break
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:

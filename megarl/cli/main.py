@@ -3,11 +3,14 @@
 import argparse
 import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from converters.errors import UserError
+from megarl.errors import RunFailed
+from megarl.signals import interruption
 
 COMMANDS = {
     "train": "reinforcement learning: prompts, rollouts, rewards, updates",
@@ -26,8 +29,8 @@ COMMANDS = {
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,26 +60,63 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code: 0, 1 (a finding: see the command), 2 (bad input), 130 (Ctrl-C)."""
-    parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    """Run one subcommand; returns the exit code.
+
+    0; 1 for a finding (see the command), a process that died or an output that nobody takes; 2 for bad input; 130, 143,
+    129 after SIGINT (Ctrl-C), SIGTERM, SIGHUP.
+    """
+    options = argparse.Namespace(interrupted="interrupted")
+    with interruption() as ending:
+        try:
+            return _run(arguments, options)
+        except UserError as error:
+            return _fail(error.sentence, EXIT_USER_ERROR, error.details)
+        except RunFailed as error:
+            return _fail(error.sentence, EXIT_FAILED, error.details)
+        except KeyboardInterrupt:
+            return _fail(options.interrupted, ending.exit_code)
+        except OSError as error:
+            if _close_broken_output():
+                return _fail(
+                    f"the output was not taken any more ({error.strerror}): what is above is not all", EXIT_FAILED
+                )
+            if error.errno != errno.ENOSPC:
+                raise
+            where = error.filename or "the output folder"
+            return _fail(f"the disk is full at {where}: make room, then run again", EXIT_USER_ERROR)
+
+
+def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
+    """Fill `options` from the command line and do what it says."""
     try:
-        if rest and not options.takes_overrides:
-            raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
-        options.overrides = rest
-        return options.run(options)
-    except UserError as error:
-        return _fail(str(error), EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        return _fail(options.interrupted, EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        return _fail(f"the disk is full at {error.filename or 'the output folder'}: make room, then run again", 2)
+        _, rest = build_parser().parse_known_args(arguments, options)
+    except SystemExit:
+        sys.stdout.flush()  # the help, which somebody may have stopped to read
+        raise
+    if rest and not options.takes_overrides:
+        raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
+    options.overrides = rest
+    code = options.run(options)
+    sys.stdout.flush()
+    return code
 
 
-def _fail(sentence: str, code: int) -> int:
+def _close_broken_output() -> bool:
+    """Whether standard output takes nothing any more; then what is left for it is dropped, also at the exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return True
+    return False
+
+
+def _fail(sentence: str, code: int, details: str = "") -> int:
     print(f"megarl: {' '.join(sentence.split())}", file=sys.stderr)
+    if details:
+        print(details, file=sys.stderr)
     return code
 
 

@@ -45,7 +45,9 @@ class EngineGroup(WorkerGroup):
         try:
             self.wait(calls)
         except WorkerFailed as error:
-            raise UserError(f"an engine did not start, check rollout.engine_args and model.path: {error}") from error
+            raise UserError(
+                f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details
+            ) from error
 
     def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
         """Generations of every request, in order."""

@@ -12,9 +12,11 @@ from ray import _raylet
 from ray._private import ray_constants
 
 from converters.errors import UserError
+from megarl.cluster.ray_driver import undisturbed
 from megarl.cluster.scratch import scratch_folder
 from megarl.config.schema import ClusterConfig
 from megarl.phase import phase
+from megarl.signals import held
 
 LOOPBACK = "127.0.0.1"
 _RAY = "r"
@@ -32,12 +34,13 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
         yield
         return
     if config.address is not None:
-        with phase("connecting to Ray"):
+        with phase("connecting to Ray"), undisturbed():
             ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         try:
             yield
         finally:
-            ray.shutdown()
+            with held():
+                ray.shutdown()
         return
     with scratch_folder() as folder:
         try:
@@ -46,25 +49,29 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
                 _start_local(folder / _RAY)
             yield
         finally:
-            ray.shutdown()
+            with held():
+                ray.shutdown()
 
 
 def _start_local(folder: Path) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
+    # Nor are they to be ended when others fill the memory of the machine; when they do it, the kernel ends the largest.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
     _require_token()
     _bind_to_loopback()
-    ray.init(
-        _node_ip_address=LOOPBACK,
-        _temp_dir=str(folder),
-        num_cpus=1,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-    )
+    with undisturbed():
+        ray.init(
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+            num_cpus=1,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+        )
 
 
 def _require_token() -> None:

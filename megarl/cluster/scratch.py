@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.signals import held
+
 _PREFIX = "megarl-"
 _MARKER = "held"
 
@@ -27,8 +29,9 @@ def scratch_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        with held():
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def _hold(folder: Path) -> int:

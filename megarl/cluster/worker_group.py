@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
 from megarl.cluster.host import Host
 from megarl.cluster.placement import Place
 from megarl.cluster.runtime import last_lines
+from megarl.errors import RunFailed
 
 Call: TypeAlias = ray.ObjectRef
 """A call that was begun; `WorkerGroup.wait` gives its result."""
@@ -20,17 +21,24 @@ Call: TypeAlias = ray.ObjectRef
 
 # How long the others are given to say that they failed, too.
 _CONSEQUENCES_S = 5.0
+_GOES_ON = "the same command continues from the last checkpoint"
 
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A call failed in a worker, or its process is gone; the message ends with the end of its `log`.
-
-    `error` is what was raised in the worker; None if its process died, or did not answer.
-    """
+    """A call failed in a worker, for a `reason`; `details` are the end of its log, `error` is what was raised there."""
 
     def __init__(self, reason: str, log: Path, error: BaseException | None = None) -> None:
-        super().__init__(f"{reason}\nThe end of {log}:\n{last_lines(log)}")
-        self.error = error
+        self.reason, self.error = reason, error
+        self.details = f"The end of {log}:\n{last_lines(log)}"
+        super().__init__(f"{reason}\n{self.details}")
+
+
+class WorkerGone(WorkerFailed, RunFailed):
+    """The process of a worker is gone, or does not answer; the reason also says what to do."""
+
+    def __init__(self, reason: str, log: Path) -> None:
+        super().__init__(reason, log)
+        self.sentence = reason
 
 
 class WorkerGroup:
@@ -114,8 +122,8 @@ class WorkerGroup:
         """Results of all `calls`, one for each worker in order (or none); raises as soon as one of them fails.
 
         The others may wait for the failed one in a collective, so waiting for them first would never end.
-        Raises UserError if that was raised in the worker, else WorkerFailed with the reason and the end of its log;
-        also if a call has not ended after `timeout_s`.
+        Raises UserError if that was raised in the worker, WorkerGone if a process died or has not answered after
+        `timeout_s`, else WorkerFailed with the reason and the end of its log.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         log_of = self.log_of(calls)
@@ -124,9 +132,10 @@ class WorkerGroup:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, pending = ray.wait(pending, num_returns=1, timeout=left)
             if not done:
-                raise WorkerFailed(f"no answer for {timeout_s:g} s", log_of[pending[0]])
+                log = log_of[pending[0]]
+                raise WorkerGone(f"{log.stem} gave no answer for {timeout_s:g} s: see the end of its log", log)
             if failure := _failure(done[0], log_of[done[0]]):
-                raise failure
+                raise _cause(failure, {call: log_of[call] for call in pending})
         return ray.get(list(calls))
 
     def log_of(self, calls: Sequence[Call]) -> dict[Call, Path]:
@@ -152,9 +161,23 @@ def wait_together(log_of: Mapping[Call, Path], consequence: type[Exception]) -> 
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
 
-def _depth(failure: Exception, consequence: type[Exception]) -> int:
+def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
     error = failure.error if isinstance(failure, WorkerFailed) else failure
     return 0 if error is None else 2 if isinstance(error, consequence) else 1
+
+
+def _cause(failure: Exception, pending: Mapping[Call, Path]) -> Exception:
+    """The death of another worker that comes to light soon after an error, which then is its consequence."""
+    if _depth(failure, ()) != 1:
+        return failure
+    deadline = time.monotonic() + _CONSEQUENCES_S
+    left = list(pending)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        done, left = ray.wait(left, num_returns=1, timeout=seconds)
+        for call in done:
+            if isinstance(other := _failure(call, pending[call]), WorkerGone):
+                return other
+    return failure
 
 
 def _failure(done: Call, log: Path) -> Exception | None:
@@ -164,8 +187,22 @@ def _failure(done: Call, log: Path) -> Exception | None:
     except RayTaskError as error:
         cause = error.cause
         return cause if isinstance(cause, UserError) else WorkerFailed(f"{type(cause).__name__}: {cause}", log, cause)
-    except RayActorError:
-        return WorkerFailed("the process died", log)
+    except OutOfMemoryError:
+        return WorkerGone(
+            f"Ray ended {log.stem}, because the memory of its machine was nearly full: leave the machine to the run, "
+            f"or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines); {_GOES_ON}",
+            log,
+        )
+    except RayActorError as error:
+        if "node has died" in str(error):
+            return WorkerGone(
+                f"{log.stem} is gone with the Ray node that it was on: see to the machine; {_GOES_ON}", log
+            )
+        return WorkerGone(
+            f"the process of {log.stem} died: where the end of its log says nothing, the kernel may have ended it for "
+            f"want of memory (dmesg tells); {_GOES_ON}",
+            log,
+        )
     return None
 
 

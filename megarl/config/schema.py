@@ -209,6 +209,8 @@ class CheckpointConfig:
     """How many of the newest checkpoints stay."""
     resume: str = "auto"
     """auto continues from the latest checkpoint in output_dir, never starts anew."""
+    on_signal: bool = False
+    """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Score:
 
 
 class RewardFailed(UserError):  # noqa: N818 - says what happened
-    """A reward function raised, gave no finite number, or ended its process. The message holds the sample."""
+    """A reward function raised, gave no finite number, or ended its process. The details hold the sample."""
 
     remedy = "repair the function, or set reward.on_error=drop to leave such samples out"
 
@@ -60,12 +60,11 @@ class RewardFailed(UserError):  # noqa: N818 - says what happened
             else ""
         )
         super().__init__(
-            f"the reward function failed: {reason}\n"
+            f"the reward function failed: {reason}; {self.remedy}",
             f"  data_source: {sample.data_source!r}\n"
             f"  solution{cut}: {solution!r}\n"
             f"  ground_truth: {_shown(sample.ground_truth)}\n"
-            f"  extra_info: {_shown(dict(sample.extra_info))}\n"
-            f"{self.remedy}"
+            f"  extra_info: {_shown(dict(sample.extra_info))}",
         )
         self.sample = sample
         self.reason = reason

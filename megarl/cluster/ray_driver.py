@@ -1,0 +1,39 @@
+"""What Ray (2.60) does to the process that starts it, kept away: see each function for why."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray._private import utils, worker
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Around `ray.init`."""
+    _say_nothing_of_its_own()
+    with _keep_signal_handlers():
+        yield
+
+
+@contextmanager
+def _keep_signal_handlers() -> Iterator[None]:
+    """Leave SIGTERM as it is.
+
+    Ray replaces its handler twice: by one that exits with code 15, then by a native one that writes addresses to
+    standard error and aborts the process. For faults Python's faulthandler, which Ray turns on, says more.
+    """
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
+    replaced = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = replaced
+
+
+def _say_nothing_of_its_own() -> None:
+    """Start no thread that prints on the console what Ray's processes report, also with `log_to_driver` off.
+
+    It is the end of the raylet's log, mostly, where the raylet is gone; what became of the run says WorkerGroup.
+    """
+    worker.listen_error_messages = lambda *_: None

@@ -1,0 +1,13 @@
+"""What ends a run from outside."""
+
+
+class RunFailed(Exception):  # noqa: N818 - says what happened
+    """Something that neither the program nor its input is to blame for: a process that died, a machine without memory.
+
+    A command prints it without a traceback and ends with exit code 1.
+    """
+
+    sentence: str
+    """What happened, and what to do."""
+    details: str
+    """What stands below it, as it is: the end of a log."""

@@ -1,0 +1,134 @@
+"""How a command ends when it is told to: SIGINT, SIGTERM and SIGHUP unwind it in one way, each with its exit code.
+
+SIGINT is Ctrl-C, SIGTERM what Slurm, Kubernetes, systemd and `kill` send, SIGHUP what a terminal sends that goes away.
+SIGINT is listened to also where it was ignored at the start, as in the background of a script; SIGHUP is not, since
+that is what nohup asks for.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REQUEUEING = (signal.SIGTERM, signal.SIGHUP)
+"""Sent by what takes the machine away, and not by somebody who has changed their mind."""
+_PATIENCE_S = 10.0
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Interruption:
+    """Ends the program by a KeyboardInterrupt when one of its signals comes.
+
+    Those that come while it ends say nothing new and must not stop it from tidying up; one that comes much later is of
+    somebody who sees that it does not end.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._since_s = 0.0
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt."""
+        now = time.monotonic()
+        if self._number is not None and now < self._since_s + _PATIENCE_S:
+            return
+        self._number, self._since_s = number, now
+        raise KeyboardInterrupt
+
+    @property
+    def exit_code(self) -> int:
+        """The code by which a shell knows the signal: 130, 143 or 129."""
+        return 128 + (self._number or signal.SIGINT)
+
+
+@contextmanager
+def interruption() -> Iterator[Interruption]:
+    """Let the signals that end a program raise KeyboardInterrupt inside; in the main thread alone, as Python has it."""
+    handler = Interruption()
+    with _handled(_wanted(ENDING), handler):
+        yield handler
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let a signal that comes inside take effect at the end: what is inside is done whole."""
+    came: list[int] = []
+    try:
+        with _handled(_wanted(ENDING), lambda number, _: came.append(number)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+class StopRequest:
+    """Whether the run was told to end at the next step boundary."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def __bool__(self) -> bool:
+        return self._number is not None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Keep it, and say so."""
+        self._number = number
+        name = signal.Signals(number).name
+        said = f"megarl: {name}: this step is finished and saved, then the run ends; the same again ends it now\n"
+        # Not print: the signal may have come in the middle of one.
+        os.write(sys.stderr.fileno(), said.encode())
+
+    def obey(self) -> None:
+        """End as the signal says, if there was one."""
+        if self._number is not None:
+            signal.raise_signal(self._number)
+
+
+@contextmanager
+def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
+    """If it `waits`, SIGTERM and SIGHUP take effect at the end of what is inside, which has been asked to end soon.
+
+    The second one takes effect at once.
+    """
+    request = StopRequest()
+    if not waits or threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in _wanted(REQUEUEING)}
+
+    def once(number: int, frame: FrameType | None) -> None:
+        _install(before)
+        request(number, frame)
+
+    with _handled(list(before), once):
+        yield request
+    request.obey()
+
+
+def _wanted(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """All of them but SIGHUP where nohup has it ignored."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+@contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        _install(before)
+
+
+def _install(handlers: "dict[signal.Signals, Any]") -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
