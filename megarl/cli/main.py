@@ -3,12 +3,12 @@
 import argparse
 import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from converters.errors import UserError
+from megarl.cli.standard_output import watched_output
 from megarl.errors import RunFailed
 from megarl.signals import interruption
 
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(interrupted="interrupted")
     with interruption() as ending:
         try:
-            return _run(arguments, options)
+            with watched_output():
+                return _run(arguments, options)
         except UserError as error:
             return _fail(error.sentence, EXIT_USER_ERROR, error.details)
         except RunFailed as error:
@@ -76,10 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
         except OSError as error:
-            if _close_broken_output():
-                return _fail(
-                    f"the output was not taken any more ({error.strerror}): what is above is not all", EXIT_FAILED
-                )
             if error.errno != errno.ENOSPC:
                 raise
             where = error.filename or "the output folder"
@@ -88,29 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
     """Fill `options` from the command line and do what it says."""
-    try:
-        _, rest = build_parser().parse_known_args(arguments, options)
-    except SystemExit:
-        sys.stdout.flush()  # the help, which somebody may have stopped to read
-        raise
+    _, rest = build_parser().parse_known_args(arguments, options)
     if rest and not options.takes_overrides:
         raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
     options.overrides = rest
-    code = options.run(options)
-    sys.stdout.flush()
-    return code
-
-
-def _close_broken_output() -> bool:
-    """Whether standard output takes nothing any more; then what is left for it is dropped, also at the exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
-        return True
-    return False
+    return options.run(options)
 
 
 def _fail(sentence: str, code: int, details: str = "") -> int:

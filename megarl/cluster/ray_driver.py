@@ -1,10 +1,9 @@
 """What Ray (2.60) does to the process that starts it, kept away: see each function for why."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ray._private import utils, worker
+from ray._private import ray_constants, utils, worker
 
 
 @contextmanager
@@ -22,7 +21,7 @@ def _keep_signal_handlers() -> Iterator[None]:
     Ray replaces its handler twice: by one that exits with code 15, then by a native one that writes addresses to
     standard error and aborts the process. For faults Python's faulthandler, which Ray turns on, says more.
     """
-    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True  # the environment was read on import
     replaced = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda _handler: None
     try:

@@ -62,7 +62,7 @@ def run_in(group, worker, function, *arguments):
 
 
 def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
-    with pytest.raises(WorkerFailed, match=r"^the process died\n.*trainer_1\.log"):
+    with pytest.raises(WorkerFailed, match=r"^the process of trainer_1 died: .*\n.*trainer_1\.log"):
         repeat_and_lose_a_rank(open_run)
 
 
@@ -105,7 +105,7 @@ def check_the_route(job):
 
 
 def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_run):
-    with pytest.raises(WorkerFailed, match=r"^the process died\n.*engine_0\.log"):
+    with pytest.raises(WorkerFailed, match=r"^the process of engine_0 died: .*\n.*engine_0\.log"):
         probe_and_lose_the_engine(open_run)
 
 

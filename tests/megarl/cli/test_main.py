@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from converters.errors import UserError
 from megarl.cli.main import COMMANDS, build_parser, main
+from megarl.errors import RunFailed
 
 HEAVY = ("torch", "ray", "hydra", "transformers", "vllm", "megatron.core")
 TRAINING = ("train", "sft", "dpo", "reward-model", "spin")
@@ -146,6 +148,44 @@ def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("megarl.cli.doctor.run", fail)
     with pytest.raises(PermissionError):
         main(["doctor"])
+
+
+class Ended(RunFailed):
+    sentence = "engine_0 died:\n  run it again"
+    details = "The end of engine_0.log:\n  Killed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Ended(), 1), (UserError("engine_0 died: run it again", Ended.details), 2)]
+)
+def test_what_ends_a_run_is_one_sentence_with_its_details_below(error, code, monkeypatch, capsys) -> None:
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("megarl.cli.doctor.run", fail)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().err == f"megarl: engine_0 died: run it again\n{Ended.details}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("--help", ""), ("--help", "1"), ("train --config-name quickstart model.path=m --print-config", "")],
+)
+@pytest.mark.parametrize(
+    ("output", "reason"), [("a closed pipe", "Broken pipe"), ("/dev/full", "No space left on device")]
+)
+def test_output_that_nobody_takes_is_one_sentence(words: str, unbuffered: str, output: str, reason: str) -> None:
+    if output == "/dev/full":
+        descriptor = os.open(output, os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-m", "megarl.cli.main", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=descriptor, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    os.close(descriptor)
+    said = f"megarl: the output was not taken any more ({reason}): what is above is not all\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:

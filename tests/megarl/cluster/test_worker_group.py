@@ -1,5 +1,6 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
+import signal
 import stat
 import textwrap
 from pathlib import Path
@@ -13,7 +14,7 @@ from converters.errors import UserError
 from megarl.cluster import worker_group
 from megarl.cluster.placement import Place, engine_place, trainer_place
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.worker_group import WorkerFailed, WorkerGroup, wait_together
+from megarl.cluster.worker_group import WorkerFailed, WorkerGone, WorkerGroup, wait_together
 from megarl.config.schema import ClusterConfig, RolloutConfig
 
 PROGRAM = """
@@ -113,7 +114,7 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
 
 def test_a_failure_arrives_while_others_wait(make_group):
     # A group that is left with an error is not waited for either.
-    with pytest.raises(WorkerFailed, match=r"no answer for 0\.5 s"), make_group() as group:
+    with pytest.raises(WorkerFailed, match=r"worker_0 gave no answer for 0\.5 s"), make_group() as group:
         fail_beside_one_that_stands_still(group)
 
 
@@ -130,9 +131,26 @@ def test_dead_worker_is_reported_with_its_last_lines(make_group):
         group.call("die")
 
 
-def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group):
-    with pytest.raises(WorkerFailed, match="the process died"), make_group() as group:
+def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, tmp_path):
+    with pytest.raises(WorkerGone, match="the process of worker_1 died") as caught, make_group() as group:
         play(group, "lose_a_peer", "die_later")
+    assert "\n" not in caught.value.sentence
+    assert caught.value.details.startswith(f"The end of {tmp_path}/logs/worker_1.log:")
+    # Nor where nobody said what a consequence looks like.
+    with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
+        group.wait(group.begin_each("play", [("lose_a_peer",), ("die_later",)]))
+
+
+def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothing(monkeypatch, tmp_path):
+    def get(_call):
+        raise ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    monkeypatch.setattr(ray, "get", get)
+    failure = worker_group._failure(None, tmp_path / "trainer_3.log")
+    assert isinstance(failure, WorkerGone)
+    assert failure.sentence.startswith("Ray ended trainer_3, because the memory of its machine was nearly full: ")
+    raylet = Path(ray._private.worker._global_node.get_logs_dir_path()) / "raylet.out"
+    assert "MemoryMonitor disabled" in raylet.read_text()
 
 
 def play(group, *parts):
@@ -152,3 +170,9 @@ def test_temporary_files_of_workers_lie_where_they_go_with_the_run():
         assert folder.is_dir()
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
         assert (folder.parent / "held").is_file()
+
+
+def test_ray_leaves_the_signals_of_the_process_alone():
+    caught = int(Path("/proc/self/status").read_text().split("SigCgt:")[1].split()[0], 16)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not caught & 1 << signal.SIGTERM - 1

@@ -1,0 +1,60 @@
+"""Standard output, watched: whoever reads it may go away, and the disk it is redirected to may fill up."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from megarl.errors import RunFailed
+
+
+class OutputLost(RunFailed):
+    """Standard output takes nothing any more: no OSError, since those of files mean something else, or are ignored."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.sentence = f"the output was not taken any more ({error.strerror}): what is above is not all"
+        self.details = ""
+
+
+class _Watched:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._watched():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._watched():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # What is left in its buffers would fail once more at the exit.
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+            raise OutputLost(error) from error
+
+
+@contextmanager
+def watched_output() -> Iterator[None]:
+    """Raise OutputLost where what is printed inside is not taken."""
+    stream = sys.stdout
+    watched = _Watched(stream)
+    sys.stdout = watched  # type: ignore[assignment]
+    try:
+        try:
+            yield
+        finally:
+            watched.flush()
+    finally:
+        sys.stdout = stream
