@@ -50,7 +50,7 @@ def watched_output() -> Iterator[None]:
     """Raise OutputLost where what is printed inside is not taken."""
     stream = sys.stdout
     watched = _Watched(stream)
-    sys.stdout = watched  # type: ignore[assignment]
+    sys.stdout = watched
     try:
         try:
             yield
