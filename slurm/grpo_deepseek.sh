@@ -7,7 +7,8 @@
 #   sbatch slurm/grpo_deepseek.sh model.path=/models/policy 'data.train_files=[/data/math.parquet]' output_dir=/runs/grpo
 #
 # Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
-# system. A job that is requeued continues from the last checkpoint below output_dir.
+# system. A job that is requeued continues from the last checkpoint below output_dir. 15 minutes before its time is over
+# (--signal; longer than the longest step takes) the run is told to write one, and the job goes back into the queue.
 #
 # The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines one with 16 GPUs. On the one node asked
 # for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
@@ -27,6 +28,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@900
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -91,4 +93,16 @@ if ((SLURM_JOB_NUM_NODES > 1)); then
   wait_for_nodes "$SLURM_JOB_NUM_NODES"
 fi
 
-megarl train --config-name grpo_deepseek_v3 cluster.address="$address" "$@"
+megarl train --config-name grpo_deepseek_v3 cluster.address="$address" checkpoint.on_signal=true "$@" &
+run="$!"
+time_is_over=false
+trap 'time_is_over=true; kill -TERM "$run"' USR1
+status=0
+# `wait` comes back for the signal, too: the run then still finishes its step.
+while kill -0 "$run" 2>/dev/null; do
+  wait "$run" && status=0 || status="$?"
+done
+if "$time_is_over" && ((status == 143)); then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
