@@ -18,15 +18,20 @@ def dpo(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config)
+    if start.is_finished(settings.steps):
+        return
     train, held_out = read_pairs(start)
+    sampler = start.sampler(len(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(start, settings.steps) as training:
+        draws = draw_pairs(start, sampler, train, partial(_compared, training))
         training.build(reference=True)
+        training.resume()
         measurement = None
         if held_out:
             compared = _compared(training, pair_batch(held_out))
             measurement = HeldOut(partial(_measure, training.trainer, compared, objective), settings.eval_every)
-        training.learn(draw_pairs(train, config, partial(_compared, training)), objective, measurement)
+        training.learn(draws, objective, measurement)
         training.export()
 
 

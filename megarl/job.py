@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AdaptiveKl, PolicyObjective
+from megarl.checkpoints import CheckpointWriter, last_step, latest_checkpoint
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
@@ -20,14 +20,13 @@ from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.dynamics.watch import Watch
 from megarl.model import Model, check_layout, read_model
-from megarl.output.export import finish_export, step_of_export, write_export
-from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_COMPANIONS
+from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
+from megarl.output.places import EXPORT, LOGS, TRAINED_COMPANIONS
 from megarl.phase import phase
 from megarl.rewards import Scorer
 from megarl.stages.engine_start import EngineStart
 from megarl.stages.refit import Refit
 from megarl.tracking import MetricValue, Run, Tracker, open_tracker
-from megatron_ext import checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -83,28 +82,16 @@ class Job:
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
-        root, step = checkpoints_folder(self.config), self.state.step
-        folder = checkpoint_folder.begin(root, step)
-        try:
-            self.trainer.save(folder)
+        step = self.state.step
+        with CheckpointWriter(self.config, step) as checkpoint:
+            checkpoint.save(self.trainer)
             for name, companion in self.companions.trained.items():
-                (folder / name).mkdir()
-                companion.save(folder / name)
-        except BaseException:
-            checkpoint_folder.abandon(root, step)
-            raise
-        controller_state = {
-            "step": step,
-            "engine_version": step,
-            "sampler": self.state.sampler.state_dict(),
-            "kl": self.state.kl.state_dict(),
-        }
-        checkpoint_folder.commit(root, step, controller_state, keep=self.config.checkpoint.keep)
-
-
-def checkpoints_folder(config: MegarlConfig) -> Path:
-    """Where the checkpoints of a run are."""
-    return Path(config.output_dir) / CHECKPOINTS
+                checkpoint.save(companion, name)
+            checkpoint.state |= {
+                "engine_version": step,
+                "sampler": self.state.sampler.state_dict(),
+                "kl": self.state.kl.state_dict(),
+            }
 
 
 @contextmanager
@@ -182,33 +169,13 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     """Where to start: the state, and the checkpoint it comes from."""
     sampler = PromptSampler(prompts, config.data.shuffle, config.loop.seed)
     state = LoopState(step=0, sampler=sampler, kl=AdaptiveKl.from_config(config.algorithm))
-    root = checkpoints_folder(config)
-    iterations = checkpoint_folder.complete_iterations(root)
-    if not iterations:
-        _check_that_no_export_is_lost(config)
+    if (found := latest_checkpoint(config)) is None:
+        check_that_none_is_lost(exports_of(config))
         return state, None
-    if config.checkpoint.resume == "never":
-        raise UserError(
-            f"{root} holds checkpoints up to step {iterations[-1]}, which checkpoint.resume=never would mix with those "
-            "of a new run: choose another output_dir, remove the folder, or continue with checkpoint.resume=auto"
-        )
-    folder = checkpoint_folder.iteration_folder(root, iterations[-1])
-    saved = checkpoint_folder.read_controller_state(folder)
-    state.step = saved["step"]
-    state.sampler.load_state_dict(saved["sampler"])
-    state.kl.load_state_dict(saved["kl"])
-    return state, folder
-
-
-def _check_that_no_export_is_lost(config: MegarlConfig) -> None:
-    """A run that continues none has no export to replace. Raises UserError if there is one."""
-    for export in exports_of(config):
-        finish_export(export)
-        if export.exists():
-            raise UserError(
-                f"{export} is there, but no checkpoint of a run that wrote it: move it away, or choose another"
-                " output_dir"
-            )
+    state.step = found.step
+    state.sampler.load_state_dict(found.state["sampler"])
+    state.kl.load_state_dict(found.state["kl"])
+    return state, found.folder
 
 
 def exports_of(config: MegarlConfig) -> list[Path]:
@@ -219,13 +186,11 @@ def exports_of(config: MegarlConfig) -> list[Path]:
 
 def is_finished(config: MegarlConfig) -> bool:
     """Whether `output_dir` holds the run at its last step, exported: there is nothing left to do."""
-    iterations = checkpoint_folder.complete_iterations(checkpoints_folder(config))
-    if not iterations or iterations[-1] < config.loop.steps or config.checkpoint.resume == "never":
-        return False
-    exports = exports_of(config)
-    for export in exports:
-        finish_export(export)
-    return all(step_of_export(export) == iterations[-1] for export in exports)
+    return (
+        last_step(config) >= config.loop.steps
+        and config.checkpoint.resume != "never"
+        and all(step_of_export(export) == last_step(config) for export in exports_of(config))
+    )
 
 
 def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:

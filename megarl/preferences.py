@@ -1,15 +1,15 @@
 """Pairs of replies on the way to an objective of preferences: read, drawn, batched, measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from megarl.algorithms import Metrics
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import MegarlConfig
 from megarl.data import PreferencePair, PromptSampler, load_pairs
-from megarl.supervised import Draw, Start, conversation_batch
+from megarl.draws import Draw, Draws
+from megarl.supervised import Start, conversation_batch
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -31,14 +31,18 @@ def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:
 
 
 def draw_pairs(
+    start: Start,
+    sampler: PromptSampler,
     train: Sequence[PreferencePair],
-    config: MegarlConfig,
     prepare: Callable[[RaggedBatch], RaggedBatch] = lambda batch: batch,
-) -> Iterator[Draw]:
+) -> Draws:
     """Batches of `preference.pairs_per_step` pairs without end, each as `prepare` makes it."""
-    sampler = PromptSampler(len(train), config.data.shuffle, config.loop.seed)
-    while True:
-        yield Draw(prepare(pair_batch([train[index] for index in sampler.next(config.preference.pairs_per_step)])))
+    count = start.config.preference.pairs_per_step
+
+    def make(sampler: PromptSampler, _step: int) -> list[Draw]:
+        return [Draw(prepare(pair_batch([train[index] for index in sampler.next(count)])))]
+
+    return start.draws(sampler, make)
 
 
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:

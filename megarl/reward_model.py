@@ -18,13 +18,17 @@ def train_reward_model(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config)
+    if start.is_finished(settings.steps):
+        return
     train, held_out = read_pairs(start)
+    draws = draw_pairs(start, start.sampler(len(train)), train)
     with open_training(start, settings.steps) as training:
         training.build(head="value")
+        training.resume()
         measurement = None
         if held_out:
             measurement = HeldOut(partial(_measure, training.trainer, pair_batch(held_out)), settings.eval_every)
-        training.learn(draw_pairs(train, config), reward_model_objective, measurement)
+        training.learn(draws, reward_model_objective, measurement)
         training.export()
 
 

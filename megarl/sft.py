@@ -1,32 +1,37 @@
 """Supervised fine-tuning on the same Megatron engine: packed conversations, loss on what the assistant says."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from converters.errors import UserError
 from megarl.algorithms import exact_matches, sft_objective
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PromptSampler, load_conversations
-from megarl.supervised import Draw, HeldOut, Start, conversation_batch, open_training
+from megarl.draws import Draw
+from megarl.supervised import HeldOut, Start, conversation_batch, open_training
 
 
 def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
     start = Start.of(config)
+    if start.is_finished(settings.steps):
+        return
     train = _read(start, settings.train_files)
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
+    draws = start.draws(start.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
     with open_training(start, settings.steps) as training:
         training.build()
+        training.resume()
         measurement = HeldOut(
             lambda: {"sft/exact_match": exact_match_share(training.trainer, held_out)},
             settings.eval_every,
             lambda metrics: enough is not None and metrics.get("sft/exact_match", -1.0) >= enough,
         )
-        training.learn(_draws(train, config), sft_objective, measurement if held_out else None)
+        training.learn(draws, sft_objective, measurement if held_out else None)
         training.export()
 
 
@@ -44,8 +49,6 @@ def _read(start: Start, files: list[str]) -> list[Conversation]:
     )
 
 
-def _draws(train: Sequence[Conversation], config: MegarlConfig) -> Iterator[Draw]:
-    sampler = PromptSampler(len(train), config.data.shuffle, config.loop.seed)
-    while True:
-        drawn = sampler.next(config.sft.sequences_per_step)
-        yield Draw(conversation_batch([train[index] for index in drawn], "token_mean"))
+def _draw(sampler: PromptSampler, train: Sequence[Conversation], config: MegarlConfig) -> Draw:
+    drawn = sampler.next(config.sft.sequences_per_step)
+    return Draw(conversation_batch([train[index] for index in drawn], "token_mean"))

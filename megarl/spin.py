@@ -7,6 +7,7 @@ is the next opponent. It ends where the two replies are the same.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.config.engine_arguments import engine_configuration
 from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
+from megarl.draws import Draw
 from megarl.output.places import LOGS
 from megarl.phase import phase
 from megarl.preferences import pair_batch, with_reference
@@ -24,7 +26,7 @@ from megarl.sft import exact_match_share
 from megarl.stages.engine_start import EngineStart
 from megarl.stages.refit import Refit
 from megarl.stages.rollout import sampling_parameters
-from megarl.supervised import Draw, HeldOut, Start, Training, open_training
+from megarl.supervised import HeldOut, Start, Training, open_training
 
 
 class Turn(NamedTuple):
@@ -41,9 +43,12 @@ def spin(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config)
+    if start.is_finished(settings.steps):
+        return
     turns = [last_turn(conversation) for conversation in _read(start, settings.train_files)]
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
     check_lengths(turns, config)
+    sampler = start.sampler(len(turns))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with (
         open_training(start, settings.steps) as training,
@@ -51,12 +56,17 @@ def spin(config: MegarlConfig) -> None:
     ):
         engine_start = EngineStart(training.trainer, engines, start.model, config, [turn.prompt for turn in turns])
         training.build()
+        if start.checkpoint is not None:
+            engine_start.compare()
+            training.resume()
         with phase("starting the engines"):
             refit = engine_start.finish()
+        if start.checkpoint is not None:
+            refit(start.step)  # the first one is another than those after it, and so are its metrics
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
-        draws = draw_self_play(training, engines, refit, turns)
+        draws = start.draws(sampler, partial(draw_iteration, training, engines, refit, turns))
         training.learn(draws, objective, measurement if held_out else None)
         training.export()
 
@@ -100,31 +110,30 @@ def check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
         )
 
 
-def draw_self_play(training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn]) -> Iterator[Draw]:
-    """Batches of pairs, iteration after iteration, until the opponent's replies are those in the data."""
+def draw_iteration(
+    training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn], sampler: PromptSampler, step: int
+) -> Iterator[Draw]:
+    """The batches of pairs of the iteration that begins after `step`; none if the opponent's replies are the data's."""
     config, clock = training.start.config, training.clock
     settings = config.preference
-    sampler = PromptSampler(len(turns), config.data.shuffle, config.loop.seed)
-    step = 0
-    while True:
-        with clock.stage("refit"):
-            metrics = refit(step)
-        with clock.stage("rollout"):
-            drawn = [turns[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
-            pairs = pairs_against(drawn, _replies(training, engines, drawn, step))
-        if not pairs:
-            print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
-            return
-        metrics["spin/equal"] = 1 - len(pairs) / len(drawn)
-        # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
-        with clock.stage("reference"):
-            batches = [
-                with_reference(batch, training.trainer.log_probs(batch, temperature=1.0).log_probs)
-                for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
-            ]
-        for number, batch in enumerate(batches):
-            yield Draw(batch, metrics if number == 0 else {})
-        step += len(batches)
+    with clock.stage("refit"):
+        # The version `step` is what the engines of a run that continues there have got already.
+        metrics = refit(step + 1)
+    with clock.stage("rollout"):
+        drawn = [turns[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
+        pairs = pairs_against(drawn, _replies(training, engines, drawn, step))
+    if not pairs:
+        print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
+        return
+    metrics["spin/equal"] = 1 - len(pairs) / len(drawn)
+    # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
+    with clock.stage("reference"):
+        batches = [
+            with_reference(batch, training.trainer.log_probs(batch, temperature=1.0).log_probs)
+            for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
+        ]
+    for number, batch in enumerate(batches):
+        yield Draw(batch, metrics if number == 0 else {})
 
 
 def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[PreferencePair]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.cli import outcome
+from megarl.cli import outcome, plan_recipe
 from megarl.cli.amounts import read_bytes, say_seconds
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
 
@@ -25,9 +25,10 @@ EXAMPLES = """examples:
       --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 --engine-tp 32 --replicas 8
   megarl plan --model kimi_k2 --gpus 256 --tp 8 --pp 8 --ep 32 --etp 1 --decoder-last-pipeline-num-layers 5 \\
       --engine-ep 32 --engine-dtype fp8 --replicas 4 --plot plan.png
+  megarl plan --config-name grpo_deepseek_v3 --model deepseek_v3 --engine-dtype fp8
   megarl plan --model Qwen3-30B-A3B --gpus 16 --tp 2 --ep 8 --etp 1 --engine-tp 4 --replicas 4 --colocated --json
 """
-TAKES_OVERRIDES = False
+TAKES_OVERRIDES = True
 _CLUSTER = (
     ("--gpus-per-node", "gpus_per_node", int, 8, "GPUs of a node"),
     ("--nic-gbit", "nic_gbit_per_s", float, 400.0, "network of one GPU, each way, in Gbit/s"),
@@ -42,14 +43,12 @@ _WIDTH = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--model", required=True, metavar="NAME", help="config.json, a folder with one, or a name in configs/models"
-    )
+    parser.add_argument("--model", metavar="NAME", help="config.json, a folder with one, or a name in configs/models")
     trainer = parser.add_argument_group("trainer")
     trainer.add_argument("--gpus", type=int, metavar="N", help="ranks (default: as few as the sizes allow)")
     add_parallel_sizes(trainer)
     engines = parser.add_argument_group("engines")
-    engines.add_argument("--engine-tp", type=int, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
+    engines.add_argument("--engine-tp", type=int, metavar="N", help="tensor-parallel size (1)")
     engines.add_argument(
         "--engine-ep",
         type=int,
@@ -57,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole experts on each of N ranks, which are groups of --engine-tp with all of attention in each"
         " (default: experts are cut like attention)",
     )
-    engines.add_argument("--engine-dtype", choices=("bf16", "fp8"), default="bf16", help="of matrices (%(default)s)")
-    engines.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (%(default)s)")
+    engines.add_argument("--engine-dtype", choices=("bf16", "fp8"), help="of matrices (bf16)")
+    engines.add_argument("--replicas", type=int, metavar="N", help="engines (1)")
     engines.add_argument(
         "--engine-model", metavar="NAME", help="what the engines have loaded, if it is another file than --model"
     )
@@ -74,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     cluster.add_argument("--colocated", action="store_true", help="engines are on the GPUs of the trainer")
     moving = parser.add_argument_group("moving")
-    moving.add_argument("--bucket-bytes", default="512MB", metavar="SIZE", help="size of a bucket (%(default)s)")
+    moving.add_argument("--bucket-bytes", metavar="SIZE", help="size of a bucket (512MB)")
     moving.add_argument("--buckets", type=int, default=2, metavar="N", help="buckets of each rank (%(default)s)")
     moving.add_argument(
         "--node-once",
@@ -84,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw who sends to whom, and the load of the ports")
     outcome.add_json(parser)
+    plan_recipe.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     _check_picture(options.plot)
+    plan_recipe.complete(options)
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
         source, destination = refit.layouts()

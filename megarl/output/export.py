@@ -6,9 +6,10 @@ The new one is written beside the old one. Then the old one is moved away, the n
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from converters.errors import UserError
 from megarl.output.places import next_export, previous_export
 
 _RECORD = "megarl_export.json"
@@ -39,8 +40,20 @@ def finish_export(export: Path) -> None:
     _remove(old)
 
 
+def check_that_none_is_lost(exports: Iterable[Path]) -> None:
+    """A run that continues none has no export to replace. Raises UserError if there is one."""
+    for export in exports:
+        finish_export(export)
+        if export.exists():
+            raise UserError(
+                f"{export} is there, but no checkpoint of a run that wrote it: move it away, or choose another"
+                " output_dir"
+            )
+
+
 def step_of_export(export: Path) -> int | None:
     """The step whose weights an export holds; None where there is none, or none that a run wrote."""
+    finish_export(export)
     try:
         record = json.loads((export / _RECORD).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -14,12 +14,12 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from converters.errors import UserError
+from megarl.checkpoints import checkpoints_folder
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate, validate_sft
 from megarl.evaluate import evaluate_model
-from megarl.job import checkpoints_folder
 from megarl.loop import train
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from megarl.checkpoints import checkpoints_folder
 from megarl.config.compose import compose
 from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate
-from megarl.job import checkpoints_folder
 from megarl.loop import train
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model

@@ -1,5 +1,6 @@
 """What self-play makes of conversations and replies, and where training on examples ends."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,14 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import Metrics
-from megarl.config.schema import LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
+from megarl.checkpoints import latest_checkpoint
+from megarl.config.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.data import Conversation
+from megarl.draws import Draw
 from megarl.preferences import pair_batch, with_reference
 from megarl.rollout.protocol import Generation
-from megarl.spin import Turn, check_lengths, draw_self_play, last_turn, pairs_against
-from megarl.supervised import Draw, HeldOut, Training, conversation_batch
+from megarl.spin import Turn, check_lengths, draw_iteration, last_turn, pairs_against
+from megarl.supervised import HeldOut, Position, Start, Training, conversation_batch
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
@@ -26,7 +29,8 @@ TURNS = [Turn([prompt], reply) for prompt, reply in ANSWERS.items()]
 class FakeTrainer:
     """Counts optimizer steps; a log-prob is the token."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.seen: list[RaggedBatch] = []
 
     def log_probs(self, batch, *, temperature):
@@ -34,7 +38,11 @@ class FakeTrainer:
 
     def train_step(self, batch, objective, *, temperature):
         self.seen.append(batch)
-        return [StepResult([Metrics({"sft/loss": torch.tensor(float(len(self.seen)))})], 1.0, 1e-3)]
+        self.steps += 1
+        return [StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)]
+
+    def save(self, folder):
+        (folder / "weights").write_text(str(self.steps))
 
 
 class FakeEngines:
@@ -54,15 +62,26 @@ class Log(list):
         self.append((step, metrics))
 
 
-def training(steps: int, pairs_per_step: int = 3, steps_per_generation: int = 2) -> Training:
+@pytest.fixture
+def training(tmp_path):
+    """Makes a run of so many steps, which continues where an earlier one stopped."""
+    return partial(make_training, tmp_path)
+
+
+def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generation: int = 2) -> Training:
     config = MegarlConfig(
-        output_dir="unused",
+        output_dir=str(folder),
+        checkpoint=CheckpointConfig(every=1),
         preference=PreferenceConfig(pairs_per_step=pairs_per_step, steps_per_generation=steps_per_generation),
         rollout=RolloutConfig(max_response_tokens=4),
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
-    start = SimpleNamespace(config=config, model=SimpleNamespace(stop_token_ids=(2,)))
-    return Training(start, FakeTrainer(), Log(), steps)
+    start = Start(config, SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config))
+    return Training(start, FakeTrainer(start.step), Log(), steps, Position(start.step, is_enough=False))
+
+
+def self_play(run, engines, refit):
+    return run.start.draws(run.start.sampler(len(TURNS)), partial(draw_iteration, run, engines, refit, TURNS))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4), st.integers(0, 3))
@@ -80,16 +99,16 @@ def test_a_pair_is_the_reply_in_the_data_against_another():
     assert pair.rejected == Conversation([2, 9, 9, 2], [False, True, True, True])
 
 
-def test_each_iteration_answers_with_the_weights_it_begins_with():
+def test_each_iteration_answers_with_the_weights_it_begins_with(training):
     run, engines, versions = training(steps=5), FakeEngines(lambda prompt: [9, 2]), []
 
     def refit(version):
         versions.append((version, len(run.trainer.seen)))
         return {"refit/bytes": 1.0}
 
-    run.learn(draw_self_play(run, engines, refit, TURNS), lambda: None, None)
+    run.learn(self_play(run, engines, refit), lambda: None, None)
     # Two optimizer steps each, of three pairs; the third iteration is cut off by the number of steps.
-    assert versions == [(0, 0), (2, 2), (4, 4)]
+    assert versions == [(1, 0), (3, 2), (5, 4)]
     assert [len(batch) for batch in run.trainer.seen] == [6] * 5
     assert [step for step, metrics in run.tracker if "spin/equal" in metrics and "refit/bytes" in metrics] == [1, 3, 5]
     assert all(request.sampling.samples == 1 and request.sampling.max_tokens == 4 for request in engines.requests)
@@ -98,7 +117,7 @@ def test_each_iteration_answers_with_the_weights_it_begins_with():
         assert torch.equal(batch.fields["reference_log_probs"], batch.tokens.float())
 
 
-def test_what_is_the_same_is_left_out_and_a_policy_like_its_data_ends_the_run(capsys):
+def test_what_is_the_same_is_left_out_and_a_policy_like_its_data_ends_the_run(training, capsys):
     run, known = training(steps=50, pairs_per_step=1, steps_per_generation=3), []
     engines = FakeEngines(lambda prompt: ANSWERS[prompt] if prompt in known else [9, 2])
 
@@ -107,7 +126,7 @@ def test_what_is_the_same_is_left_out_and_a_policy_like_its_data_ends_the_run(ca
         known.append(len(known))
         return {}
 
-    run.learn(draw_self_play(run, engines, refit, TURNS), lambda: None, None)
+    run.learn(self_play(run, engines, refit), lambda: None, None)
     equal = [round(metrics["spin/equal"], 6) for _, metrics in run.tracker if "spin/equal" in metrics]
     assert equal == [0, 0.333333, 0.666667]
     # Three, two, one pairs, and as many optimizer steps.
@@ -117,19 +136,57 @@ def test_what_is_the_same_is_left_out_and_a_policy_like_its_data_ends_the_run(ca
     )
 
 
-def test_a_pair_that_has_no_place_is_refused_before_anything_starts():
+@pytest.mark.parametrize("stopped_after", [1, 2, 3, 5])
+def test_a_run_that_was_stopped_goes_on_with_the_same_batches(stopped_after, tmp_path):
+    """In the middle of an iteration, or between two: with what was sampled and not yet trained on."""
+
+    def learn(folder, steps, refits):
+        run = make_training(folder, steps=steps, steps_per_generation=3)
+        engines = FakeEngines(lambda prompt: [9, prompt, 2])
+        run.learn(self_play(run, engines, lambda version: refits.append(version) or {"refit/bytes": 1.0}), None, None)
+        return run
+
+    refits, refits_apart = [], []
+    whole = learn(tmp_path / "whole", 7, refits)
+    parts = [learn(tmp_path / "parts", steps, refits_apart) for steps in (stopped_after, 7)]
+    assert refits_apart == refits == [1, 4, 7]
+    apart = [each for part in parts for each in part.trainer.seen]
+    for one, other in zip(whole.trainer.seen, apart, strict=True):
+        assert one.unit == other.unit
+        for name in ("tokens", "lengths"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert one.fields.keys() == other.fields.keys()
+        assert all(torch.equal(one.fields[name], other.fields[name]) for name in one.fields)
+    assert [numbers_of(line) for part in parts for line in part.tracker] == list(map(numbers_of, whole.tracker))
+
+
+def numbers_of(line):
+    step, metrics = line
+    return step, {name: value for name, value in metrics.items() if not name.startswith(("seconds/", "throughput/"))}
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_anything_starts(training):
+    run = training(steps=1)
+    run.learn(self_play(run, FakeEngines(lambda prompt: [9, 2]), lambda version: {}), None, None)
+    with pytest.raises(UserError, match="prompt sampler has size=3 and this run size=4"):
+        training(steps=2).start.sampler(4)
+
+
+def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
     config = training(1).start.config
     check_lengths([Turn([1, 1], [2, 2])], config)
     with pytest.raises(UserError, match=r"has 11 tokens, more than loop.max_tokens_per_micro_batch=10: raise"):
         check_lengths([Turn([1], [2]), Turn([1, 1], [2, 2, 2])], config)
 
 
-def test_training_ends_with_its_steps_or_when_it_is_enough():
-    def draws():
-        while True:
-            yield Draw(conversation_batch([Conversation([1, 2], [False, True])], "token_mean"))
+def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
+    def make(sampler, _step):
+        return [Draw(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
 
-    run, measured = training(steps=5), []
+    def draws():
+        return run.start.draws(run.start.sampler(2), make)
+
+    run, measured = make_training(tmp_path / "all", steps=5), []
 
     def measure():
         measured.append(len(run.trainer.seen))
@@ -138,7 +195,7 @@ def test_training_ends_with_its_steps_or_when_it_is_enough():
     run.learn(draws(), lambda: None, HeldOut(measure, every=2))
     assert len(run.trainer.seen) == 5
     assert measured == [2, 4, 5]
-    run = training(steps=5)
+    run = make_training(tmp_path / "enough", steps=5)
     run.learn(draws(), lambda: None, HeldOut(measure, every=2, is_enough=lambda metrics: "sft/exact_match" in metrics))
     assert len(run.trainer.seen) == 2
 

@@ -1,6 +1,7 @@
 """Training on examples, as commands: each learns what it is for, on held-out data, and leaves a model that loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from megarl.cluster.runtime import ray_cluster
 from megarl.config.schema import ClusterConfig, PreferenceConfig
 from megarl.data import load_pairs
 from megarl.quickstart.tiny_models import write_tiny_model
+
+FINE_TUNING = ("sft.steps=100", "sft.eval_every=2", "sft.stop_at_exact_match=0.1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +35,7 @@ def given(tmp_path_factory):
 def fine_tuned(given, tmp_path_factory):
     """The folder of a run that ended when a part of the replies was right, and its metrics."""
     folder = tmp_path_factory.mktemp("fine_tuned")
-    return folder, run("sft", folder, *given, "sft.steps=100", "sft.eval_every=2", "sft.stop_at_exact_match=0.1")
+    return folder, run("sft", folder, *given, *FINE_TUNING)
 
 
 def run(command: str, output: Path, model: Path, files: EchoFiles, *overrides: str) -> list[dict[str, float]]:
@@ -46,11 +49,29 @@ def run(command: str, output: Path, model: Path, files: EchoFiles, *overrides: s
         *(f"{group}.train_files=[{train}]", f"{group}.eval_files=[{held_out}]"),
         *("megatron.expert_model_parallel_size=1", "megatron.lr=3e-3", "megatron.lr_decay_style=constant"),
         *("sft.sequences_per_step=64", "preference.pairs_per_step=64", "preference.eval_every=10"),
-        "tracking.loggers=[jsonl]",
+        *("tracking.loggers=[jsonl]", "checkpoint.every=4", "checkpoint.keep=100"),
         *overrides,
     ]
     assert main(arguments) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_that_it_resumes(command: str, folder: Path, step: int, tmp_path: Path, *rest) -> None:
+    """A run that was killed some time after the checkpoint of a step ends up as the one that was not."""
+    output = tmp_path / "resumed"
+    checkpoint = f"checkpoints/iter_{step:07d}"
+    shutil.copytree(folder / checkpoint, output / checkpoint)
+    before = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (output / "metrics.jsonl").write_text("".join(before[: step + 1]) + '{"step": ')
+    again = run(command, output, *rest)
+    assert list(map(numbers, again)) == [numbers(json.loads(line)) for line in before]
+    for name in ("model.safetensors", "config.json"):
+        assert (output / "huggingface" / name).read_bytes() == (folder / "huggingface" / name).read_bytes()
+
+
+def numbers(line: dict[str, float]) -> dict[str, float]:
+    """What two runs have to have in common."""
+    return {name: value for name, value in line.items() if not name.startswith(("seconds/", "throughput/"))}
 
 
 def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:
@@ -58,7 +79,7 @@ def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:
     return {int(line["step"]): line[name] for line in steps if name in line}
 
 
-def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned):
+def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp_path):
     folder, steps = fine_tuned
     assert list(series(steps, "sft/loss")) == list(range(1, len(steps) + 1))
     assert len(steps) < 100
@@ -67,11 +88,14 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned):
     assert list(measured) == list(range(2, len(steps) + 1, 2))
     assert [step for step, share in measured.items() if share >= 0.1] == [len(steps)]
     AutoModelForCausalLM.from_pretrained(folder / "huggingface")
+    last = len(steps)
+    check_that_it_resumes("sft", folder, last - 1 - (last - 1) % 4, tmp_path, *given, *FINE_TUNING)
 
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
 def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
-    steps = run("dpo", tmp_path, *given, "preference.steps=20", "loop.max_tokens_per_micro_batch=512")
+    settings = ("preference.steps=20", "loop.max_tokens_per_micro_batch=512")
+    steps = run("dpo", tmp_path, *given, *settings)
     # Before the first step the policy is its reference.
     assert steps[0]["preference/accuracy"] == 0.5
     assert steps[0]["preference/margin"] == pytest.approx(0, abs=1e-3)
@@ -80,6 +104,7 @@ def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
     assert steps[-1]["preference/eval_loss"] < 0.5
     assert steps[-1]["preference/eval_margin"] > 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    check_that_it_resumes("dpo", tmp_path, 16, tmp_path, *given, *settings)
 
 
 def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
@@ -91,6 +116,7 @@ def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_pa
     assert steps[-1]["preference/eval_accuracy"] > 0.8
     assert steps[-1]["preference/eval_loss"] < 0.5
     assert_scores_are_those_of_transformers(tmp_path / "huggingface", files.pairs_eval, steps[-1])
+    check_that_it_resumes("reward-model", tmp_path, 28, tmp_path, model, files, "preference.steps=30")
 
 
 def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last: dict[str, float]) -> None:
@@ -108,19 +134,11 @@ def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last
 
 def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_path):
     folder, before = fine_tuned
-    steps = run(
-        "spin",
-        tmp_path,
-        folder / "huggingface",
-        given[1],
-        *(
-            "preference.steps=15",
-            "preference.steps_per_generation=5",
-            "preference.beta=0.1",
-            "megatron.lr=1e-3",
-            "preference.eval_every=5",
-        ),
+    settings = (
+        *("preference.steps=15", "preference.steps_per_generation=5", "preference.eval_every=5"),
+        *("preference.beta=0.1", "megatron.lr=1e-3"),
     )
+    steps = run("spin", tmp_path, folder / "huggingface", given[1], *settings)
     assert list(series(steps, "preference/loss")) == list(range(1, 16))
     # At the beginning of an iteration the policy is its own opponent.
     for step in (1, 6, 11):
@@ -131,3 +149,5 @@ def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_p
     assert equal[11] > 2 * equal[1]
     assert exact[15] > before[-1]["sft/exact_match"] + 0.1
     AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    # In the middle of an iteration, so that a part of what the opponent said is still to be learned from.
+    check_that_it_resumes("spin", tmp_path, 8, tmp_path, folder / "huggingface", given[1], *settings)

@@ -136,3 +136,50 @@ def test_bad_input_is_one_sentence(words: list[str], says: str, model: str, caps
     assert says in said.err
     assert said.err.count("\n") == 1
     assert {path.name for path in Path().iterdir()} == {"model.json", "other.json"}
+
+
+RECIPE = """
+model: {path: model.json}
+output_dir: out
+megatron:
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 2
+  expert_model_parallel_size: 4
+  expert_tensor_parallel_size: 1
+rollout: {replicas: 3, engine_args: {tensor_parallel_size: 2, enable_expert_parallel: true}}
+refit: {bucket_bytes: 100000}
+cluster: {trainer_ranks: 16}
+"""
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    del facts["seconds"]
+    return facts
+
+
+def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    own = ["--config-name", "mine", "--config-dir", "."]
+    same = ["--model", model, *TRAINER, "--engine-tp", "2", "--engine-ep", "2", "--bucket-bytes", "100000B"]
+    assert plan(capsys, *own) == plan(capsys, *same, "--replicas", "3")
+    changed = ["--pipeline-model-parallel-size", "1", "rollout.replicas=1"]
+    assert plan(capsys, *own, "--replicas", "2", "--pp", "1") == plan(capsys, *own, *changed, "--replicas", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rollout.replicas=2", "--model", "model.json"], "takes rollout.replicas=2 only with a recipe"),
+        ([], "megarl plan needs a model: give --model, or a recipe"),
+        (["--config-name", "grpo_qwen3_moe"], "leaves model.path open"),
+        (["--config-name", "mine", "--config-dir", ".", "rollout.engine_args.pipeline_parallel_size=2"], "is above 1"),
+    ],
+)
+def test_what_a_recipe_cannot_say_is_a_sentence(
+    model: str, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    assert main(["plan", *words]) == 2
+    assert says in capsys.readouterr().err

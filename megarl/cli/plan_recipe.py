@@ -1,0 +1,96 @@
+"""What `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import UserError
+from megarl.cli import recipe
+
+if TYPE_CHECKING:
+    from megarl.config.schema import MegarlConfig
+
+WITHOUT_A_RECIPE: Mapping[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "vpp": None,
+    "ep": 1,
+    "etp": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "gpus": None,
+    "engine_tp": 1,
+    "engine_ep": None,
+    "engine_dtype": "bf16",
+    "replicas": 1,
+    "bucket_bytes": "512MB",
+}
+"""The options that a recipe may set, with what they are where neither it nor the command line says anything."""
+_TRAINER = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+"""Option, key of the group `megatron`."""
+# A recipe leaves open what belongs to a run, and a plan needs none of it.
+_OPEN = ("model.path", "output_dir")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, after those that a recipe may set."""
+    group = parser.add_argument_group("recipe")
+    group.add_argument(
+        "--config-name", metavar="NAME", help="take model and sizes from a recipe of megarl train; options win over it"
+    )
+    group.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+    # None is what was not given.
+    parser.set_defaults(model=None, **dict.fromkeys(WITHOUT_A_RECIPE))
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Give the options that the command line does not have their values from the recipe, or else without one."""
+    found = dict(WITHOUT_A_RECIPE)
+    if options.config_name:
+        found |= _sizes(options)
+    elif options.overrides:
+        raise UserError(f"megarl plan takes {options.overrides[0]} only with a recipe: give --config-name, too")
+    for name, value in found.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.model is None:
+        raise UserError("megarl plan needs a model: give --model, or a recipe with --config-name")
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    given = [word.partition("=")[0] for word in options.overrides]
+    model = options.model or ""
+    stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]
+    config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*stand_ins, *options.overrides]}))
+    sizes = {option: config.megatron[key] for option, key in _TRAINER.items() if config.megatron.get(key) is not None}
+    return {
+        **sizes,
+        **_engine_sizes(config),
+        "model": config.model.path,
+        "gpus": config.cluster.trainer_ranks,
+        "replicas": config.rollout.replicas,
+        "bucket_bytes": f"{config.refit.bucket_bytes}B",
+    }
+
+
+def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
+    arguments = config.rollout.engine_args
+    if arguments.get("pipeline_parallel_size", 1) != 1:
+        raise UserError(
+            "rollout.engine_args.pipeline_parallel_size is above 1, and megarl plan knows engines without pipeline "
+            "stages alone: set it to 1 for the plan"
+        )
+    tensor = arguments.get("tensor_parallel_size", 1)
+    return {
+        "engine_tp": tensor,
+        "engine_ep": tensor if arguments.get("enable_expert_parallel") else None,
+        "engine_dtype": "fp8" if arguments.get("quantization") == "fp8" else "bf16",
+    }

@@ -1,0 +1,72 @@
+"""The batches of a run's optimizer steps, drawn from data that is there before the step, and where that stands."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
+
+from megarl.data import PromptSampler
+from megatron_ext.packing import RaggedBatch
+
+_FILE = "draws.safetensors"
+_FIELD = "field."
+
+
+class Draw(NamedTuple):
+    """The batch of one optimizer step, and what there is to say about how it was made."""
+
+    batch: RaggedBatch
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+
+class Draws:
+    """Batches, one for each step. A checkpoint keeps where the sampler is, and what is drawn and not trained on yet.
+
+    `make` draws with the sampler for the step after the given one, or for some steps at once; nothing, where there is
+    nothing to learn any more.
+    """
+
+    def __init__(
+        self,
+        sampler: PromptSampler,
+        make: Callable[[PromptSampler, int], Iterable[Draw]],
+        waiting: Sequence[Draw] = (),
+    ) -> None:
+        self._sampler, self._make = sampler, make
+        self._waiting = deque(waiting)
+
+    def after(self, step: int) -> Draw | None:
+        """What the step after `step` is made of; None if there is none."""
+        if not self._waiting:
+            self._waiting.extend(self._make(self._sampler, step))
+        return self._waiting.popleft() if self._waiting else None
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write what waits to `folder`, if anything does; the rest of the state."""
+        if self._waiting:
+            tensors = {f"{i}.{name}": t for i, draw in enumerate(self._waiting) for name, t in _tensors(draw.batch)}
+            save_file(tensors, folder / _FILE)
+        return {
+            "sampler": self._sampler.state_dict(),
+            "waiting": [{"unit": draw.batch.unit, "metrics": dict(draw.metrics)} for draw in self._waiting],
+        }
+
+
+def read_waiting(folder: Path, state: Mapping[str, Any]) -> list[Draw]:
+    """The draws that waited when `Draws.save` gave the `state`."""
+    tensors = load_file(folder / _FILE) if state["waiting"] else {}
+    waiting = []
+    for index, each in enumerate(state["waiting"]):
+        prefix = f"{index}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        fields = {name.removeprefix(_FIELD): tensor for name, tensor in own.items() if name.startswith(_FIELD)}
+        waiting.append(Draw(RaggedBatch(own["tokens"], own["lengths"], fields, each["unit"]), each["metrics"]))
+    return waiting
+
+
+def _tensors(batch: RaggedBatch) -> list[tuple[str, Any]]:
+    fields = [(f"{_FIELD}{name}", tensor.contiguous()) for name, tensor in batch.fields.items()]
+    return [("tokens", batch.tokens), ("lengths", batch.lengths), *fields]
