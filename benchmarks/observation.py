@@ -4,7 +4,6 @@ Whatever writes {"step": n, "seconds/<stage>": s, "throughput/tokens_per_s": t, 
 in the same way, so a run need not know that it is watched.
 """
 
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -70,7 +69,7 @@ def observe(command: Sequence[str], environment: Mapping[str, str], output_dir: 
         step_ends, peak_memory_bytes = _watch(process, output_dir / FILE_NAME)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # SIGINT may be ignored, as in the background of a script
             process.wait()
     if process.returncode != 0:
         last = log.read_text(errors="replace").splitlines()[-20:]

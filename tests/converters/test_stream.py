@@ -95,6 +95,15 @@ def interrupted(work: Work, out: Path, share: float = 0.5, **options) -> list[li
     return noted(out.with_name("out.partial"))
 
 
+@pytest.fixture
+def listens_to_sigint():
+    """As Python does, unless it was started where the signal is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_sigint")
 def test_a_signal_ends_a_run_and_it_is_continued(work, tmp_path):
     run, expected = work
     sent = []
