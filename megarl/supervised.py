@@ -77,7 +77,7 @@ class Start:
         """Whether nothing is left to do of a run of so many steps; then that is said."""
         if not (self.step >= steps or self.has_learned_enough) or step_of_export(self.export) != self.step:
             return False
-        print(f"all {self.step} steps are done; give more of them to go on from the last one", flush=True)
+        print(f"all is learned after {self.step} steps; give more of them to go on from there", flush=True)
         return True
 
     @property

@@ -79,7 +79,7 @@ def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:
     return {int(line["step"]): line[name] for line in steps if name in line}
 
 
-def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp_path):
+def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp_path, capfd):
     folder, steps = fine_tuned
     assert list(series(steps, "sft/loss")) == list(range(1, len(steps) + 1))
     assert len(steps) < 100
@@ -90,6 +90,11 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
     AutoModelForCausalLM.from_pretrained(folder / "huggingface")
     last = len(steps)
     check_that_it_resumes("sft", folder, last - 1 - (last - 1) % 4, tmp_path, *given, *FINE_TUNING)
+    capfd.readouterr()
+    assert run("sft", folder, *given, *FINE_TUNING) == steps
+    said = capfd.readouterr()
+    assert said.out.startswith(f"all is learned after {last} steps")
+    assert "starting the trainer" not in said.err
 
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
