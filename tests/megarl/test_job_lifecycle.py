@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.checkpoint_folder import complete_iterations
 
-CHECKPOINT, LAST_STEP = 3, 5
+CHECKPOINT, LAST_STEP = 5, 8
 # What may differ between two runs of the same numbers.
 TIMINGS = ("seconds/", "throughput/")
 START_TIMEOUT_S = 240
@@ -66,12 +67,12 @@ def spawned():
         process.wait()
 
 
-def test_a_killed_run_resumes_to_the_same_numbers_and_ends_cleanly_when_interrupted(command, tmp_path, spawned):
+def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_numbers(command, tmp_path, spawned):
     output = tmp_path / "run"
     killed = start(command(output), spawned)
     wait_for_line(output, killed, LAST_STEP)
     assert leftovers(killed.pid)
-    # The next step is under way; the last two of the steps that are done are lost.
+    # The next step is under way; the last three of the steps that are done are lost.
     kill_tree(killed.pid)
     killed.wait()
     assert complete_iterations(output / "checkpoints") == [CHECKPOINT]
@@ -79,11 +80,20 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_ends_cleanly_when_interrup
     (output / "checkpoints" / "iter_0000006.partial" / "common.pt").write_bytes(b"half a file")
     uninterrupted = lines(output)
 
-    resumed = start(command(output), spawned)
-    wait_for_line(output, resumed, LAST_STEP + 1)
-    check_that_an_interrupt_ends_it_cleanly(resumed)
+    stopped = start([*command(output), "checkpoint.on_signal=true"], spawned)
+    wait_for_line(output, stopped, CHECKPOINT + 1, earlier=uninterrupted)
+    check_that_it_ends_cleanly(stopped, [signal.SIGTERM], 143, saves=True)
+    # The step in which it came is saved, whatever is due.
+    last = lines(output)[-1]["step"]
+    assert complete_iterations(output / "checkpoints") == [CHECKPOINT, last]
+    assert CHECKPOINT < last < LAST_STEP
+
+    # As in the background of a script, where the shell has SIGINT ignored.
+    interrupted = start(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command(output)], spawned)
+    wait_for_line(output, interrupted, LAST_STEP)
+    check_that_it_ends_cleanly(interrupted, [signal.SIGINT, signal.SIGINT], 130)
     # What a killed run cannot remove, the next one does.
-    assert leftovers(killed.pid) == leftovers(resumed.pid) == []
+    assert [leftovers(run.pid) for run in (killed, stopped, interrupted)] == [[], [], []]
     again = lines(output)[: len(uninterrupted)]
     assert len(again) == LAST_STEP + 1
     assert again[CHECKPOINT + 1] != uninterrupted[CHECKPOINT + 1], "steps after the checkpoint are done again"
@@ -92,14 +102,24 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_ends_cleanly_when_interrup
     assert any(line["reward/std"] > 0 for line in again[CHECKPOINT + 1 :])
 
 
-def check_that_an_interrupt_ends_it_cleanly(run: subprocess.Popen) -> None:
+def check_that_it_ends_cleanly(
+    run: subprocess.Popen, signals: list[signal.Signals], code: int, *, saves: bool = False
+) -> None:
+    """After `signals`, the first of which goes to all of its session unless it `saves`, as only the controller can."""
     family = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
     listening = {connection.laddr.ip for pid in family for connection in listeners(pid)}
-    os.killpg(run.pid, signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 130
+    first, *others = signals
+    (os.kill if saves else os.killpg)(run.pid, first)
+    for number in others:
+        time.sleep(0.15)
+        os.kill(run.pid, number)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == code
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == "megarl: interrupted"
+    assert "***" not in errors
+    said = [line for line in errors.splitlines() if line.startswith("megarl:")]
+    assert said[-1] == errors.splitlines()[-1] == "megarl: interrupted"
+    assert [line.startswith("megarl: SIGTERM: this step is finished") for line in said[:-1]] == [True] * saves
     assert [pid for pid in family if psutil.pid_exists(pid)] == []
     assert listening
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -113,11 +133,11 @@ def start(arguments: list[str], spawned: list[subprocess.Popen]) -> subprocess.P
     return process
 
 
-def wait_for_line(output: Path, run: subprocess.Popen, step: int) -> None:
-    """Return when the metrics of `step` are written."""
+def wait_for_line(output: Path, run: subprocess.Popen, step: int, earlier: Sequence[dict] = ()) -> None:
+    """Return when the metrics of `step` are written, other than those of an `earlier` run."""
     deadline = time.monotonic() + START_TIMEOUT_S
     metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and f'{{"step": {step},' in metrics.read_text()):
+    while not (metrics.exists() and any(line["step"] == step and line not in earlier for line in lines(output))):
         assert run.poll() is None, run.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -127,13 +147,13 @@ def kill_tree(pid: int) -> None:
     if not psutil.pid_exists(pid):
         return
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        # One may have ended since: a writer of a checkpoint, or what its parent ends.
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):  # it may end with its parent
             process.kill()
 
 
 def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    whole = (line for line in (output / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [json.loads(line) for line in whole]
 
 
 def numbers(lines: list[dict]) -> list[dict]:
