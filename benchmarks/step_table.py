@@ -26,7 +26,7 @@ _ROWS: tuple[Row, ...] = (
     ("peak memory, MiB", "{:,.0f}", lambda run: run.peak_memory_bytes / 2**20),
     ("mean reward", "{:.3f}", lambda run: run.reward_mean),
 )
-"""What a row is called, how its numbers are written, and what it takes from a run (None: the program has no such)."""
+"""Name of a row, format of its numbers, and its value in a run (None: the program does not report one)."""
 
 
 def step_table(observations: Mapping[str, Sequence[Observation]]) -> Table:
@@ -47,7 +47,7 @@ _RATIOS: tuple[tuple[str, Callable[[Observation], float]], ...] = (
     ("seconds a token", lambda run: 1 / run.tokens_per_s),
     ("CPU seconds a token", lambda run: run.cpu_seconds_per_step / run.tokens_per_step),
 )
-"""What programs are compared by: responses differ a little in length, so it is not steps."""
+"""Costs that programs are compared by, per token and not per step: responses differ a little in length."""
 
 
 def ratios(observations: Mapping[str, Sequence[Observation]]) -> list[str]:

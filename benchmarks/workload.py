@@ -40,7 +40,7 @@ MEGARL = (sys.executable, "-m", "megarl.cli.main")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, as arguments of `megarl train`."""
+    """A training job, as arguments of `megarl train`."""
 
     arguments: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What a conversion would write, planned from config.json alone."""
+"""Plans the output of a conversion from config.json alone."""
 
 from collections.abc import Mapping
 from pathlib import Path

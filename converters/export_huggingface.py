@@ -45,7 +45,7 @@ class ExportPlan:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     nbytes: int
-    """Of all files."""
+    """Size of all files."""
     left_out_mtp_layers: int = 0
     """Layers of multi-token prediction that config.json has and the checkpoint does not."""
 
@@ -147,7 +147,7 @@ def plan_export(
 
 
 def _parts(architecture: Architecture, pieces: Sequence[Piece]) -> dict[str, list[Part]]:
-    """What each HuggingFace tensor is made of, in the order of the model."""
+    """HuggingFace name -> the parts of that tensor, in the order of the model."""
     parts: dict[str, list[Part]] = {name: [] for name in architecture.hf_shapes}
     for piece in pieces:
         for each in piece.placements:

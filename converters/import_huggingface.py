@@ -60,10 +60,10 @@ class ConversionPlan:
     contents: Contents
     targets: list[Target]
     nbytes: int
-    """Of all files with chunks."""
+    """Size of all files with chunks."""
     padded_vocabulary: int
     beyond_megatron_lm: str | None
-    """What of the model no flag of Megatron-LM says; None where FLAGS says all."""
+    """A feature of the model that no flag of Megatron-LM expresses; None if FLAGS expresses the whole model."""
 
 
 def plan_conversion(

@@ -22,7 +22,7 @@ from megarl.rollout.protocol import Request, SamplingParameters
 
 
 class Conversation:
-    """What was said, as the token ids of a prompt: by the tokenizer's chat template, or as plain text without one.
+    """A conversation as the token ids of a prompt: by the tokenizer's chat template, or as plain text without one.
 
     Raises UserError for a system message without a template.
     """

@@ -36,7 +36,7 @@ def last_step(config: MegarlConfig) -> int:
 
 
 def latest_checkpoint(config: MegarlConfig) -> Checkpoint | None:
-    """What the run continues from; None if it begins. Raises UserError if it may not continue, and there is one."""
+    """Checkpoint that the run continues from; None for a new run. Raises UserError if it may not continue from one."""
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
     if not iterations:
@@ -53,7 +53,7 @@ def latest_checkpoint(config: MegarlConfig) -> Checkpoint | None:
 class CheckpointWriter:
     """A checkpoint that is being made of the state after `step`; a context manager that completes it, or takes it away.
 
-    What the models hold is written by `save`, more files of the controller's go to `folder`, the rest of its state into
+    `save` writes the state of the models; further files of the controller go to `folder`, the rest of its state into
     `state`.
     """
 

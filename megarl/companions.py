@@ -42,7 +42,7 @@ class Companions:
 
     @property
     def trained(self) -> dict[str, TrainerGroup]:
-        """Those that a checkpoint must hold, by name."""
+        """Trained companions, which a checkpoint must hold, by name."""
         groups = {"critic": self.critic, "implicit_reward_model": self.implicit_reward_model}
         return {name: group for name, group in groups.items() if group is not None}
 

@@ -39,7 +39,7 @@ class Draws:
         self._waiting = deque(waiting)
 
     def after(self, step: int) -> Draw | None:
-        """What the step after `step` is made of; None if there is none."""
+        """Draw for the step after `step`; None if there is none."""
         if not self._waiting:
             self._waiting.extend(self._make(self._sampler, step))
         return self._waiting.popleft() if self._waiting else None

@@ -1,4 +1,4 @@
-"""What ends a run from outside."""
+"""Errors that end a run from outside."""
 
 
 class RunFailed(Exception):  # noqa: N818 - says what happened
@@ -8,6 +8,6 @@ class RunFailed(Exception):  # noqa: N818 - says what happened
     """
 
     sentence: str
-    """What happened, and what to do."""
+    """Says what happened, and what to do."""
     details: str
-    """What stands below it, as it is: the end of a log."""
+    """Text below the sentence, as it is: the end of a log."""

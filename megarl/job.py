@@ -31,7 +31,7 @@ from megarl.tracking import MetricValue, Run, Tracker, open_tracker
 
 @dataclass(frozen=True)
 class Task:
-    """What the policy is trained on."""
+    """Data and rewards that the policy is trained on."""
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]

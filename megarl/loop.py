@@ -57,7 +57,7 @@ def _take_steps(job: Job) -> None:
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
-    """What the present version of the weights samples makes the next version."""
+    """Train on samples of the present version of the weights, which makes the next version."""
     config, state = job.config, job.state
     version = state.step
 

@@ -31,7 +31,7 @@ class Model:
 
 
 def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
-    """What the model's folders hold, checked whole: a missing or misshapen tensor is found here.
+    """Read the model's folders, checked whole: a missing or misshapen tensor is found here.
 
     Raises UserError for what cannot be trained.
     """

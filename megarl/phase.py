@@ -1,4 +1,4 @@
-"""What a run is doing while it has no numbers to show yet."""
+"""Shows the present phase of a run that has no numbers to show yet."""
 
 import sys
 import threading

@@ -52,7 +52,7 @@ def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
 
 
 def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:
-    """What an objective says of a whole batch, as metrics of held-out pairs; nothing is learned from it.
+    """Metrics of an objective on a whole batch of held-out pairs; nothing is learned from it.
 
     `predictions` are those of the batch as one micro-batch.
     """

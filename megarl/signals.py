@@ -26,8 +26,8 @@ Handler = Callable[[int, FrameType | None], Any]
 class Interruption:
     """Ends the program by a KeyboardInterrupt when one of its signals comes.
 
-    Those that come while it ends say nothing new and must not stop it from tidying up; one that comes much later is of
-    somebody who sees that it does not end.
+    Signals that come while it ends say nothing new and must not stop it from tidying up; one that comes much later is
+    of somebody who sees that it does not end.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from megarl.supervised import HeldOut, Start, Training, open_training
 
 
 class Turn(NamedTuple):
-    """What an opponent is asked, and what was said in the data: token ids, the reply with its end token."""
+    """Prompt for an opponent, and the reply in the data: token ids, the reply with its end token."""
 
     prompt: list[int]
     reply: list[int]
@@ -143,7 +143,7 @@ def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[Prefer
 
 
 def _replies(training: Training, engines: EngineGroup, turns: Sequence[Turn], step: int) -> list[list[int]]:
-    """What the opponent of the iteration that begins after `step` answers, one reply to each prompt."""
+    """Replies of the opponent of the iteration that begins after `step`, one to each prompt."""
     config, stop = training.start.config, training.start.model.stop_token_ids
     sampling = sampling_parameters(config, stop, step, count=len(turns))
     requests = [

@@ -34,7 +34,7 @@ from megatron_ext.packing import RaggedBatch
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is measured every so many steps, and after the last; and when that is enough."""
+    """Measurement every so many steps, and after the last; and when to stop early."""
 
     measure: Callable[[], dict[str, float]]
     every: int
@@ -43,7 +43,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with, or continues with, checked before any process starts."""
+    """State that a run begins with, or continues with, checked before any process starts."""
 
     config: MegarlConfig
     model: Model
@@ -86,14 +86,14 @@ class Start:
         return self.checkpoint.step if self.checkpoint else 0
 
     def sampler(self, size: int) -> PromptSampler:
-        """What draws from `size` examples, where the run stands. Raises UserError if it stood elsewhere in others."""
+        """Sampler of `size` examples, where the run stands. Raises UserError if the run drew from other examples."""
         sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed)
         if self.checkpoint is not None:
             sampler.load_state_dict(self.checkpoint.state["draws"]["sampler"])
         return sampler
 
     def draws(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[Draw]]) -> Draws:
-        """What `make` draws, after what was drawn before and not trained on."""
+        """Draws of `make`, after those drawn before and not trained on."""
         if self.checkpoint is None:
             return Draws(sampler, make)
         return Draws(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["draws"]))

@@ -36,7 +36,7 @@ class LanguageModel(Backbone):
     def predict_labels(
         self, hidden: Tensor, labels: Tensor, asked: Tensor | None = None, *, temperature: float
     ) -> LogProbs:
-        """What the model says about `labels` [T] by its hidden states; on the last stage only.
+        """Log-probs of `labels` [T] by their hidden states; on the last stage only.
 
         Where `asked` bool[T] is False nothing is computed, and all values are 0.
         """

@@ -84,7 +84,7 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
 
 
 def _listed(folder: Path) -> dict[str, list[Written]]:
-    """What the lists in `folder` and below say, by paths relative to it; the lists go."""
+    """Read the lists in `folder` and below, by paths relative to it, and delete the lists."""
     listed: dict[str, list[Written]] = {}
     for path in sorted(folder.rglob(_WRITTEN)):
         below = path.parent.relative_to(folder)
@@ -101,7 +101,7 @@ def abandon(root: Path, iteration: int) -> None:
 
 
 def read_controller_state(folder: Path) -> dict[str, Any]:
-    """What the controller saved with the checkpoint `folder`, of which every small file is compared with the manifest.
+    """State that the controller saved with the checkpoint `folder`; compares every small file with the manifest.
 
     Raises UserError where a file is missing, has another size, or, beside the tensors, other bytes than were written.
     The tensors are compared by the ranks that read them.
@@ -127,7 +127,7 @@ def _sync(path: Path) -> None:
 
 
 def disk_error(error: OSError, root: Path) -> UserError:
-    """What to tell the user when `root` cannot be written."""
+    """Error for the user when `root` cannot be written."""
     return UserError(
         f"cannot write a checkpoint below {root}: {error.strerror}; free space or choose another output_dir "
         "(the last complete checkpoint is untouched)"

@@ -1,7 +1,7 @@
 """Workarounds for megatron-core 0.16.1, one function each. Every one has a test that fails without it.
 
-`install` applies those that replace something inside megatron-core; the others are called where they are needed. What
-depends on the device alone is in `device`.
+`install` applies those that replace something inside megatron-core; the others are called where they are needed.
+Workarounds that depend on the device alone are in `device`.
 """
 
 import contextlib
@@ -182,7 +182,7 @@ def user_error_of_any_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checksums_of_writes() -> Iterator[dict[str, list[Written]]]:
-    """What a save within the context writes, with checksums, on the rank that writes `.metadata`; {} on others.
+    """Collect a save's writes within the context, with checksums, on the rank that writes `.metadata`; {} on others.
 
     megarl's manifest has them, and reading a checkpoint of terabytes again would take as long as writing it. The
     writers are forked processes, whose results alone come back.

@@ -1,6 +1,6 @@
 """Which core attention a model gets with Transformer Engine: the first that computes its packed sequences right here.
 
-What Transformer Engine can compute depends on its version, cuDNN's and the GPU: packed sequences (THD) whose values are
+Transformer Engine's support depends on its version, cuDNN's and the GPU: packed sequences (THD) whose values are
 narrower than their keys, as in multi-latent attention, end in an error on some. So one small pass forward and backward
 is made before the model is.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (40, 24)
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
-"""Of outputs and gradients, whose size is about 1."""
+"""Largest error of outputs and gradients, whose size is about 1."""
 
 
 def needs_preflight(config: TransformerConfig) -> bool:

@@ -36,9 +36,9 @@ def required_fields() -> dict[str, Any]:
 
 
 def default_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron's own training turns on and its dataclasses do not, for a model with the other `fields`.
+    """Fields that Megatron's own training turns on and its dataclasses do not, for a model with the other `fields`.
 
-    Nothing on a CPU; on CUDA what is installed and suits the model.
+    None on a CPU; on CUDA those that are installed and suit the model.
     """
     if device.backend() != "nccl":
         return {}

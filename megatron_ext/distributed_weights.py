@@ -54,7 +54,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
 def sharded_weights(
     chunks: Sequence[GPTModel], architecture: Architecture, *, module_names: ModuleNames = "te"
 ) -> dict[str, ShardedStateDict]:
-    """What `megatron.core.dist_checkpointing.save` takes to save this rank's weights.
+    """State dicts for `megatron.core.dist_checkpointing.save` with this rank's weights.
 
     The keys are those of Transformer Engine's modules, as `load_distributed` and the converters write and read them,
     or those that megatron-core gives to its local modules.

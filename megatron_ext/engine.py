@@ -131,7 +131,7 @@ class MegatronEngine:
     def values(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
         """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens.
 
-        Of a model with a value head. None on all but the last pipeline stage.
+        Needs a model with a value head. None on all but the last pipeline stage.
         """
         packed = self._pack(batch, micro_batches)
         values = forward(self._bare_chunks, packed, predict_values)
@@ -140,7 +140,7 @@ class MegatronEngine:
     def scores(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
         """float32[N]: the value at the last token of each sequence of `batch`.
 
-        Of a model with a value head. None on all but the last pipeline stage.
+        Needs a model with a value head. None on all but the last pipeline stage.
         """
         packed = self._pack(batch, micro_batches)
         values = forward(self._bare_chunks, packed, predict_values)

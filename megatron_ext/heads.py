@@ -1,4 +1,4 @@
-"""What the last stage makes of hidden states: predictions of the next tokens, or a value for each token."""
+"""Heads of the last stage, from hidden states: predictions of the next tokens, or a value for each token."""
 
 import torch
 import torch.nn.functional as F

@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What the model says about the labels [T] of a micro-batch, the same on every tensor-parallel rank."""
+    """Predictions for the labels [T] of a micro-batch, the same on every tensor-parallel rank."""
 
     log_probs: Tensor
     """float32[T]: log p(label), of the distribution softmax(logits / temperature)."""
@@ -215,7 +215,7 @@ class _WeightGradient:
             total[start : start + rows].add_(gradient[:, start : start + rows].t() @ hidden)
 
     def result(self) -> Tensor:
-        """What autograd is to be given."""
+        """Gradient of the weight for autograd."""
         assert self._total is not None
         if self._is_main:
             return self._weight.new_zeros(()).expand_as(self._weight)

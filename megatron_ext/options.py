@@ -1,4 +1,4 @@
-"""What a run asks of Megatron, cut along the classes that will read it."""
+"""Megatron's options of a run, cut along the classes that will read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

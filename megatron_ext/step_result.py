@@ -1,4 +1,4 @@
-"""What a rank says of an optimizer step."""
+"""A rank's result of an optimizer step."""
 
 from dataclasses import dataclass
 from typing import Any

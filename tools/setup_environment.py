@@ -181,7 +181,7 @@ def remove_leftovers(names: list[str]) -> None:
 def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> None:
     """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go.
 
-    What is compiled against torch comes after all of them.
+    Distributions compiled against torch come after all of them.
     """
     remove_leftovers(list(faults))
     for name, fault in sorted(faults.items()) if len(faults) <= 8 else []:

@@ -16,7 +16,7 @@ from converters.stream.run import Progress
 
 @dataclass(frozen=True)
 class Verification:
-    """What the checksums say."""
+    """Result of comparing a checkpoint with its checksums."""
 
     by_manifest: bool
     """Else by the checksums that torch wrote beside each chunk, which cover less: neither names nor shapes."""
@@ -24,9 +24,9 @@ class Verification:
     """Number of tensors, chunks and objects."""
     files: int
     nbytes: int
-    """That were read."""
+    """Number of bytes read for the comparison."""
     damaged: Sequence[str]
-    """What has other bytes than were written, and where."""
+    """Tensors, chunks and objects whose bytes differ from those written, and where."""
     missing: Sequence[str] = ()
     """Files of the manifest that are not there."""
     unlisted: Sequence[str] = ()

@@ -25,14 +25,14 @@ class Check(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """That are read to compare it."""
+        """Number of bytes read for the comparison."""
 
     def damage(self) -> str | None:
-        """What is damaged, None where nothing is. Called in a thread."""
+        """Names what is damaged; None if nothing is. Called in a thread."""
 
 
 def damages(checks: Sequence[Check], *, workers: int, on_bytes: Callable[[int], None]) -> list[str]:
-    """What is damaged, in the order of the checks. `on_bytes` is told, from several threads, what has been read."""
+    """Names what is damaged, in the order of the checks. Several threads call `on_bytes` with the bytes they read."""
 
     def work(check: Check) -> str | None:
         damage = check.damage()

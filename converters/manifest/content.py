@@ -22,7 +22,7 @@ _SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder was written with. Files are relative to it."""
+    """Files and checksums of a folder as it was written. Paths are relative to the folder."""
 
     tensors: Mapping[str, Sequence[Written]]
     """Name of a tensor or chunk -> where it is, with its CRC-32; a second place is that of its scales."""
@@ -31,7 +31,7 @@ class Manifest:
     files: Mapping[str, Written]
     """The other files, whole."""
     source: Mapping[str, Any]
-    """What it was made from."""
+    """Origin of the checkpoint."""
 
     @property
     def data_files(self) -> set[str]:

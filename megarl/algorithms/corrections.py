@@ -184,7 +184,7 @@ def near_or_rewarded(log_ratio: Tensor, advantages: Tensor, ragged: Ragged, limi
 
 
 def correction_metrics(factor: Tensor, ragged: Ragged) -> Metrics:
-    """What a factor [T] does to the tokens of the responses.
+    """Metrics of a correction factor [T] on the tokens of the responses.
 
     Shares of the tokens masked and of the responses of which nothing is left; mean factor; effective sample size, as
     a share of the tokens: (sum w)^2 / (T sum w^2).

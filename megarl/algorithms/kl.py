@@ -54,7 +54,7 @@ def straight_through(estimator: KlEstimator) -> KlEstimator:
 def importance_weighted(estimate: Tensor, log_ratio: Tensor) -> Tensor:
     """r times the estimate [T], r = pi / pi_sampler, differentiable in both: DeepSeek-V3.2's unbiased KL.
 
-    Of an unbiased estimate (k1, k3) the mean over the sampler's tokens is KL(policy || reference) wherever the policy
+    For an unbiased estimate (k1, k3) the mean over the sampler's tokens is KL(policy || reference) wherever the policy
     has gone, and the mean gradient is the KL's (arXiv:2512.02556, section 3.1); without r, k3 has the gradient of the
     KL in the other direction, without a bound where the policy has left the reference. `log_ratio` [T] is log r.
     """

@@ -119,7 +119,7 @@ def talk(chat: "Chat") -> None:
 
 
 def _ask() -> str | None:
-    """What is typed; None at its end."""
+    """Reads a line from the user; None at the end of input."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history
     while True:

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
-    """What the options say. Raises UserError for what cannot be."""
+    """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
     from megarl.planning.cluster import Cluster
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
 

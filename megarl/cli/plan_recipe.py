@@ -1,4 +1,4 @@
-"""What `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
+"""Values that `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
 
 import argparse
 from collections.abc import Mapping

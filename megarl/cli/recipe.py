@@ -1,4 +1,4 @@
-"""What the commands that train share: a recipe, overrides of it, Megatron's flags."""
+"""Arguments that the training commands share: a recipe, overrides of it, Megatron's flags."""
 
 import argparse
 import re

@@ -38,7 +38,7 @@ class _Watched:
         try:
             yield
         except OSError as error:
-            # What is left in its buffers would fail once more at the exit.
+            # Text left in its buffers would fail once more at the exit.
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._stream.fileno())
             os.close(nothing)

@@ -89,9 +89,9 @@ class EngineGroup(WorkerGroup):
     def record_layouts(
         self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
     ) -> list[list[Recording]]:
-        """Of each engine, where its workers keep the tensors of a HuggingFace checkpoint.
+        """Record the layout of each engine's workers: where they keep the tensors of a HuggingFace checkpoint.
 
-        Raises UserError for engines of which this is not known.
+        Raises UserError for engines whose layout cannot be recorded.
         """
         return self.call("record_layout", dict(hf_shapes), dict(hf_dtypes))
 

@@ -18,7 +18,7 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 @dataclass(frozen=True)
 class Place:
-    """What one worker asks of the cluster."""
+    """Resources that one worker asks of the cluster."""
 
     cpus: float
     gpus: float

@@ -1,4 +1,4 @@
-"""What Ray (2.60) does to the process that starts it, kept away: see each function for why."""
+"""Keeps Ray (2.60) from changing the process that starts it: see each function for why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -29,7 +29,7 @@ from megatron_ext.step_result import StepResult
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel rank gets of a batch: which sequences, and how they fall into micro-batches."""
+    """One data-parallel rank's share of a batch: which sequences, and how they fall into micro-batches."""
 
     sequences: list[int]
     batch: RaggedBatch
@@ -173,7 +173,7 @@ def _data_parallel_rank(rank: int, parallel: ParallelSizes) -> int:
 
 
 def cut_into_shares(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> list[Share]:
-    """What each data-parallel rank gets of a batch, in micro-batches of at most `max_tokens`."""
+    """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
     return [_share(batch, cut) for cut in assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)]
 

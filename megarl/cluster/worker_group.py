@@ -100,7 +100,7 @@ class WorkerGroup:
         return self.wait(self.begin(method, *arguments))
 
     def stream_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-        """What a method of every worker gives one by one, from all of them as it comes, each with its worker's index.
+        """Yield the items that a method of every worker yields, as they come, each with its worker's index.
 
         Raises as `wait` does.
         """

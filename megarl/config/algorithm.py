@@ -29,7 +29,7 @@ class AlgorithmConfig:
     gamma: float = 1.0
     """Discount per token, of estimators with returns (gae, reinforce_plus_plus, prime)."""
     gae_lambda: float = 1.0
-    """Of gae: 1 is the return minus the value, 0 the one-step error."""
+    """Lambda of gae: 1 is the return minus the value, 0 the one-step error."""
     policy_loss: str = "clip"
     """A name of `megarl.algorithms.POLICY_LOSSES`."""
     clip_low: float = 0.2
@@ -47,23 +47,23 @@ class AlgorithmConfig:
     """The policy that ratios and clips compare with: old, the trainer's own before the step's first update, or rollout,
     the engine's as it sampled."""
     ratio_cap: float = 20.0
-    """Of dppo: the ratio that weighs a token's gradient is truncated to this; its paper wants it large."""
+    """Bound in dppo, to which the ratio that weighs a token's gradient is truncated; its paper wants it large."""
     covariance_fraction: float = 2e-4
-    """Of clip_cov and kl_cov: the share of response tokens that are clipped, or held by the KL."""
+    """Share of response tokens that clip_cov clips, or kl_cov holds by the KL."""
     covariance_low: float = 1.0
-    """Of clip_cov: tokens are drawn from those with a covariance above this and below covariance_high."""
+    """Lower bound in clip_cov: tokens are drawn from those with a covariance above this and below covariance_high."""
     covariance_high: float = 5.0
     """See `covariance_low`."""
     covariance_kl_coefficient: float = 1.0
-    """Of kl_cov: weight of |log-ratio to the old policy| at the chosen tokens."""
+    """Weight in kl_cov of |log-ratio to the old policy| at the chosen tokens."""
     sppo_eta: float = 1.0
-    """Of sppo: what one unit of win rate is worth as a log-ratio to the earlier self."""
+    """Worth in sppo of one unit of win rate, as a log-ratio to the earlier self."""
     dro_beta: float = 0.1
-    """Of dro: weight of half the squared log-ratio to the old policy."""
+    """Weight in dro of half the squared log-ratio to the old policy."""
     aggregation: str = "token_mean"
     """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
     aggregation_tokens: int | None = None
-    """Of seq_mean_token_sum_norm: the constant length that every response's sum is divided by; by default
+    """Constant length by which seq_mean_token_sum_norm divides every response's sum; by default
     rollout.max_response_tokens."""
     kl_estimator: str = "k3"
     """A name of `megarl.algorithms.KL_ESTIMATORS`."""
@@ -88,7 +88,7 @@ class AlgorithmConfig:
     """Leave responses out of the policy loss whose advantage is negative and whose log-probs under the engine exceed
     those under the present policy by more than this in the mean, in nats (DeepSeek-V3.2); none without."""
     distillation_coefficient: float = 0.0
-    """What a nat of log pi_teacher - log pi_old adds to the advantage of a token, beside the reward's; it needs
+    """Weight of log pi_teacher - log pi_old, in nats, in the advantage of a token, beside the reward's; it needs
     teachers."""
     dynamic_sampling: bool = False
     """Sample further prompts in the place of groups that teach nothing (DAPO): see filter_on."""
@@ -97,7 +97,7 @@ class AlgorithmConfig:
     filter_groups: bool = False
     """Leave such groups out of the loss and its denominators, without others in their place (ScaleRL)."""
     filter_on: str = "outcome"
-    """What a group's responses have to differ in, with dynamic_sampling or filter_groups: outcome, the reward without
+    """Value that must differ within a group, with dynamic_sampling or filter_groups: outcome, the reward without
     the overlong penalty and a reward model's score; reward, all of it; or the name of a term or part of it."""
     filter_low: float | None = None
     """A group whose mean of filter_on is below this teaches nothing either."""
@@ -155,7 +155,7 @@ class RewardModelConfig:
     weight: float = 1.0
     """Weight of its score beside the other rewards."""
     beta: float = 0.05
-    """Of prime: what a unit of log-ratio between the implicit reward model and its reference is worth."""
+    """Weight in prime of the log-ratio between the implicit reward model and its reference."""
 
 
 @dataclass
@@ -181,8 +181,8 @@ class PreferenceConfig:
     eval_every: int = 25
     """Steps between measurements on eval_files."""
     beta: float = 0.1
-    """What a unit of log-ratio to the reference is worth (DPO, SPIN)."""
+    """Weight of the log-ratio to the reference (DPO, SPIN)."""
     label_smoothing: float = 0.0
     """Share of pairs whose preference is assumed to be wrong (conservative DPO)."""
     steps_per_generation: int = 10
-    """Of `megarl spin`: optimizer steps before the present policy becomes the opponent."""
+    """Optimizer steps of `megarl spin` before the present policy becomes the opponent."""

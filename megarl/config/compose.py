@@ -63,7 +63,7 @@ def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
-    """What Hydra makes of the recipe, not yet held against the schema."""
+    """Compose the recipe with Hydra, not yet held against the schema."""
     first, *others = folders
     if not first.is_dir():
         raise UserError(f"--config-dir {first} is not a folder")

@@ -22,10 +22,10 @@ class ModelGroup(Protocol):
 
 
 def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> MegatronOptions:
-    """What a checked configuration asks of Megatron for the policy, or for another model beside it.
+    """Megatron's options in a checked configuration, for the policy or for another model beside it.
 
-    What such a model does not set is as for the policy. Raises UserError for an option that is not supported, and for
-    sizes that do not fit each other.
+    Options that such a model does not set are the policy's. Raises UserError for an option that is not supported, and
+    for sizes that do not fit each other.
     """
     options = {**config.megatron, **(model.megatron if model else {})}
     check_supported(options)

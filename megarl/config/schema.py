@@ -38,7 +38,7 @@ class RolloutConfig:
     replicas: int = 1
     """How many engines serve side by side."""
     temperature: float = 1.0
-    """Of training rollouts; evaluation is greedy."""
+    """Sampling temperature of training rollouts; evaluation is greedy."""
     top_p: float = 1.0
     """Share of the probability that is sampled from; 1 is all of it."""
     top_k: int = -1
@@ -60,7 +60,7 @@ class RefitConfig:
     whole tensors to the engine's own loader. auto is planned where the engine can say where it keeps every tensor,
     else named. On one machine the first refit of an engine goes by name, between machines none does."""
     transport: str = "auto"
-    """What planned refits go through: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
+    """Transport of planned refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
     that both sides have mapped, and between machines point_to_point."""
     bucket_bytes: int = 512 * 1024**2
     """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
@@ -99,8 +99,9 @@ class RewardConfig:
     on_error: str = "stop"
     """When the function raises: stop the step, or drop the sample and count it."""
     on_timeout: str = "zero"
-    """When a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted. What is
-    slow to score is mostly long: dropped, it would be missing from its group's mean and from the evaluation."""
+    """When a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted.
+    Responses that are slow to score are mostly long: dropped, they would be missing from their group's mean and from
+    the evaluation."""
     timeout_s: float = 60.0
     """How long the scoring of one sample may take, in seconds."""
     workers: int = 8
@@ -151,7 +152,7 @@ class LoopConfig:
     eval_temperature: float = 1.0
     """Temperature of more than one response."""
     seed: int = 0
-    """Of the data order and of sampling."""
+    """Seed of the data order and of sampling."""
 
 
 @dataclass
@@ -194,7 +195,7 @@ class ClusterConfig:
     engine_threads: int | None = None
     """Threads of each engine worker on a CPU: null is OMP_NUM_THREADS where the environment has it, else this machine's
     cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that
-    `address` names `engine_cpus` divided by the engine's workers. What is sampled may depend on it."""
+    `address` names `engine_cpus` divided by the engine's workers. Sampled tokens may depend on it."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds."""
 

@@ -1,4 +1,4 @@
-"""What has to hold among the values of a configuration; needs neither a GPU nor the model."""
+"""Checks the values of a configuration against each other; needs neither a GPU nor the model."""
 
 import math
 import os
@@ -92,7 +92,7 @@ _AT_MOST: Mapping[str, int] = {
     "cluster.rendezvous_port": 65535,
 }
 _MOST_PROCESSES_HERE = 1024
-"""Of ranks and engines on one machine."""
+"""Largest number of ranks and engines on one machine."""
 _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_steps"), (0.0, math.inf)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0.0, 1.0)),

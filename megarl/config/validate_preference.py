@@ -1,4 +1,4 @@
-"""What has to hold among the values of a configuration of `megarl dpo`, `megarl reward-model` and `megarl spin`."""
+"""Checks the values of a configuration of `megarl dpo`, `megarl reward-model` and `megarl spin`."""
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective

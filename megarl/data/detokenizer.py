@@ -18,7 +18,7 @@ class Detokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        # What a token is as text depends on the one before it: the last piece is decoded again with the next.
+        # The text of a token depends on the one before it: the last piece is decoded again with the next.
         self._context, self._done = 0, 0
 
     def add(self, token_ids: Sequence[int]) -> str:

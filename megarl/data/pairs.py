@@ -28,8 +28,8 @@ def load_pairs(
 
     A row holds a prompt ({role, content} list in `config.prompt_column`) and two replies to it
     (`config.chosen_column`, `config.rejected_column`): each a text, or a list of messages that ends with one of the
-    assistant and may repeat the prompt in front. Masks are those of `load_conversations`, for the replies alone. What
-    the template writes after the end token of a reply is left out, as it is in a rollout.
+    assistant and may repeat the prompt in front. Masks are those of `load_conversations`, for the replies alone. Text
+    that the template writes after the end token of a reply is left out, as it is in a rollout.
 
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, an empty reply, two equal ones, a pair of
     more than `max_tokens` together, and a chat template as `load_conversations` refuses it.

@@ -1,4 +1,4 @@
-"""What people watch while a policy learns: trajectories and batches as metrics, and warnings from these."""
+"""Training dynamics: metrics of trajectories and batches, and warnings from these."""
 
 from megarl.dynamics.advantages import advantage_metrics
 from megarl.dynamics.experts import expert_metrics

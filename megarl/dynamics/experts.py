@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def expert_metrics(load: Tensor) -> dict[str, float]:
-    """Of `load` int64[layers, experts], the tokens that each expert got; layers without any token have no experts.
+    """Metrics of `load` int64[layers, experts], the tokens of each expert; layers without any token have no experts.
 
     The imbalance of a layer is the load of its busiest expert over the mean: 1 is even, and with experts over ranks the
     others wait that much longer.

@@ -25,7 +25,7 @@ class Thresholds(Protocol):
 
 
 def always(_config: MegarlConfig) -> bool:
-    """Of what helps in every run."""
+    """Returns True: the advice helps in every run."""
     return True
 
 
@@ -172,7 +172,7 @@ class _Course:
 
 @dataclass(frozen=True)
 class Seen:
-    """What there is to say about a step: a 0 or 1 of each symptom, and a sentence for each that has just begun."""
+    """Findings of a step: a 0 or 1 for each symptom, and a sentence for each that has just begun."""
 
     metrics: dict[str, float]
     warnings: list[str]

@@ -1,4 +1,4 @@
-"""What a run writes below its output_dir, and that none of it touches what the run reads."""
+"""Paths that a run writes below its output_dir, and the check that the run reads none of them."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -35,7 +35,7 @@ _FOLDERS = (
 )
 _FILES = ("metrics.jsonl", "wandb_run_id", "mlflow_run_id")
 OF_TRAINING = (*_FOLDERS, *_FILES)
-"""What the commands that train write."""
+"""Names written by the training commands."""
 
 
 def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:

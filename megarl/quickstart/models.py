@@ -1,4 +1,4 @@
-"""What the quickstart can train: each model with its data, its recipe and, where it needs one, its warm-up."""
+"""Models that the quickstart can train: each with its data, its recipe and, where it needs one, its warm-up."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

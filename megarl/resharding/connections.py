@@ -51,7 +51,7 @@ class Link:
         try:
             self._connection.send(message)
         except OSError as error:
-            # What it said before it went is worth more than that it went.
+            # The peer's last message is worth more than the fact that it went.
             if self._connection.poll():
                 self.receive(Failure)
             raise TransferError(f"{self.peer} is gone") from error
@@ -175,7 +175,7 @@ def tell(links: Mapping[int, Link], reason: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What is said of an error to those who have not had it themselves."""
+    """Reason of an error, worded for peers that have not had it themselves."""
     return str(error) or type(error).__name__
 
 

@@ -23,7 +23,7 @@ class Segment:
         self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device.device())
 
     def handle(self) -> Handle:
-        """What `map_segment` takes, once: torch counts who has mapped the memory."""
+        """Handle for one call of `map_segment`: torch counts who has mapped the memory."""
         _, arguments = reduce_tensor(self.memory)
         return device.uuid(), arguments
 

@@ -1,7 +1,7 @@
 """A destination rank: what sources send to it, what it passes on to its neighbours, and what they pass on to it.
 
-What several ranks of a node want enters the node once (`Plan.node_once`): each of them gets a part from the sources and
-passes it on, message by message as it comes, through memory that the ranks of a node map.
+Elements that several ranks of a node want enter the node once (`Plan.node_once`): each rank gets a part from the
+sources and passes it on, message by message as it comes, through memory that the ranks of a node map.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ class Destination:
     def compare(self, version: int) -> set[str]:
         """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
 
-        What is passed on is what this rank has, be it right or wrong: a difference is named where it begins.
+        This rank passes on its own elements, right or wrong: a difference is named where it begins.
         """
         names: set[str] = set()
         self._take(version, lambda receiver: names.update(receiver.compare(version)))

@@ -129,7 +129,7 @@ class Receiver:
     def _announcements(
         self, missing: Mapping[int, set[int]], version: int, *, wait: bool
     ) -> Iterator[tuple[int, Announcement]]:
-        """What has been announced, each with its source; at least one if it may `wait`."""
+        """Yield the announcements that have come, each with its source; at least one if it may `wait`."""
         open_links = {self._links[source]: source for source, numbers in missing.items() if numbers}
         for link in ready(open_links, self._meeting.timeout_s) if wait else ready_now(open_links):
             source, announcement = open_links[link], link.receive(Announcement)

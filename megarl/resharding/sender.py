@@ -60,7 +60,7 @@ class Sender:
         self._timeout_s = 0.0
         self._outgoing: dict[Outgoing, _Packed] = {}
         self._readers: list[Link | None] = [None] * BUCKETS
-        """Of each bucket, who has not acknowledged it yet."""
+        """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
         self._stream = device.SideStream()
 
     @property
@@ -114,7 +114,7 @@ class Sender:
 
     def abandon(self, meeting: Meeting, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        # Those that have not come yet are not to be waited for; at a closed door nobody is.
+        # Peers that have not come yet are not to be waited for; at a closed door nobody is.
         with suppress(TransferError):
             connect(self.address, meeting.key, "itself", meeting.timeout_s).send(Failure(reason))
         tell(self._links, reason)

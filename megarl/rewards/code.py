@@ -111,7 +111,7 @@ _ISOLATIONS = {
         "or set the option isolation=namespaces"
     ),
 }
-"""What to do where one is not possible."""
+"""Advice where an isolation is not possible."""
 
 
 def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> Limits:

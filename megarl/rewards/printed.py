@@ -1,11 +1,11 @@
-"""What reward functions print, passed on to stderr up to a limit: a response may make one print without end."""
+"""Passes the prints of reward functions on to stderr, up to a limit: a response may make one print without end."""
 
 import asyncio
 import os
 from contextlib import suppress
 
 LONGEST_PRINTED_BYTES = 64 * 1024
-"""What is passed on of one sample."""
+"""Limit of the bytes passed on for one sample."""
 
 _STDERR = 2
 _END_TIMEOUT_S = 1.0

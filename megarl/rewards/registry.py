@@ -16,9 +16,9 @@ from converters.errors import UserError
 from megarl.rewards.scoring import RewardFunction
 
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What every reward function is called with, by name."""
+"""Arguments of every reward function, by name."""
 GIVEN_IF_NAMED = "response_tokens"
-"""What only those get that name it."""
+"""Argument of only those reward functions that name it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Builtin:
     """A reward function of this package.
 
     `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
-    raises `ValueError` for values that cannot be. What a policy wrote may make a function run forever, crash or need
+    raises `ValueError` for values that cannot be. A policy's response may make a function run forever, crash or need
     endless memory: with `undecided` such samples have that result, those of more than `limit_s` seconds among them.
     """
 

@@ -14,7 +14,7 @@ from megarl.rewards.worker import WorkerLost, WorkerPool
 
 
 class TimeLeft:
-    """Of one sample, over all its terms; the start of a process is not counted."""
+    """Time left for one sample, over all its terms; the start of a process is not counted."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 def arguments_of(calling: Calling, sample: RewardSample) -> dict[str, Any]:
-    """What a function is called with."""
+    """Keyword arguments of the call for a sample."""
     values = (sample.data_source, sample.solution, sample.ground_truth, sample.extra_info)
     arguments = dict(zip(GIVEN, values, strict=True))
     if calling.takes_response_tokens:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.config.schema import RewardConfig
 
 Outcome = Score | RewardFailed | None
-"""What came of a sample; None if it was not begun."""
+"""Outcome of a sample; None if it was not begun."""
 
 _CLOSE_WAIT_S = 10.0
 

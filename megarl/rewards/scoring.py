@@ -1,4 +1,4 @@
-"""What is scored and what comes of it: samples, scores, and the ways in which a reward fails."""
+"""Samples to score, their scores, and the ways in which a reward fails."""
 
 import math
 import reprlib
@@ -15,7 +15,7 @@ RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 response_tokens where it names that one, too. A mapping must hold "score"; its other numbers become named parts."""
 
 LONGEST_SCORED_CHARACTERS = 4 * 1024**2
-"""What is sent to a reward function at most: of a longer response its end, where answers are."""
+"""Limit of the text sent to a reward function: a longer response loses its beginning, as answers are at the end."""
 
 _SHOWN_CHARACTERS = 500
 

@@ -1,4 +1,4 @@
-"""What the reward of a response is the sum of: the terms that the configuration names."""
+"""Terms whose sum is the reward of a response, as the configuration names them."""
 
 import math
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def check_data_source(terms: Sequence[Term], data_source: str) -> None:
 def combine(scored: Sequence[tuple[Term, Score]]) -> Score:
     """The sum of the terms by their weights.
 
-    A single reward keeps the names of its parts. Of several, each is a part under its own name, by its weight, and
+    A single reward keeps the names of its parts. Each of several is a part under its own name, by its weight, and
     its parts are under name/part.
     """
     terms = {term.name: term.weight * score.value for term, score in scored}

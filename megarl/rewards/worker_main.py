@@ -30,7 +30,7 @@ def main(parent: int, memory_bytes: int) -> None:
     sys.path[:] = _read(requests)["path"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _supervise(parent, requests, replies)
-    # What is private and writable counts, other than under RLIMIT_AS: libraries of a user's function may map a lot.
+    # Private writable memory counts, other than under RLIMIT_AS: libraries of a user's function may map a lot.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     process, functions = os.getpid(), list[Any]()
     while True:

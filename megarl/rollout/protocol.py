@@ -1,4 +1,4 @@
-"""What the training loop asks of an inference engine: token ids in, token ids out, and new weights in between."""
+"""Protocol of an inference engine for the training loop: token ids in, token ids out, new weights in between."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

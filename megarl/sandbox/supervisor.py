@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 def main(parent: int, request_fd: int, complaint_fd: int) -> int:
     """Run the program of the request; return its exit code, or 128 and the number of its signal.
 
-    Where the time is over, this process ends itself by SIGALRM. What the machine does not allow is written to
+    Where the time is over, this process ends itself by SIGALRM. Isolation that the machine does not allow is named on
     `complaint_fd`.
     """
     os.set_inheritable(complaint_fd, False)

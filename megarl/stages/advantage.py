@@ -23,7 +23,7 @@ from megatron_ext.packing import RaggedBatch
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the advantage stage makes of a step."""
+    """Output of the advantage stage for a step."""
 
     batches: list[RaggedBatch]
     """One per optimizer step, with the fields that the objectives read."""
@@ -37,9 +37,9 @@ class Prepared:
 
 
 def comparable(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
-    """Those that statistics are made of: responses that others have left alone go where they would be compared.
+    """Keep the trajectories that statistics are made of, without groups that are too small for a comparison.
 
-    Others leave where their rewards were dropped, and cut ones where `cut_responses_in_statistics` is off.
+    A group shrinks by dropped rewards, and by cut responses where `cut_responses_in_statistics` is off.
 
     Raises UserError if none is left.
     """
@@ -187,7 +187,7 @@ def _term_weights(config: MegarlConfig) -> dict[str, float]:
 
 
 def _importance_weights(known: Mapping[str, Tensor], responses: Ragged, config: AlgorithmConfig) -> Tensor | None:
-    """What the corrections make of a token, for an advantage that is to know of it."""
+    """Correction factor of each token, for an advantage that takes it into account; None without corrections."""
     if not config.corrections or "old_log_probs" not in known:
         return None
     return correction_factor(config.corrections, known["old_log_probs"] - known["rollout_log_probs"], responses)

@@ -15,7 +15,7 @@ class Gathered:
     """The responses of a step."""
 
     trajectories: list[Trajectory]
-    """Those to train on; the responses to one prompt share a `group`."""
+    """Trajectories to train on; the responses to one prompt share a `group`."""
     experience: Experience
     """All that were sampled."""
     rollouts: int

@@ -1,4 +1,4 @@
-"""What the models say about the tokens of a batch, as far as the algorithm asks."""
+"""Predictions of the models for the tokens of a batch, as far as the algorithm asks."""
 
 from collections.abc import Sequence
 

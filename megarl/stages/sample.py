@@ -20,10 +20,10 @@ REWARD_MODEL = "reward_model"
 
 @dataclass(frozen=True)
 class Experience:
-    """What a rollout gave."""
+    """Result of a rollout."""
 
     scored: list[Trajectory]
-    """Those with a reward; responses to one prompt share a `group` and are neighbours."""
+    """Trajectories with a reward; responses to one prompt share a `group` and are neighbours."""
     sampled: list[Trajectory]
     """All responses."""
     failed: int = 0

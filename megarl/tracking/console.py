@@ -20,7 +20,7 @@ Clock = Callable[[], float]
 
 
 class ProgressText:
-    """What a progress line says: the last known value of each shown metric, and the seconds left.
+    """Text of a progress line: the last known value of each shown metric, and the seconds left.
 
     The time left follows from the mean time of this run's own steps, so it is unknown until its second log.
     """

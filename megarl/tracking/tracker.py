@@ -24,7 +24,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What loggers know of a run: it will log the steps `first_step` to `last_step`.
+    """A run as loggers know it: it will log the steps `first_step` to `last_step`.
 
     `resumed`: it continues an earlier run in the same `output_dir`, whose metrics from `first_step` on are void.
     """

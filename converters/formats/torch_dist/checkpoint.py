@@ -64,7 +64,7 @@ class TorchDistCheckpoint:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What `common.pt` says; objects of unknown classes in it are empty records."""
+        """Content of `common.pt`; objects of unknown classes in it are empty records."""
         path = self.folder / COMMON
         if not path.is_file():
             raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")

@@ -1,4 +1,4 @@
-"""What Megatron-LM's loader wants beside the chunks: format, arguments of the architecture, and FP8 state.
+"""State that Megatron-LM's loader wants beside the chunks: format, arguments of the architecture, and FP8 state.
 
 Megatron-LM compares the arguments in `common.pt` with its own, and takes some from there with `--use-checkpoint-args`.
 """

@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-Bridge ask of a model: the arguments in `common.pt`, and the flags of a command line.
+"""A model for Megatron-LM and Megatron-Bridge: the arguments in `common.pt`, and the flags of a command line.
 
 By megatron-core's fields, by the arguments of Megatron-LM core_v0.16, and by those that Megatron-Bridge 0.3 still
 reads under an older name.
@@ -187,7 +187,10 @@ def megatron_lm_flags(arguments: Mapping[str, Any]) -> str:
 
 
 def beyond_megatron_lm(architecture: Architecture) -> str | None:
-    """What of the model no flag of Megatron-LM says, so that it would compute another one; None where all is said."""
+    """Names a feature of the model that no flag of Megatron-LM expresses, so that it would compute another model.
+
+    None if the flags express the whole model.
+    """
     arguments = _model(architecture)
     extensions, none = vars(architecture.extensions), vars(Extensions())
     beyond = [f"{name} = {value}" for name, value in extensions.items() if value != none[name]]

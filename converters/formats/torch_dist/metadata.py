@@ -56,7 +56,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds, by key."""
+    """Entries of a checkpoint, by key."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]

@@ -1,4 +1,4 @@
-"""What advantages are made from, and what they are."""
+"""Input and output of advantage estimators: scored responses, and advantages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

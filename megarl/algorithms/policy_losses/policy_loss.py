@@ -12,7 +12,7 @@ from megarl.algorithms.ragged import Ragged
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a policy loss sees: the T trained tokens of N responses, end to end. All but `log_probs` are constants."""
+    """Input of a policy loss: the T trained tokens of N responses, end to end. All but `log_probs` are constants."""
 
     log_probs: Tensor
     """[T]: under the policy, differentiable."""

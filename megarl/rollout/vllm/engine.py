@@ -133,7 +133,7 @@ class VllmEngine:
         """See `Engine.close`."""
         self._owner.submit(self._close).result()
 
-    # What follows runs in the owner thread.
+    # The methods below run in the owner thread.
 
     def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         def task() -> Result:

@@ -1,4 +1,4 @@
-"""What megarl adds to a vLLM worker process.
+"""Extension of a vLLM worker process by megarl.
 
 vLLM imports the module of its argument `worker_extension_cls` in every worker before it builds the model. This import
 is the only hook at that moment, so here, and nowhere else, importing has effects.
@@ -26,7 +26,7 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """Methods that vLLM adds to its worker class.
 
-    Those of a transfer return the reason if it fails: what is raised in a process of vLLM's arrives as something else.
+    Methods of a transfer return the reason if it fails: an exception in a vLLM process arrives as something else.
     """
 
     _direct_writer: DirectWriter | None = None
