@@ -9,10 +9,11 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
@@ -124,11 +125,12 @@ def _ask() -> str | None:
         import readline  # noqa: F401 - gives `input` a history
     while True:
         try:
-            return input("> ")
+            with _handled(_raise):
+                return input("> ")
         except EOFError:
             print()
             return None
-        except KeyboardInterrupt:
+        except _CtrlC:
             print(f"\n{_HINT}")
 
 
@@ -146,8 +148,22 @@ def _answer(chat: "Chat", question: str) -> None:
 def _ctrl_c() -> Iterator[Event]:
     """Whether Ctrl-C was pressed; it interrupts nothing."""
     pressed = Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
+    with _handled(lambda *_: pressed.set()):
         yield pressed
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _CtrlC(Exception):  # noqa: N818 - no error
+    """Ctrl-C alone: the other signals that end a program do so here, too."""
+
+
+def _raise(_number: int, _frame: FrameType | None) -> None:
+    raise _CtrlC

@@ -1,6 +1,7 @@
 """Talking to a model on a real engine: what is streamed is what transformers generates greedily."""
 
 import io
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megarl.cli import chat as command
 from megarl.config.compose import compose
 from megarl.data.detokenizer import Detokenizer
 from megarl.quickstart.tiny_models import make_tokenizer, write_tiny_model
+from megarl.signals import interruption
 
 LENGTH, LONGEST = 24, 200
 
@@ -111,6 +113,16 @@ def test_the_pieces_of_a_stream_are_the_whole_text(byte_level, data):
         start = end
     pieces.append(detokenizer.end())
     assert "".join(pieces) == byte_level.decode(token_ids, clean_up_tokenization_spaces=False)
+
+
+def test_at_the_prompt_ctrl_c_gives_a_hint_and_sigterm_ends(monkeypatch, capsys):
+    came = iter([signal.SIGINT, signal.SIGINT, signal.SIGTERM])
+    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(next(came)))
+    with interruption() as ending, pytest.raises(KeyboardInterrupt):
+        command.talk(None)
+    assert ending.exit_code == 143
+    assert capsys.readouterr().out.count("Ctrl-C stops an answer") == 3
+    assert next(came, None) is None
 
 
 def test_a_model_cannot_command_the_terminal(capsys):
