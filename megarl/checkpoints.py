@@ -35,8 +35,11 @@ def last_step(config: MegarlConfig) -> int:
     return max(checkpoint_folder.complete_iterations(checkpoints_folder(config)), default=0)
 
 
-def latest_checkpoint(config: MegarlConfig) -> Checkpoint | None:
-    """Checkpoint that the run continues from; None for a new run. Raises UserError if it may not continue from one."""
+def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
+    """Checkpoint that a run of `megarl COMMAND` continues from; None for a new run.
+
+    Raises UserError if it may not continue from one, or if another command wrote it.
+    """
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
     if not iterations:
@@ -47,7 +50,14 @@ def latest_checkpoint(config: MegarlConfig) -> Checkpoint | None:
             "of a new run: choose another output_dir, remove the folder, or continue with checkpoint.resume=auto"
         )
     folder = checkpoint_folder.iteration_folder(root, iterations[-1])
-    return Checkpoint(folder, checkpoint_folder.read_controller_state(folder))
+    state = checkpoint_folder.read_controller_state(folder)
+    # Only `train` wrote them when they did not say.
+    if (writer := state.get("command", "train")) != command:
+        raise UserError(
+            f"{folder} is a checkpoint of megarl {writer}, from which megarl {command} cannot go on: choose "
+            "another output_dir"
+        )
+    return Checkpoint(folder, state)
 
 
 class CheckpointWriter:
@@ -57,9 +67,9 @@ class CheckpointWriter:
     `state`.
     """
 
-    def __init__(self, config: MegarlConfig, step: int) -> None:
+    def __init__(self, config: MegarlConfig, command: str, step: int) -> None:
         self._root, self._step, self._keep = checkpoints_folder(config), step, config.checkpoint.keep
-        self.state: dict[str, Any] = {"step": step}
+        self.state: dict[str, Any] = {"command": command, "step": step}
 
     def __enter__(self) -> "CheckpointWriter":
         self.folder = checkpoint_folder.begin(self._root, self._step)

@@ -17,7 +17,7 @@ def dpo(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    start = Start.of(config)
+    start = Start.of(config, "dpo")
     if start.is_finished(settings.steps):
         return
     train, held_out = read_pairs(start)

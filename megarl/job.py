@@ -28,6 +28,8 @@ from megarl.stages.engine_start import EngineStart
 from megarl.stages.refit import Refit
 from megarl.tracking import MetricValue, Run, Tracker, open_tracker
 
+_COMMAND = "train"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -83,7 +85,7 @@ class Job:
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         step = self.state.step
-        with CheckpointWriter(self.config, step) as checkpoint:
+        with CheckpointWriter(self.config, _COMMAND, step) as checkpoint:
             checkpoint.save(self.trainer)
             for name, companion in self.companions.trained.items():
                 checkpoint.save(companion, name)
@@ -169,7 +171,7 @@ def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | Non
     """Where to start: the state, and the checkpoint it comes from."""
     sampler = PromptSampler(prompts, config.data.shuffle, config.loop.seed)
     state = LoopState(step=0, sampler=sampler, kl=AdaptiveKl.from_config(config.algorithm))
-    if (found := latest_checkpoint(config)) is None:
+    if (found := latest_checkpoint(config, _COMMAND)) is None:
         check_that_none_is_lost(exports_of(config))
         return state, None
     state.step = found.step
@@ -185,11 +187,15 @@ def exports_of(config: MegarlConfig) -> list[Path]:
 
 
 def is_finished(config: MegarlConfig) -> bool:
-    """Whether `output_dir` holds the run at its last step, exported: there is nothing left to do."""
+    """Whether `output_dir` holds the run at its last step, exported: there is nothing left to do.
+
+    Raises UserError where what is there is of another command.
+    """
     return (
         last_step(config) >= config.loop.steps
         and config.checkpoint.resume != "never"
         and all(step_of_export(export) == last_step(config) for export in exports_of(config))
+        and latest_checkpoint(config, _COMMAND) is not None
     )
 
 

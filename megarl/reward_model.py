@@ -17,7 +17,7 @@ def train_reward_model(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`: a sequence classifier of one label.
     """
     settings = config.preference
-    start = Start.of(config)
+    start = Start.of(config, "reward-model")
     if start.is_finished(settings.steps):
         return
     train, held_out = read_pairs(start)

@@ -14,7 +14,7 @@ from megarl.supervised import HeldOut, Start, conversation_batch, open_training
 def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
-    start = Start.of(config)
+    start = Start.of(config, "sft")
     if start.is_finished(settings.steps):
         return
     train = _read(start, settings.train_files)

@@ -42,7 +42,7 @@ def spin(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    start = Start.of(config)
+    start = Start.of(config, "spin")
     if start.is_finished(settings.steps):
         return
     turns = [last_turn(conversation) for conversation in _read(start, settings.train_files)]

@@ -46,19 +46,20 @@ class Start:
     """State that a run begins with, or continues with, checked before any process starts."""
 
     config: MegarlConfig
+    command: str
     model: Model
     options: MegatronOptions
     checkpoint: Checkpoint | None = None
 
     @classmethod
-    def of(cls, config: MegarlConfig) -> "Start":
+    def of(cls, config: MegarlConfig, command: str) -> "Start":
         """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
         with phase("checking the model"):
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_layout(model.architecture, options)
-            checkpoint = latest_checkpoint(config)
-        start = cls(config, model, options, checkpoint)
+            checkpoint = latest_checkpoint(config, command)
+        start = cls(config, command, model, options, checkpoint)
         if checkpoint is None:
             check_that_none_is_lost([start.export])
         return start
@@ -77,7 +78,10 @@ class Start:
         """Whether nothing is left to do of a run of so many steps; then that is said."""
         if not (self.step >= steps or self.has_learned_enough) or step_of_export(self.export) != self.step:
             return False
-        print(f"all is learned after {self.step} steps; give more of them to go on from there", flush=True)
+        if self.has_learned_enough:
+            print(f"all is learned after {self.step} steps; choose another output_dir to begin anew", flush=True)
+        else:
+            print(f"all {self.step} steps are done; give more of them to go on from the last one", flush=True)
         return True
 
     @property
@@ -160,7 +164,7 @@ class Training:
         return metrics | self.clock.end_step(tokens=len(draw.batch.tokens))
 
     def _save(self, draws: Draws) -> None:
-        with CheckpointWriter(self.start.config, self.position.step) as checkpoint:
+        with CheckpointWriter(self.start.config, self.start.command, self.position.step) as checkpoint:
             checkpoint.save(self.trainer)
             checkpoint.state |= {"is_enough": self.position.is_enough, "draws": draws.save(checkpoint.folder)}
 

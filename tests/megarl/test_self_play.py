@@ -76,7 +76,7 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
         rollout=RolloutConfig(max_response_tokens=4),
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
-    start = Start(config, SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config))
+    start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
     return Training(start, FakeTrainer(start.step), Log(), steps, Position(start.step, is_enough=False))
 
 

@@ -79,14 +79,45 @@ def test_an_export_without_the_run_that_wrote_it_is_not_replaced(commands, tmp_p
 
 
 def test_a_finished_run_says_so_and_starts_nothing(commands, tmp_path):
-    output = tmp_path / "other"
-    root = output / "checkpoints"
-    checkpoint_folder.begin(root, 7)
-    checkpoint_folder.commit(root, 7, {"step": 7}, keep=1)
-    write_export(lambda folder: folder.mkdir(), output / "huggingface", step=7)
+    output = finished(tmp_path / "other", {"step": 7, "command": "train"})
     code, said, errors = commands("train", f"output_dir={output}", "loop.steps=7")
     assert code == 0
     first, *places = said.splitlines()
     assert first == "all 7 steps are done; raise loop.steps to go on from the last one"
-    assert places == [f"model       {output / 'huggingface'}", f"checkpoint  {root / 'iter_0000007'}"]
+    checkpoint = output / "checkpoints" / "iter_0000007"
+    assert places == [f"model       {output / 'huggingface'}", f"checkpoint  {checkpoint}"]
     assert "starting" not in errors
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"is_enough": False}, "all 7 steps are done; give more of them to go on from the last one"),
+        ({"is_enough": True}, "all is learned after 7 steps; choose another output_dir to begin anew"),
+    ],
+)
+def test_a_finished_run_on_examples_says_why(commands, tmp_path, state, says):
+    output = finished(tmp_path / "other", {"step": 7, "command": "sft", **state})
+    code, said, errors = commands("sft", f"output_dir={output}", "sft.steps=7")
+    assert (code, said.splitlines()[0]) == (0, says)
+    assert "starting" not in errors
+
+
+@pytest.mark.parametrize(
+    ("writer", "command", "steps"),
+    [("sft", "train", "loop.steps=7"), ("sft", "train", "loop.steps=8"), ("train", "sft", "sft.steps=7")],
+)
+def test_no_command_goes_on_from_a_checkpoint_of_another(commands, tmp_path, writer, command, steps):
+    output = finished(tmp_path / "other", {"step": 7, "command": writer})
+    code, _, errors = commands(command, f"output_dir={output}", steps)
+    assert code == 2
+    assert f"is a checkpoint of megarl {writer}, from which megarl {command} cannot go on" in errors.splitlines()[-1]
+
+
+def finished(output, state):
+    """The folder of a run of 7 steps that is at its end."""
+    root = output / "checkpoints"
+    checkpoint_folder.begin(root, 7)
+    checkpoint_folder.commit(root, 7, state, keep=1)
+    write_export(lambda folder: folder.mkdir(), output / "huggingface", step=7)
+    return output
