@@ -67,8 +67,9 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
+        replaced = root / f"{folder.name}.replaced{_PARTIAL}"
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(replaced)  # removing it here would leave none for as long as that takes
         partial.rename(folder)
         tracker = root / (LATEST + _PARTIAL)
         tracker.write_text(str(iteration))
@@ -78,6 +79,8 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
     except OSError as error:
         abandon(root, iteration)
         raise disk_error(error, root) from error
+    if replaced.exists():
+        shutil.rmtree(replaced)
     for old in complete_iterations(root)[:-keep]:
         shutil.rmtree(iteration_folder(root, old))
     return folder

@@ -1,5 +1,7 @@
 """Checkpoint folders: complete under their name, or not there."""
 
+import shutil
+
 import pytest
 from isal.isal_zlib import crc32
 
@@ -32,6 +34,23 @@ def test_half_written_folder_is_never_the_latest(tmp_path):
     assert list(again.iterdir()) == []
     checkpoint_folder.abandon(tmp_path, 2)
     assert not again.exists()
+
+
+def test_a_step_saved_again_has_a_checkpoint_whenever_the_run_is_killed(tmp_path, monkeypatch):
+    write(tmp_path, 3)
+    remove = shutil.rmtree
+
+    def killed(folder, **options):
+        remove(folder, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 3)
+    assert checkpoint_folder.complete_iterations(tmp_path) == [3]
+    monkeypatch.undo()
+    write(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", checkpoint_folder.LATEST]
 
 
 def test_only_the_newest_are_kept(tmp_path):
