@@ -30,7 +30,7 @@ CONFIG = AlgorithmConfig(gamma=0.99, gae_lambda=0.95)
 TOKEN_FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "token_rewards": lambda uniform: uniform / 100,
     "values": lambda uniform: uniform,
-    # Of at most 1 / e, so that the squared gradient 1 - 2 pi + sum of squares is positive, as it is of a policy.
+    # Probabilities of at most 1 / e, so that the squared gradient 1 - 2 pi + sum of squares is positive, as a policy's.
     "old_log_probs": lambda uniform: -1 - uniform,
     "probability_squares": lambda uniform: uniform,
     "process_rewards": lambda uniform: uniform / 10,
@@ -54,7 +54,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call: the best of several runs."""
+    """Cost of one call: the best of several runs."""
 
     seconds: float
     cpu_seconds: float
@@ -167,7 +167,7 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Ite
 
 
 def verl_arguments(batch: Batch, ours: str) -> dict[str, Any]:
-    """What verl's function takes: a rectangle for everything, the reward at the last token."""
+    """Arguments of verl's function: a rectangle for everything, the reward at the last token."""
     from verl.trainer.config import AlgoConfig  # type: ignore[import-not-found,unused-ignore]
 
     mask = batch.mask.float()

@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Size:
-    """What is computed."""
+    """Size of a computation."""
 
     tokens: int
     vocabulary: int
@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Figures:
-    """What it took."""
+    """Time and peak memory of a computation."""
 
     forward_s: float
     backward_s: float
@@ -137,7 +137,7 @@ def measure(name: str, size: Size, rank: Rank) -> Figures:
 
 
 def largest_difference(size: Size, rank: Rank) -> float:
-    """Of this rank's gradients of megarl from those of the plain computation, relative to the largest of each."""
+    """Largest error of megarl's gradients on this rank against the plain ones, relative to the largest of each."""
     parts, alone = inputs(size, rank), inputs(size, Rank())
     ours = torch.autograd.grad(megarl(*parts, rank.group), parts[:2])
     if rank.group is not None:
@@ -149,7 +149,7 @@ def largest_difference(size: Size, rank: Rank) -> float:
 
 
 def on_ranks(what: str, size: Size, ranks: int) -> list[str]:
-    """What this program prints with `--only what`, in `ranks` processes at the same time."""
+    """Output of this program with `--only what`, in `ranks` processes at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--only", what, f"--ranks={ranks}", f"--store={folder}/store"]
         command += [f"--{key}={value}" for key, value in asdict(size).items()]
@@ -170,7 +170,7 @@ def measure_apart(name: str, size: Size, ranks: int) -> Figures:
 
 
 def table(rows: Sequence[tuple[str, Size, int]]) -> list[str]:
-    """Of computations, their sizes and ranks."""
+    """Measure computations, with their sizes and ranks, as a table in Markdown."""
     unit = "s" if device.device().type == "cuda" else "CPU s"
     lines = [
         "| computation | ranks | tokens | vocabulary | hidden | type |"

@@ -1,4 +1,4 @@
-"""What a benchmark runs on, and options that all benchmarks have."""
+"""Machine that a benchmark runs on, and options that all benchmarks have."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What `megarl plan` says of refits of 671B and 1T parameters, how long it takes to say it, and how much memory.
+"""Predictions of `megarl plan` for refits of 671B and 1T parameters, and the time and memory that planning takes.
 
 Each case is the command as a user gives it. Beside it, how long a rank takes to find its own part of the same plan.
 """
@@ -65,7 +65,7 @@ _NOTES = """\
 
 @dataclass(frozen=True)
 class Result:
-    """What the command said of a case, and what it cost."""
+    """Output of the command for a case, and its cost."""
 
     name: str
     facts: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What a process and all its descendants cost: CPU seconds and memory, from Linux' /proc."""
+"""Cost of a process and all its descendants: CPU seconds and memory, from Linux' /proc."""
 
 import threading
 from contextlib import suppress

@@ -30,7 +30,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds: its tensors, what lies in them, and the boxes no HuggingFace element fills."""
+    """One rank's part of a model: its tensors, the placements in them, and the boxes no HuggingFace element fills."""
 
     local_shapes: Mapping[str, Shape]
     placements: Sequence[Placement]
@@ -48,13 +48,13 @@ class Layout:
     """A faster way to `placements_of`, for layouts that know where a tensor lies."""
 
     def shard(self, rank: int) -> Shard:
-        """What `rank` holds."""
+        """The shard of `rank`."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} of a layout of {self.ranks} ranks")
         return self.shard_of(rank)
 
     def placements(self, rank: int) -> Sequence[Placement]:
-        """What lies where in the tensors of `rank`."""
+        """Placements of HuggingFace elements in the tensors of `rank`."""
         return self.shard(rank).placements
 
     def placements_of(self, hf_names: Collection[str]) -> Callable[[int], Sequence[Placement]]:

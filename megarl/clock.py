@@ -24,7 +24,7 @@ class Clock:
     def end_step(self, tokens: int) -> dict[str, float]:
         """Metrics of the step that ends here: seconds of every stage, of the step and of what was in no stage.
 
-        What happens between two steps, logging and checkpoints, belongs to the later one. `tokens` are those of the
+        Work between two steps, logging and checkpoints, belongs to the later one. `tokens` are those of the
         step, for its tokens per second.
         """
         total = time.perf_counter() - self._started

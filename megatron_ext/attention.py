@@ -145,7 +145,7 @@ def _padded_index(starts: list[int], lengths: list[int], device: torch.device) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, dropout: float) -> Tensor:
-    # What follows a sequence as padding comes after all its tokens, where the causal mask hides it.
+    # Padding comes after all tokens of a sequence, where the causal mask hides it.
     query, key, value = _by_head(query, key, value)
     width = value.shape[-1]
     if query.shape[2] >= _TILED_FROM:
@@ -164,7 +164,7 @@ def _attend_step_by_step(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """What torch's kernels cannot: soft-capped scores and windows. At least float32 in between, as in the kernels."""
+    """Attention with soft-capped scores or a window, which torch's kernels lack; like them in float32 or better."""
     dtype = query.dtype
     query, key, value = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in _by_head(query, key, value))
     scores = query @ key.mT * softmax_scale

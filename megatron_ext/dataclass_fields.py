@@ -19,8 +19,8 @@ class FieldType:
     """Which plain values a field takes."""
 
     kinds: frozenset[str] = frozenset()
-    """Of bool, int, float, str, dict, None, list, dtype (a torch type, by its short name) and enum (a member, by its
-    name); empty where a field holds an object that has no plain form."""
+    """Kinds among bool, int, float, str, dict, None, list, dtype (a torch type, by its short name) and enum (a member,
+    by its name); empty where a field holds an object that has no plain form."""
     choices: tuple[Any, ...] = ()
     """Values of a `Literal`, or names of an enum's members."""
     items: "FieldType | None" = None

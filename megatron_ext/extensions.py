@@ -1,4 +1,4 @@
-"""What some families compute beyond megatron-core's GPTModel, in its layer specs and at its embedding."""
+"""Computations of some families beyond megatron-core's GPTModel, in its layer specs and at its embedding."""
 
 from dataclasses import fields, replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a train step minimises."""
+"""Objective that a train step minimises."""
 
 from typing import Any, Protocol
 

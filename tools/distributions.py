@@ -1,4 +1,4 @@
-"""What is installed in a site-packages folder, held against a lock file: version by version, file by file."""
+"""Checks a site-packages folder against a lock file: version by version, file by file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def damaged_file(dist_info: Path) -> str | None:
 
 
 def find_fault(folders: list[Path], version: str | None) -> str | None:
-    """What is wrong with one distribution (`version` None: any will do); None where it is as it should be."""
+    """Names the fault of one distribution (`version` None: any will do); None if it is as it should be."""
     if not folders:
         return "missing"
     if len(folders) > 1:

@@ -1,4 +1,4 @@
-"""What the disk itself allows: sequential writes of bytes that are in memory, until they are on the disk.
+"""Speed of the disk itself: sequential writes of bytes that are in memory, until they are on the disk.
 
 python -m conversion.disk --bytes N --writers N --out DIR
 

@@ -25,7 +25,7 @@ class Observation:
     cpu_seconds: float
     """User and system time of it and of all its descendants."""
     peak_anonymous_bytes: int
-    """The most that all its processes held together. What they share after a fork counts once for each."""
+    """Peak of all its processes together. Memory that they share after a fork counts once for each."""
     peak_anonymous_bytes_of_a_process: int
     last_line: dict[str, Any]
     """The JSON of the last line that it printed; empty where it prints none."""

@@ -40,7 +40,7 @@ CPU_CONFIG: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a peer came to."""
+    """Result of one run of a peer."""
 
     load_seconds: float
     export_seconds: float

@@ -1,4 +1,4 @@
-"""What is compared: each program as a command, and what its runs say."""
+"""Programs to compare: the command of each, and the phases that its runs report."""
 
 import os
 import shlex
@@ -55,7 +55,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def disk_programs(writers: Sequence[int]) -> Iterator[Program]:
-    """What the disk allows: raw writes, and `cp` with sync."""
+    """Programs that measure the disk: raw writes, and `cp` with sync."""
     for number in writers:
         name = f"raw write + sync, {_count(number, 'process', 'processes')}"
         yield Program(name, "disk", "bf16", partial(_write, number), partial(_said, name, reads=False), _MODULES)

@@ -74,7 +74,7 @@ def sentences(runs: Sequence[Run], workers: Sequence[int]) -> Iterator[str]:
 
 
 def dry_run_sentence(seen: Sequence[Observation]) -> str:
-    """What planning the conversion of the whole model costs."""
+    """Cost of planning the conversion of the whole model, as a sentence."""
     inside, command = median(each.last_line["seconds"] for each in seen), [each.seconds for each in seen]
     memory = max(each.peak_anonymous_bytes for each in seen)
     return (

@@ -1,7 +1,7 @@
 """Transformer Engine's modules without their kernels: the parameters, under their names and in their shapes.
 
 The peers build a GPTModel of Transformer Engine's specs before they load or export anything, and Transformer Engine
-needs a GPU. What they measure here is the copying of weights: no module of this file can be called.
+needs a GPU. They measure the copying of weights here: no module of this file can be called.
 """
 
 import sys

@@ -12,7 +12,7 @@ _SAMPLE_EVERY_S = 0.003
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds, in bytes; shared memory counts in each process that has touched it."""
+    """Memory of a process, in bytes; shared memory counts in each process that has touched it."""
 
     anonymous: int
     shared: int

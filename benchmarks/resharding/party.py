@@ -29,9 +29,9 @@ class Party:
         """Among the trainer's ranks, or among the workers."""
         self.hf_dtypes = scenario.architecture.hf_dtypes(DTYPE)
         self.tensors: Mapping[str, Tensor] = {}
-        """Of a trainer rank."""
+        """Tensors of a trainer rank."""
         self.written: Mapping[Destination, Mapping[str, Tensor]] = {}
-        """Of a worker."""
+        """Tensors of a worker."""
         if self.is_source:
             self.tensors = self._empty(scenario.trainer)
             values.fill(scenario.trainer, self.number, self.tensors, self.hf_dtypes)
@@ -49,7 +49,7 @@ class Party:
         return {"engine": self.scenario.engine, "megatron": self.scenario.megatron_engine}[destination]
 
     def exchange(self, said: Any) -> list[Any]:
-        """What every rank says, rank by rank."""
+        """Gather the message of every rank, rank by rank."""
         heard: list[Any] = [None] * self.place.ranks
         dist.all_gather_object(heard, said)
         return heard

@@ -47,7 +47,7 @@ class Timed:
     seconds: float
     """From the first rank that began to the last that ended."""
     cpu_seconds: float
-    """Of all ranks, in all their threads."""
+    """CPU time of all ranks, in all their threads."""
 
 
 class Ranks:
@@ -58,7 +58,7 @@ class Ranks:
         self._commands = commands
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What the method returns, rank by rank. Raises RankFailed if one fails or says nothing."""
+        """Results of the method, rank by rank. Raises RankFailed if a rank fails or does not answer."""
         for command in self._commands:
             command.send((method, arguments, False))
         return self._answers()

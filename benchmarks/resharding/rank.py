@@ -1,4 +1,4 @@
-"""What the process of a rank does when it is told to."""
+"""Process of a rank, which runs methods on request."""
 
 from resharding.contenders import megatron_core
 from resharding.contenders.table import CONTENDERS, Contender
@@ -21,7 +21,7 @@ class Rank:
         self._contenders[name] = CONTENDERS[name](self._party)
 
     def moved_bytes(self, name: str) -> int:
-        """What this rank sends in a run."""
+        """Number of bytes that this rank sends in a run."""
         return self._contenders[name].moved_bytes
 
     def run(self, name: str) -> None:
@@ -33,7 +33,7 @@ class Rank:
         self._contenders[name].wipe()
 
     def wrong(self, name: str) -> list[str]:
-        """What the last run did not write as it should have."""
+        """Names the tensors or buffers in which the last run left wrong values."""
         return self._contenders[name].wrong()
 
     def give_back(self) -> None:

@@ -10,12 +10,12 @@ from resharding.scenario import Scenario
 
 
 class WrongValues(RuntimeError):  # noqa: N818 - says what happened
-    """What a contender wrote is not what it had to write."""
+    """Raised if a contender wrote wrong values."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is the same in every run of a contender."""
+    """Figures that are the same in every run of a contender."""
 
     moved_bytes: int
     trainer_extra_bytes: int

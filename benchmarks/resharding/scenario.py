@@ -1,4 +1,4 @@
-"""What is moved: a model, how the trainer's ranks and the engine's workers cut it, and in what buckets."""
+"""Weights to move: a model, how the trainer's ranks and the engine's workers cut it, and the size of the buckets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,34 +26,34 @@ class Scenario:
     config: Mapping[str, Any]
     """The model's config.json."""
     recordings: Sequence[Recording] | None
-    """Of the engine's workers; without them the engine is cut like Megatron at its sizes."""
+    """Recordings of the engine's workers; without them the engine is cut like Megatron at its sizes."""
     bucket_bytes: int
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the config means to Megatron."""
+        """The Megatron model of the config."""
         return read_architecture(self.config)
 
     @cached_property
     def trainer(self) -> Layout:
-        """Of the source ranks; Transformer Engine's names, which megatron.core.resharding understands."""
+        """Layout of the source ranks, with Transformer Engine's names, which megatron.core.resharding understands."""
         return megatron_layout(self.architecture, TRAINER, module_names="te")
 
     @cached_property
     def engine(self) -> Layout:
-        """Of the destination ranks."""
+        """Layout of the destination ranks."""
         if self.recordings is None:
             return self.megatron_engine
         return recorded_layout([recording.shard for recording in self.recordings], self.architecture.hf_shapes)
 
     @cached_property
     def megatron_engine(self) -> Layout:
-        """Of destination ranks that run Megatron, at the engine's sizes."""
+        """Layout of destination ranks that run Megatron, at the engine's sizes."""
         return megatron_layout(self.architecture, ENGINE, module_names="te")
 
     @cached_property
     def huggingface(self) -> Layout:
-        """Of one rank that holds everything."""
+        """Layout of one rank that holds everything."""
         return huggingface_layout(self.architecture.hf_shapes)
 
     @property
@@ -67,11 +67,11 @@ class Scenario:
         return {placement.local_name: hf[placement.hf_name] for placement in layout.placements(rank)}
 
     def outgoing(self, destination: Layout, rank: int) -> Streams:
-        """What a source rank sends so that `destination` is filled, by destination rank."""
+        """Streams that a source rank sends to fill `destination`, by destination rank."""
         return outgoing(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes)
 
     def incoming(self, destination: Layout, rank: int) -> Streams:
-        """What a rank of `destination` gets, by source rank."""
+        """Streams that a rank of `destination` gets, by source rank."""
         return incoming(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes).direct
 
     def _dtypes(self, destination: Layout) -> list[DTypes]:

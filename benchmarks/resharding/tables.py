@@ -106,7 +106,7 @@ def table(results: Results) -> Table:
             f"{ratio.median:.2f}" if ratio else "-",
             f"{results.cpu_seconds(name):.3f}",
             f"{facts.moved_bytes / results.needed_bytes:.2f}",
-            # What this one copies lies in memory that only it has.
+            # Memcpy copies between buffers that only it has.
             *(["-"] * 2 if name == MEMCPY else _megabytes(facts.trainer_extra_bytes, facts.worker_extra_bytes)),
         )
     return made

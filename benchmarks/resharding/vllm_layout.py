@@ -23,7 +23,7 @@ class NotRecordable(RuntimeError):  # noqa: N818 - says what happened
 
 
 def record(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[Recording]]:
-    """Of each model the recordings of its tensor-parallel workers.
+    """Record the layout of each model's tensor-parallel workers.
 
     Raises NotRecordable where direct writes are not possible.
     """

@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """What the config.json `hf_config` means to Megatron.
+    """The Megatron model of the config.json `hf_config`.
 
     Raises UserError for a model type or a field that is not supported, or a field that is missing.
     """

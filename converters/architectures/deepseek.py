@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and its successors share: latent attention, dense layers first, experts of which some are shared."""
+"""Common part of DeepSeek-V2 and its successors: latent attention, dense layers first, routed and shared experts."""
 
 from collections.abc import Collection
 from typing import Any

@@ -28,7 +28,7 @@ def expert_groups(config: HuggingFaceConfig, *, scoring: int) -> dict[str, int]:
 
 
 def group_scores(config: HuggingFaceConfig, *, scoring: int) -> Extensions:
-    """What makes Megatron score groups by their `scoring` best experts, where it would sum another number of them."""
+    """Extension that scores groups by their `scoring` best experts, where Megatron would sum another number of them."""
     groups, chosen = _groups(config)
     if groups == chosen or config["num_experts_per_tok"] // chosen == scoring:
         return Extensions()

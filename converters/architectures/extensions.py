@@ -1,4 +1,4 @@
-"""What a model computes that megatron-core's GPTModel has no field for."""
+"""Computations of a model for which megatron-core's GPTModel has no field."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ _INPUTS = "embedding_and_hidden"
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """What multi-token-prediction layers add to the fields of an Architecture of the same meaning."""
+    """Additions of multi-token-prediction layers to the fields of an Architecture of the same meaning."""
 
     weight_map: tuple[Parameter, ...] = ()
     dimensions: Mapping[str, Dimension] = field(default_factory=dict)

@@ -31,5 +31,5 @@ def sigmoid_routing(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> dic
 
 
 def sigmoid_routing_extensions(config: HuggingFaceConfig, moe_layers: Sequence[int]) -> Extensions:
-    """What this router computes beyond megatron-core's."""
+    """Computations of this router beyond megatron-core's."""
     return group_scores(config, scoring=_GROUP_SCORE_EXPERTS) if moe_layers else Extensions()

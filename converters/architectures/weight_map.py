@@ -12,7 +12,7 @@ from converters.architectures.extensions import Extensions
 from converters.layout import Shape
 
 Head = Literal["language_model", "value"]
-"""What is made of the last hidden states: logits over the vocabulary, or one number for each token."""
+"""Output of the last hidden states: logits over the vocabulary, or one number for each token."""
 
 
 class Kind(Enum):
@@ -82,7 +82,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json means to Megatron."""
+    """The Megatron model of a config.json."""
 
     model_type: str
     hf_config: Mapping[str, Any]
@@ -97,13 +97,13 @@ class Architecture:
     hf_copies: Mapping[str, str] = field(default_factory=dict)
     """HuggingFace tensors a checkpoint may hold beside the tensor they are equal to (tied or shared weights)."""
     exported_copies: tuple[str, ...] = ()
-    """Those of `hf_copies` that released checkpoints of the family hold and an export writes."""
+    """Members of `hf_copies` that released checkpoints of the family hold and an export writes."""
     mtp_layers: int = 0
     """Multi-token-prediction layers: `model.layers.{num_layers + m}.` of HuggingFace is Megatron's `mtp.layers.{m}.`"""
     hf_unused: frozenset[str] = frozenset()
     """HuggingFace tensors a checkpoint may hold that no computation reads, and that are therefore not converted."""
     extensions: Extensions = field(default_factory=Extensions)
-    """What the model computes beyond a GPTModel."""
+    """Computations of the model beyond a GPTModel."""
     head: Head = "language_model"
     hf_zero_if_missing: frozenset[str] = frozenset()
     """HuggingFace tensors that a checkpoint may lack, and that are 0 then: a head that is yet to be trained."""

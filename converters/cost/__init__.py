@@ -1,4 +1,4 @@
-"""What a plan costs: the bytes that every rank and port moves, how long that takes, and how long it must take."""
+"""Cost of a plan: the bytes that every rank and port moves, how long that takes, and how long it must take."""
 
 from converters.cost.counting import traffic
 from converters.cost.formats import TensorFormat, formats

@@ -58,7 +58,7 @@ class _Patterns:
         self._steps, self._box_of = list(numbers), list(numbers_of_boxes)
 
     def boxes(self, pattern: int) -> Boxes:
-        """What the placements of a pattern hold."""
+        """Boxes in the placements of a pattern."""
         steps = []
         while pattern:
             pattern, rank, number = self._steps[pattern - 1]

@@ -44,7 +44,7 @@ class _Count:
         self._groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def traffic(self) -> Traffic:
-        """Of all classes added so far."""
+        """Traffic of all classes added so far."""
         plan, ranks = self._plan, self._ranks
         return Traffic(
             plan.place,

@@ -21,12 +21,12 @@ from converters.stream.run import Progress
 
 @dataclass(frozen=True)
 class Difference:
-    """What tells two checkpoints A and B apart, by HuggingFace names."""
+    """Differences of two checkpoints A and B, by HuggingFace names."""
 
     compared: int
     """Number of tensors that are in both, in the same shape."""
     nbytes: int
-    """Of these, in the types that they have in A."""
+    """Size of these tensors, in their types in A."""
     only_in_a: Sequence[str]
     only_in_b: Sequence[str]
     shapes: Mapping[str, tuple[Shape, Shape]]

@@ -1,4 +1,4 @@
-"""What a checkpoint is: its model, its tensors, its layout, whether it is whole."""
+"""Describes a checkpoint: its model, its tensors, its layout, whether it is whole."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ _PARALLEL_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json says of the model."""
+    """Model of a config.json."""
 
     model_type: str
     layers: int
@@ -42,9 +42,9 @@ class Model:
     """Routed experts of a layer; 0 without a mixture of experts."""
     tied: bool
     parameters: int
-    """Of the whole model, multi-token prediction included; the shared weights of tied layers count once."""
+    """Parameters of the whole model, with multi-token prediction; the shared weights of tied layers count once."""
     parameters_per_token: int
-    """Of those, the ones that a token meets: without the experts it is not routed to, and multi-token prediction."""
+    """Parameters that a token meets: without the experts it is not routed to, and multi-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,27 @@ class Layout:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. Nothing of it comes from the values of the tensors."""
+    """Description of a checkpoint. Nothing in it comes from the values of the tensors."""
 
     folder: str
     format: str
     model: Model | None
     """None without a config.json of a supported architecture."""
     elements: int
-    """Of all weights as stored: with copies of shared weights and padding, without the scales of FP8."""
+    """Elements of all weights as stored: with copies of shared weights and padding, without the scales of FP8."""
     tensors: int
     nbytes: int
-    """Of the weights as stored."""
+    """Size of the weights as stored."""
     dtypes: Mapping[str, tuple[int, int]]
     """Type -> number of tensors and bytes."""
     layout: Layout
     is_fp8: bool
     optimizer_bytes: int
-    """Of the tensors of a torch_dist checkpoint beside the weights."""
+    """Size of the tensors of a torch_dist checkpoint beside the weights."""
     manifest: bool
     """Whether there is one, with checksums."""
     problem: str | None
-    """What keeps the tensors from being those of config.json, no more and no fewer; None where they are."""
+    """Reason why the tensors are not exactly those of config.json; None if they are."""
 
 
 def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection:

@@ -29,11 +29,11 @@ class ChunkRecord:
 
     @property
     def nbytes(self) -> int:
-        """Of the archive."""
+        """Size of the archive."""
         return self.chunk.length
 
     def damage(self) -> str | None:
-        """What is damaged, None where nothing is."""
+        """Names what is damaged; None if nothing is."""
         try:
             content, expected = self.checkpoint.checksum_data(self.key, self.chunk)
         except UserError as error:
@@ -62,11 +62,11 @@ class ObjectRecords:
 
     @property
     def nbytes(self) -> int:
-        """Of the archive."""
+        """Size of the archive."""
         return self.stored.length
 
     def damage(self) -> str | None:
-        """What is damaged, None where nothing is."""
+        """Names what is damaged; None if nothing is."""
         with (self.folder / self.stored.file).open("rb") as file:
             file.seek(self.stored.offset)
             content = file.read(self.stored.length)

@@ -58,7 +58,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Found:
-    """What has been found in the blocks of a tensor so far."""
+    """Differences found in the blocks of a tensor so far."""
 
     def __init__(self) -> None:
         self.elements, self._not_finite = 0, 0

@@ -26,7 +26,7 @@ _ALL_IN_ONE_FILE = 2**62
 class Weights(Protocol):
     """Tensors by HuggingFace name; block FP8 is decoded to bf16. Read from several threads at once.
 
-    What a thread has read is good until it reads again.
+    A tensor that a thread has read is valid until that thread reads again.
     """
 
     shapes: Mapping[str, Shape]

@@ -13,7 +13,7 @@ CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 LARGEST_SCALE = 2.0**119
 LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
-"""What a weight may be at most, which is just below the largest bfloat16."""
+"""Largest weight that can be encoded, just below the largest bfloat16."""
 # Large beside the cost of starting an operation, small enough for a processor's cache: 4 MiB in float32.
 _TILE_ELEMENTS = 2**20
 _TILE_COLUMNS = 8192

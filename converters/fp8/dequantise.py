@@ -47,7 +47,7 @@ def dequantise_into(
     `codes` (float8_e4m3fn, of the shape of `out`) are the box that begins at `row_start` and `column_start`, anywhere
     in a block; `scales` those of the whole weight. With `scratch`, many calls share the memory they work in.
     Raises ValueError, naming the element, for a code that is NaN, and for a scale that is not finite or above 2**119;
-    also for tensors of another type or shape. What is then in `out` is undefined.
+    also for tensors of another type or shape. The content of `out` is then undefined.
     """
     _check(codes, scales, out, row_start, column_start)
     factors = _factors(scales, codes, row_start, column_start)
@@ -77,7 +77,7 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row_sta
 
 
 def _factors(scales: torch.Tensor, codes: torch.Tensor, row_start: int, column_start: int) -> torch.Tensor:
-    """What the float16 values of a box are multiplied by [rows of blocks, columns]."""
+    """Factors of the float16 values of a box [rows of blocks, columns]."""
     rows, columns = (
         slice(start // BLOCK, -(-(start + n) // BLOCK))
         for start, n in ((row_start, codes.shape[0]), (column_start, codes.shape[1]))

@@ -37,7 +37,7 @@ def quantise_into(
     `weight` (bfloat16, float16 or float32) and `codes` (float8_e4m3fn) have the same shape, which begins at the corner
     of a block; `scales` (float32) are those of its blocks. With `scratch`, many calls share the memory they work in.
     Raises ValueError, naming the block, for a weight that is not finite or above `LARGEST_WEIGHT`; also for tensors of
-    another type or shape. What is then in `codes` and `scales` is undefined.
+    another type or shape. The contents of `codes` and `scales` are then undefined.
     """
     _check(weight, codes, scales)
     scratch = scratch or Scratch()

@@ -26,7 +26,7 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Of the rank's tensor along `axis`."""
+        """Length of the rank's tensor along `axis`."""
         return sum(piece.stop - piece.start for piece in self.pieces) + self.padding
 
 
@@ -94,7 +94,7 @@ def _qkv(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cu
 
 
 def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """What lies from `start` to `stop` in pieces that follow each other."""
+    """Cut `start` to `stop` out of pieces that follow each other."""
     inside, position = [], 0
     for piece in pieces:
         end = position + piece.stop - piece.start

@@ -111,7 +111,7 @@ def _on_chunk(parallel: ParallelSizes, part: Part, pipeline_rank: int, chunk: in
 
 
 _Wanted = Mapping[tuple[int, int], Collection[int]]
-"""Number of a parameter in the weight map and layer -> experts. What is in no layer, or no expert, is in number 0."""
+"""Number of a parameter in the weight map and layer -> experts. Parameters outside layers or experts are in 0."""
 
 
 class _Cuts:
@@ -124,7 +124,7 @@ class _Cuts:
         self._parts: dict[tuple[int, int, int], ParameterPart] = {}
 
     def shard(self, rank: int, wanted: _Wanted | None = None) -> Shard:
-        """What `rank` holds, or of that only what is `wanted`."""
+        """The shard of `rank`, or only the `wanted` parts of it."""
         architecture, parallel = self._architecture, self._parallel
         at = parallel.coordinates(rank)
         shapes: dict[str, Shape] = {}

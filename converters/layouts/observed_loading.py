@@ -151,7 +151,7 @@ class LoadObserver(TorchDispatchMode):
             self.padding[name].append((box, _CONSTANTS[func](args)))
 
     def _take_padding(self, name: str, box: Box) -> None:
-        """What was padding in `box` of a parameter is so no longer."""
+        """Remove `box` from the padding of a parameter."""
         if name in self.padding:
             self.padding[name] = [
                 (rest, value) for padding, value in self.padding[name] for rest in padding.without(box)

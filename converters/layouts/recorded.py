@@ -21,24 +21,24 @@ from converters.layouts.observed_loading import LoadObserver, UnrecordableError
 LoadWeights = Callable[[Iterator[tuple[str, Tensor]]], object]
 
 _REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What loaders raise for a tensor that does not fit their parameter."""
+"""Errors that loaders raise for a tensor that does not fit their parameter."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What the loader of one worker does. Small, and travels between processes."""
+    """Effect of one worker's loader: where its tensors' elements go. Small, and travels between processes."""
 
     shard: Shard
     """Where HuggingFace tensors lie in the worker's tensors. A parameter that holds whole tensors under an index, such
     as stacked experts, is cut at that index into several: `name[3]` (`local_tensors`)."""
     dtypes: Mapping[str, torch.dtype]
-    """Of the tensors of `shard`."""
+    """Types of the tensors of `shard`."""
     padding_values: Sequence[float]
     """The constants that the loader puts into the boxes of `shard.padding`."""
     unrecorded: Mapping[str, str]
     """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, load by name."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Those of `unrecorded` that cannot be loaded by name either: the engine is of another model."""
+    """Tensors of `unrecorded` that cannot be loaded by name either: the engine is of another model."""
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Recording"], tuple[bytes]]:
         # The names of a large model are megabytes, and much alike.

@@ -61,7 +61,7 @@ class Senders:
         return self._node_ranks[self.topology.destination_node[destination]] if self.node_once else (destination,)
 
     def group(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
-        """Those neighbours of a destination rank that are one of `workers`, which want the same."""
+        """Neighbours of a destination rank that are one of `workers`, which want the same."""
         neighbours = self.neighbours(destination)
         if len(neighbours) == 1:
             return neighbours
@@ -73,7 +73,7 @@ class Senders:
         return not self._shared_nodes or all(self.topology.source_node[holder] != node for holder in holders)
 
     def nearest(self, holders: tuple[int, ...], destination: int) -> tuple[int, ...]:
-        """Those of `holders` that are nearest to a destination rank."""
+        """Members of `holders` that are nearest to a destination rank."""
         if not self._shared_nodes or len(holders) == 1:
             return holders
         place = self.topology
@@ -87,7 +87,7 @@ class Senders:
     def deliveries(self, turn: int, atom: Atom, group: tuple[int, ...]) -> Iterator[Delivery]:
         """How all of `group`, destination ranks of one node, get `atom`; `turn` counts tensors of the same shape.
 
-        What comes from another node enters once: each of the group fetches one part and passes it on to the others.
+        Data from another node enters once: each rank of the group fetches one part and passes it on to the others.
         """
         if len(group) == 1 or not self.is_far(atom.holders, group[0]):
             for destination in group:

@@ -29,23 +29,23 @@ class Transfer:
 
 @dataclass(frozen=True)
 class DestinationPart:
-    """What one destination rank has to do with, each in the order of its placements.
+    """Transfers and relays of one destination rank, each in the order of its placements.
 
     The ranks of relays are destination ranks on both sides.
     """
 
     transfers: list[Transfer] = field(default_factory=list)
-    """What sources send to it."""
+    """Transfers from sources to this rank."""
     relays_in: list[Transfer] = field(default_factory=list)
-    """What neighbours pass on to it."""
+    """Relays from neighbours to this rank."""
     relays_out: list[Transfer] = field(default_factory=list)
-    """What it passes on to its neighbours, of that which sources send to it."""
+    """Relays of this rank to its neighbours, of elements that sources send to it."""
 
 
 def plan(source: Layout, destination: Layout) -> list[Transfer]:
     """The transfers that write every element of `destination`, but its padding, exactly once.
 
-    What several ranks hold they share the sending of. The same layouts always give the same list, ordered by
+    Ranks that hold the same elements share the sending. The same layouts always give the same list, ordered by
     destination rank. Raises what `Plan` and its `transfers_into` do.
     """
     whole = Plan(source, destination)
@@ -105,9 +105,9 @@ class Plan:
         return holdings(range(self.source.ranks), self.source.placements)
 
     def transfers_into(self, rank: int) -> list[Transfer]:
-        """What sources send to destination `rank`, in the order of its placements. Raises as `destination_part`.
+        """Transfers from sources to destination `rank`, in the order of its placements. Raises as `destination_part`.
 
-        That is all it gets unless the plan is `node_once`.
+        The rank gets nothing else unless the plan is `node_once`.
         """
         return self.destination_part(rank).transfers
 
@@ -137,7 +137,7 @@ class Plan:
 
     @no_search_for_garbage()
     def transfers_from(self, rank: int) -> list[Transfer]:
-        """What source `rank` sends, by destination rank, and for each in the order of its `transfers_into`.
+        """Transfers from source `rank`, by destination rank, and for each in the order of its `transfers_into`.
 
         Raises ValueError where no source rank holds an element that somebody wants beside those of `rank`.
         """

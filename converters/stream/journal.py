@@ -1,4 +1,4 @@
-"""What has been written of an output that is not complete, so that the same command can go on after an interruption."""
+"""Journal of the tensors written to an incomplete output, so that the same command can go on after an interruption."""
 
 import json
 import os

@@ -72,8 +72,8 @@ def write_targets(
 ) -> dict[str, list[Written]]:
     """Write the targets to files below `folder`; returns where the elements of each are, with checksums.
 
-    What the journal has of an earlier run is read instead of written, and written again where it is not intact. All
-    bytes are on disk at the return. What a thread raises, and Ctrl-C, ends all of them.
+    Tensors in the journal of an earlier run are read instead of written, and written again where they are not intact.
+    All bytes are on disk at the return. An exception of a thread, and Ctrl-C, ends all threads.
     """
     run = _Run(targets, progress)
 

@@ -1,4 +1,4 @@
-"""What a conversion writes: tensors, each in one place of one file, each made of boxes of the source's tensors."""
+"""Output of a conversion: tensors, each in one place of one file, each made of boxes of the source's tensors."""
 
 import math
 from collections.abc import Sequence

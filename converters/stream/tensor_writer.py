@@ -19,7 +19,7 @@ from converters.stream.targets import Part, Place, Target, Written
 
 # A processor's second-level cache holds it between the checksum and the write.
 _SLICE_BYTES = 2**20
-# What is decoded, converted or quantised at once: enough to keep a thread from asking for Python all the time.
+# Bytes to decode, convert or quantise at once: enough to keep a thread from asking for Python all the time.
 _GATHERED_BYTES = 2**21
 _SCALE_DTYPE = torch.float32
 

@@ -44,7 +44,7 @@ class AdaptiveKl:
         self.coefficient *= 1 + error * responses / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

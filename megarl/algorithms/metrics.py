@@ -49,7 +49,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one piece of a global batch contributes, by name; tensors are detached scalars.
+    """Contribution of one piece of a global batch, by name; tensors are detached scalars.
 
     The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
     of the `means` of its pieces. `ratio_counts` are those of `megarl.dynamics.ratios`, float64[bins], which add up.
@@ -61,7 +61,7 @@ class Metrics:
     ratio_counts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __or__(self, other: "Metrics") -> "Metrics":
-        """Those of both, of the same piece."""
+        """Merge the metrics of both, of the same piece."""
         return Metrics(
             {**self.sums, **other.sums},
             {**self.maxima, **other.maxima},

@@ -9,7 +9,7 @@ from megarl.algorithms.ragged import Ragged
 
 
 def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, ragged: Ragged) -> Metrics:
-    """Of the trained tokens [T] of N responses; `log_probs` under the trainer's policy, without gradient.
+    """Metrics of the trained tokens [T] of N responses; `log_probs` under the trainer's policy, without gradient.
 
     With r = pi / pi_rollout, over tokens: the k1 and k3 estimates of KL(rollout || policy), chi-squared E[r^2] - 1,
     and the effective sample size of the weights r as a share. Over responses that have trained tokens: the mean

@@ -88,7 +88,7 @@ class Ragged:
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def at_last_token(self, values: Tensor) -> Tensor:
-        """Values per response [N] at their last tokens, 0 at all others: [T]. That of an empty response is lost."""
+        """Values per response [N] at their last tokens, 0 at all others: [T]. An empty response loses its value."""
         return self.add_at_last_token_(empty(self.tokens, values).zero_(), values)
 
     def add_at_last_token_(self, tokens: Tensor, values: Tensor, start: int = 0) -> Tensor:

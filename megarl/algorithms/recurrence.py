@@ -64,11 +64,11 @@ class _Direction:
         return rows.flip(1) if self.backward else rows
 
     def last(self, rows: Tensor) -> Tensor:
-        """What each block passes on: [B]."""
+        """Value that each block passes on: [B]."""
         return (rows[:, 0] if self.backward else rows[:, -1]).contiguous()
 
     def heard(self, passed_on: Tensor) -> Tensor:
-        """What each block hears, from what each passes on: [B]."""
+        """Value that each block hears, from the values passed on: [B]."""
         nothing = passed_on.new_zeros(1)
         return torch.cat([passed_on[1:], nothing] if self.backward else [nothing, passed_on[:-1]])
 
@@ -103,7 +103,7 @@ def _sums(given: Callable[[slice], Tensor], tokens: int, cuts: Tensor, decay: fl
         heard = direction.heard(passed_on)
         in_part = direction.as_sums_go(hears.cumprod(1)) * heard[cut, None]
         heard[cut] = 0
-        # Of one column and one row: a product of matrices is several times as fast as addr_.
+        # A matrix product of one column and one row is several times as fast as addr_.
         rows.addmm_(heard[:, None], powers[:, -1].to(rows)[None])
         rows.index_add_(0, cut, in_part)
     return rows.view(-1)[:tokens]

@@ -8,7 +8,7 @@ from megatron_ext.packing import MicroBatch, last_tokens
 
 
 class Sequences:
-    """What an objective reads of a micro-batch of N sequences and T' indices.
+    """Sequences of a micro-batch as an objective reads them: N sequences, T' indices.
 
     Its field `weights` [T'] is that of `seq_mean_token_sum`: 0 outside the trained tokens, and at every trained token
     of a sequence the weight that the whole sequence has in the loss. Sums are in float64, so that thousands of tokens

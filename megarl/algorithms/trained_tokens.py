@@ -14,14 +14,14 @@ from megatron_ext.packing import MicroBatch
 class TrainedTokens:
     """The T tokens with a weight, of the N sequences of a micro-batch, padding's included; a sequence may have none.
 
-    What stands at other places, prompts, padding and masked tokens, is taken out, so that nothing there, not even
-    what is not a number, can reach a loss.
+    Values at other places, prompts, padding and masked tokens, are taken out, so that nothing there, not even NaN,
+    can reach a loss.
     """
 
     indices: Tensor
     """long[T]: where they are among the T' places of the micro-batch."""
     ragged: Ragged
-    """Of N sequences."""
+    """Lengths of the N sequences."""
     weights: Tensor
     """[T]"""
     fields: Mapping[str, Tensor]
@@ -29,7 +29,7 @@ class TrainedTokens:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "TrainedTokens":
-        """Those of `micro_batch` at which its field `weights` is not 0 (what is not a number is not 0)."""
+        """Take the tokens of `micro_batch` at which its field `weights` is not 0 (NaN is not 0)."""
         weights = micro_batch.fields["weights"]
         trained = weights != 0
         # How many there are up to the end of each sequence; the difference is each sequence's own. Padding is the last
@@ -54,7 +54,7 @@ class TrainedTokens:
     def check_finite(self, what: str, values: Tensor) -> None:
         """Raise UserError with the first of `values` [T] that is NaN or infinite: `what` it is, and of which response.
 
-        That is what the fields `response` and `prompt` say, where there are such.
+        The fields `response` and `prompt` name the response, where there are such.
         """
         finite = values.isfinite()
         if bool(finite.all()):

@@ -1,4 +1,4 @@
-"""What a command about checkpoints says in the end, and what these commands share."""
+"""Final output of the commands about checkpoints, and options that these commands share."""
 
 import argparse
 import gc

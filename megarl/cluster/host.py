@@ -13,7 +13,7 @@ from megatron_ext.loopback import listen_on_loopback
 
 
 class Host:
-    """Holds one object. What is heavy to import is imported here and not in the controller."""
+    """Holds one object. Heavy modules are imported here and not in the controller."""
 
     def __init__(self, log: Path) -> None:
         _redirect_output(log)

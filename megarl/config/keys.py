@@ -54,7 +54,7 @@ def _first_leaf(key: str, value: Any) -> str:
 
 
 def advice(key: str) -> str:
-    """What to write instead of the unknown `key`, as the end of a sentence; empty where nothing comes near."""
+    """Suggest a replacement of the unknown `key`, as the end of a sentence; empty where nothing comes near."""
     absent = next((text for start, text in VERL_ABSENT.items() if f"{key}.".startswith(f"{start}.")), None)
     if absent is not None:
         return f"; it is a key of verl: {absent}"

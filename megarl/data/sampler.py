@@ -8,7 +8,7 @@ from converters.errors import UserError
 
 
 class SamplerState(TypedDict):
-    """What a checkpoint keeps of a `PromptSampler`."""
+    """State of a `PromptSampler` in a checkpoint."""
 
     size: int
     shuffle: bool

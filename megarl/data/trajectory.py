@@ -1,4 +1,4 @@
-"""What a rollout of one prompt leaves behind."""
+"""Result of a rollout of one prompt."""
 
 from dataclasses import dataclass
 from typing import Literal

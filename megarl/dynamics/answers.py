@@ -1,4 +1,4 @@
-"""What a response answers, for a vote among several."""
+"""Extracts the answer of a response, for a vote among several."""
 
 _BOXED = "\\boxed{"
 _MARKED = "####"

@@ -1,4 +1,4 @@
-"""What the groups of a step can teach: one whose rewards are all equal gives no advantage to any of its responses."""
+"""Learning signal in the groups of a step: one with equal rewards gives no advantage to any of its responses."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ RATIO_EDGES = tuple(math.exp(x) for x in (*(-x for x in reversed(_LOG_RATIOS)), 
 def ratio_counts(log_ratios: Tensor) -> Tensor:
     """How many of the ratios exp(`log_ratios` [T]) lie in each bin of RATIO_EDGES: float64[bins], no gradient.
 
-    What lies beyond the outer edges is in the outer bins. The counts of a batch are the sum of those of its pieces.
+    Ratios beyond the outer edges are in the outer bins. The counts of a batch are the sum of those of its pieces.
     """
     inner = torch.tensor(RATIO_EDGES[1:-1], dtype=torch.float64, device=log_ratios.device).log()
     places = torch.bucketize(log_ratios.detach().double(), inner, right=True)

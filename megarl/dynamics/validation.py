@@ -16,7 +16,7 @@ class Answers:
 
     data_source: str
     texts: Sequence[str]
-    """What each response answers: equal texts are one vote of a majority."""
+    """Answer of each response: equal texts are votes for the same answer of a majority."""
     rewards: Sequence[float]
 
 
@@ -67,7 +67,7 @@ ESTIMATES: Mapping[str, Callable[[Answers, int], float]] = {
     "majority": majority_at,
     "best": best_at,
 }
-"""What is estimated for every k."""
+"""Estimators, for every k."""
 
 
 def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What follows from an inventory: what would not work here, why, and what to do."""
+"""Findings from an inventory: what would not work here, why, and what to do."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megarl.machine.inventory import Inventory
 
 GIB = 1024**3
 MEMORY_BYTES = 8 * GIB
-"""What the quickstart may need."""
+"""Memory that the quickstart may need."""
 DISK_BYTES = 2 * GIB
 
 

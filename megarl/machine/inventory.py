@@ -1,4 +1,4 @@
-"""What is there: packages, processors, GPUs, memory, disk. Facts only; nothing heavy is imported."""
+"""Inventory of a machine: packages, processors, GPUs, memory, disk. Facts only; nothing heavy is imported."""
 
 import os
 import platform
@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What was found. Sizes in bytes; a package that is not installed has None."""
+    """Equipment of a machine. Sizes in bytes; a package that is not installed has None."""
 
     python: str
     system: str

@@ -1,1 +1,1 @@
-"""What a refit will move and how long that takes, from sizes alone: cluster, ports, prediction, replay, picture."""
+"""Traffic and time of a refit, predicted from sizes alone: cluster, ports, prediction, replay, picture."""

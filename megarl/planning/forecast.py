@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a refit costs. Seconds of a stage are those of its busiest rank or port, as if nothing held that up."""
+    """Cost of a refit. Seconds of a stage are those of its busiest rank or port, as if nothing held that up."""
 
     refit: PlannedRefit
     traffic: Traffic

@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 
 class Path(IntEnum):
-    """What lies between two ranks: the memory of the GPU that both are on, NVLink inside a node, or the network."""
+    """Path between two ranks: the memory of the GPU that both are on, NVLink inside a node, or the network."""
 
     MEMORY = 0
     NVLINK = 1
@@ -38,7 +38,7 @@ class Messages:
 
 
 def direct_messages(direct: Integers, bucket_bytes: int) -> Messages:
-    """What sources send: the bytes of each pair in as few equal messages of at most `bucket_bytes` as they need."""
+    """Messages of sources: the bytes of each pair in as few equal messages of at most `bucket_bytes` as they need."""
     messages = _cut(direct, -(-direct // bucket_bytes))
     sources, destinations = direct.shape
     bounds = np.searchsorted(messages.sender, np.arange(sources + 1))
@@ -52,7 +52,7 @@ def direct_messages(direct: Integers, bucket_bytes: int) -> Messages:
 
 
 def relayed_messages(relayed: Integers, bucket_bytes: int) -> Messages:
-    """What destinations pass on, in the order of the parts, to the next rank first and so round the node."""
+    """Messages that destinations pass on, in the order of the parts, to the next rank first and so round the node."""
     parts = np.maximum(-(-relayed // bucket_bytes), np.minimum(relayed, RELAYS))
     messages = _cut(relayed, parts)
     distance = (messages.receiver - messages.sender) % max(1, len(relayed))
@@ -106,5 +106,5 @@ def nanoseconds(nbytes: Integers, bytes_per_s: float | NDArray[np.float64]) -> I
 
 
 def traffic_messages(traffic: Traffic, bucket_bytes: int) -> tuple[Messages, Messages]:
-    """What sources send, and what destinations pass on."""
+    """Messages that sources send, and messages that destinations pass on."""
     return direct_messages(traffic.direct, bucket_bytes), relayed_messages(traffic.relayed, bucket_bytes)

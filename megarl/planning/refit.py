@@ -1,4 +1,4 @@
-"""What is planned: a model on a trainer's ranks, and the engines that it goes to."""
+"""Refit to plan: a model on a trainer's ranks, and the engines that it goes to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class PlannedRefit:
     colocated: bool = False
     bucket_bytes: int = 512 * 10**6
     buckets: int = 2
-    """Of each rank."""
+    """Number of buckets of each rank."""
     node_once: bool = True
-    """What several ranks of a node need enters it once and goes round over NVLink."""
+    """Whether data that several ranks of a node need enters the node once and goes round over NVLink."""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "bucket_bytes", "buckets"):
@@ -50,7 +50,7 @@ class PlannedRefit:
         return self.replicas * self.engine.world_size
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
+        """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
         return (
             _layout("trainer", self.architecture, self.trainer),
             _layout("engines", self.engine_architecture, self.engine),

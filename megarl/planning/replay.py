@@ -49,9 +49,9 @@ def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes:
     Each port serves one message at a time at its full rate, and a message takes the port out of its sender's GPU and
     the one into its receiver's at the same time. A source packs its messages in the order of `sending_order`, one at
     a time, into a free one of its `buckets`, which is free again when the receiver has unpacked the message. A
-    receiver has as many buckets for what arrives and unpacks one message at a time. Of several messages that could
-    depart, those that have waited for the port into the receiver go first. What a destination relays to another
-    departs in parts, each when the same share of the sender's own bytes has been unpacked.
+    receiver has as many buckets for what arrives and unpacks one message at a time. Among several messages that
+    could depart, those that have waited for the port into the receiver go first. Relays of a destination to another
+    depart in parts, each when the same share of the sender's own bytes has been unpacked.
     """
     direct, relayed = traffic_messages(traffic, bucket_bytes)
     sources = len(traffic.direct)
@@ -236,6 +236,6 @@ class _Machine:
         self._later(self._move_ns[message], _ARRIVED, message)
 
     def record(self) -> Replay:
-        """What happened when."""
+        """Times of all messages so far."""
         packed, arrived, unpacked, departed = (np.array(times, np.int64) for times in self._times)
         return Replay(self._messages, self._routes, packed, departed, arrived, unpacked)

@@ -61,7 +61,7 @@ def facts(forecast: Forecast) -> dict[str, Any]:
 
 
 def tables(forecast: Forecast) -> Iterator[Table]:
-    """What is moved, the load of the ports, and the times."""
+    """Tables of the traffic, the load of the ports, and the times."""
     yield _summary(forecast)
     yield _loads(forecast)
     yield _times(forecast)

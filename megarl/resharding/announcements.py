@@ -1,4 +1,4 @@
-"""What a source and a destination say to each other over their link."""
+"""Messages between a source and a destination over their link."""
 
 from dataclasses import dataclass
 

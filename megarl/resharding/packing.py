@@ -13,7 +13,7 @@ from megarl.resharding.messages import Message, Piece, parts
 
 End = Literal["source", "destination"]
 
-# What is copied is still in a processor's cache when it is checksummed.
+# A block of this size is still in a processor's cache when it is checksummed after the copy.
 _HOST_BLOCK_BYTES = 2**20
 
 
@@ -25,7 +25,7 @@ class Block:
     packed: list[Tensor]
     local: list[Tensor]
     names: list[str]
-    """Of the local tensors."""
+    """Names of the local tensors."""
 
 
 def blocks(message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: End) -> list[Block]:

@@ -60,11 +60,11 @@ class Route:
         return any(ranks > 1 and source_nodes != {node} for node, ranks in on_node.items())
 
     def outgoing(self, source_rank: int) -> Streams:
-        """What a source rank sends, by destination rank."""
+        """Streams of a source rank, by destination rank."""
         return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
 
     def incoming(self, destination_rank: int) -> DestinationStreams:
-        """What a destination rank gets and passes on."""
+        """Streams that a destination rank gets and passes on."""
         return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:

@@ -18,8 +18,8 @@ def sending_order(
 ) -> NDArray[np.int64]:
     """The order, as indices, in which rank `source` of `sources` sends its messages.
 
-    Message `i` is number `part[i]` of those to rank `to[i]` of `destinations` and has `nbytes[i]` > 0 bytes. Those to
-    one destination stay in the order of their numbers.
+    Message `i` is number `part[i]` of those to rank `to[i]` of `destinations` and has `nbytes[i]` > 0 bytes. Messages
+    to one destination stay in the order of their numbers.
 
     Destinations and sources lie on one ring, and a source begins with the destination at its own place: so the
     sources, all at the same pace, are never at the same destination. They keep pace where messages are of one size.

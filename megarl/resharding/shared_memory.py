@@ -1,6 +1,6 @@
 """Shared-memory segments of one host: memory without a name, which any process of the host can map.
 
-What nothing maps and nothing holds open is gone, so no end of a process, `kill -9` included, leaves anything behind.
+A segment that nothing maps or holds open is gone, so no end of a process, `kill -9` included, leaves anything behind.
 """
 
 import errno
@@ -38,7 +38,7 @@ class Segment:
         self.memory = map_segment(self.handle(), size_bytes)
 
     def handle(self) -> str:
-        """What `map_segment` takes, until `close`."""
+        """Handle for `map_segment`, valid until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:

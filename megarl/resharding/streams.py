@@ -28,18 +28,18 @@ class DestinationStreams:
 
 
 def outgoing(plan: Plan, source_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> Streams:
-    """What a source rank sends, by destination rank; `dtypes` are those of each worker of a replica.
+    """Streams of a source rank, by destination rank; `dtypes` are those of each worker of a replica.
 
-    Raises what `Plan.transfers_from` and `cut_into_messages` do.
+    Raises as `Plan.transfers_from` and `cut_into_messages`.
     """
     by_destination = _sorted((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
     return _messages(by_destination, lambda destination: dtypes[destination % len(dtypes)], bucket_bytes)
 
 
 def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> DestinationStreams:
-    """What a destination rank gets and passes on: the same messages as its peers have; arguments as of `outgoing`.
+    """Streams that a destination rank gets and passes on: the same messages as its peers have; arguments as `outgoing`.
 
-    Raises what `Plan.destination_part` and `cut_into_messages` do.
+    Raises as `Plan.destination_part` and `cut_into_messages`.
     """
     part = plan.destination_part(destination_rank)
     # Neighbours may have their tensors in another order; both ends have to find the same one.

@@ -23,8 +23,9 @@ def multiple_choice(
 ) -> float:
     """Return 1.0 where the option that the response states last is the ground truth, a letter of `options`.
 
-    Of the last 2,000 characters count, in this order: \\boxed{B} and "answer: B" or "the answer is (B)"; else a letter
-    in brackets, "(B)"; else a letter that is alone in its line. Raises `ValueError` if the ground truth is no option.
+    The last 2,000 characters count, and in them, in this order: \\boxed{B} and "answer: B" or "the answer is (B)"; else
+    a letter in brackets, "(B)"; else a letter that is alone in its line. Raises `ValueError` if the ground truth is no
+    option.
     """
     expected = str(ground_truth).strip().strip("().").upper()
     if len(expected) != 1 or expected not in options:

@@ -94,7 +94,7 @@ def _bytes(text: str | None) -> bytes | None:
 
 
 def _set_attributes(target: Path, attributes: int) -> None:
-    """Of a mount and all below it."""
+    """Set the attributes of a mount and of all below it."""
     wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0))
     size = struct.calcsize("QQQQ")
     call("syscall", _MOUNT_SETATTR, _AT_FDCWD, str(target).encode(), _AT_RECURSIVE, ctypes.addressof(wanted), size)

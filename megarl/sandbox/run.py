@@ -30,7 +30,7 @@ class SandboxUnavailable(Exception):  # noqa: N818 - says what is wrong
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. Memory is of each process; `file_bytes` of all its files together, and of the largest."""
+    """Limits of a program. Memory is of each process; `file_bytes` of all its files together, and of the largest."""
 
     wall_s: float = 6.0
     cpu_s: int = 6
@@ -85,7 +85,7 @@ def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
 
 
 def _read(supervisor: "subprocess.Popen[bytes]", limits: Limits) -> tuple[End, bytes]:
-    """What is written until nobody is left to write. The supervisor keeps the time; this is for one that does not."""
+    """Read until no writer is left. The supervisor keeps the time; the limit here is for one that does not."""
     assert supervisor.stdout is not None
     stream, output = supervisor.stdout.fileno(), bytearray()
     deadline = time.monotonic() + limits.wall_s + _START_ALLOWANCE_S

@@ -40,7 +40,7 @@ def evaluate(
     sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
     # A clock of its own: to a training step an evaluation is one stage, which the loop times.
     experience = sample(engines, Scoring(scorer, tokenizer), prompts, sampling, Clock())
-    # What is sampled later must not depend on whether an evaluation came before.
+    # Later samples must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
     return {
         **evaluation_metrics(experience.scored, tokenizer, samples),
@@ -53,7 +53,7 @@ def evaluate(
 def evaluation_metrics(
     scored: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase, samples: int
 ) -> dict[str, float]:
-    """Of all prompts and, where there are several data sources, of each: accuracy, and of several samples the @k.
+    """Accuracy of all prompts and, if there are several data sources, of each; with several samples also the @k.
 
     The accuracy is the mean over the prompts of the mean reward of their responses. There is at least one.
     """

@@ -87,7 +87,7 @@ class PlannedPath:
 
 
 def _recordings(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[Recording]:
-    """Those of the workers of one engine, all of which are alike."""
+    """Recordings of the workers of one engine; all engines are alike."""
     try:
         first, *others = engines.record_layouts(architecture.hf_shapes, dtypes)
     except UserError as error:

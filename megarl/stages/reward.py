@@ -60,8 +60,8 @@ class Scoring:
     def finish(self) -> Rewarded:
         """Wait for all scores; trajectories come by group, those of one group in the order they were added.
 
-        Those whose reward failed or timed out are left out where the configuration says so. Raises RewardFailed with
-        the sample if it says to stop, UserError if none is left.
+        Trajectories whose reward failed or timed out are left out where the configuration says so. Raises RewardFailed
+        with the sample if it says to stop, UserError if none is left.
         """
         scored = self._batch.finish()
         trajectories = [

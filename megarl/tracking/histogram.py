@@ -56,7 +56,7 @@ class Histogram:
 
 
 MetricValue = float | Histogram
-"""What a logger is given under a name."""
+"""Value that a logger gets under a name."""
 
 
 def numbers(metrics: Mapping[str, MetricValue]) -> dict[str, float]:

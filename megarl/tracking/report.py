@@ -1,4 +1,4 @@
-"""What a run leaves for its reader: a picture of the curves, summary.json, and a table on the console."""
+"""Report of a run for its reader: a picture of the curves, summary.json, and a table on the console."""
 
 import json
 import os

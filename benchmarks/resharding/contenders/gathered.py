@@ -1,4 +1,4 @@
-"""What most systems do: gather whole HuggingFace tensors, give them to every worker, and let each take its part.
+"""The way of most systems: gather whole HuggingFace tensors, give them to every worker, and let each take its part.
 
 As verl and slime do it, bucket by bucket: the ranks of a pipeline stage all-gather their shards over gloo, and the
 first of them puts the whole tensors together and gives them to all workers. Kinder than they are: no value is gathered

@@ -133,7 +133,7 @@ def _model(
 
 
 def _mark(parameter: nn.Parameter, kind: Parameter, parallel: ParallelSizes) -> None:
-    """What Megatron's layers write on their parameters."""
+    """Set the attributes that Megatron's layers set on their parameters."""
     marks = {
         "tensor_model_parallel": kind.kind is not Kind.REPLICATED,
         "partition_dim": 1 if kind.kind is Kind.ROW else 0,

@@ -13,7 +13,7 @@ from resharding.processes import hear, heard_of, say
 
 
 class Memcpy:
-    """What a pair of ranks exchanges lies contiguously at both ends; there is no plan, and one byte says "take it"."""
+    """Copies one contiguous buffer for each pair of ranks; there is no plan, and one byte says "take it"."""
 
     def __init__(self, party: Party) -> None:
         layout = party.layout("engine")

@@ -16,7 +16,7 @@ class Contender(Protocol):
     """One rank's part in a way of moving weights; all ranks make it, and run it, together."""
 
     moved_bytes: int
-    """What this rank sends in a run."""
+    """Number of bytes that this rank sends in a run."""
 
     def run(self) -> None:
         """Move everything once."""
@@ -25,7 +25,7 @@ class Contender(Protocol):
         """Forget what was written here."""
 
     def wrong(self) -> list[str]:
-        """What was not written as it should have been; nothing if all was."""
+        """Names the tensors or buffers with wrong values; empty if all are right."""
 
 
 MEMCPY = "memcpy"

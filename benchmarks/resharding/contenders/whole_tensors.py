@@ -26,7 +26,7 @@ class Bucket:
         return {name: _view(memory, offset, shapes[name], dtypes[name]) for name, offset in self.offsets.items()}
 
     def of(self, transfers: Iterable[Transfer]) -> list[Transfer]:
-        """Those transfers that move something of its tensors."""
+        """Transfers that move a part of its tensors."""
         return [transfer for transfer in transfers if transfer.hf_name in self.offsets]
 
 

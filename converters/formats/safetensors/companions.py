@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: config.json, tokenizer, chat template, generation config."""
+"""Files of a model beside its weights: config.json, tokenizer, chat template, generation config."""
 
 import json
 import shutil

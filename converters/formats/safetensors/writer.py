@@ -37,7 +37,7 @@ def create_checkpoint(
     """Make the safetensors files of a checkpoint at full size, with their headers and all elements 0.
 
     Tensors keep their order; a file gets as many as fit into `shard_size_bytes`, and at least one.
-    What an interrupted run left in `folder_partial` is deleted first. One process calls this, then all may
+    Remains of an interrupted run in `folder_partial` are deleted first. One process calls this, then all may
     `open_for_writing`. Raises UserError, leaving nothing behind, where the disk is full.
     """
     if not folder_partial.name.endswith(_PARTIAL):
@@ -68,7 +68,7 @@ def write_index(
 
 
 def open_for_writing(folder_partial: Path) -> Mapping[str, torch.Tensor]:
-    """Name -> view of every tensor in the mapped files. What any process writes to a view goes to the file."""
+    """Name -> view of every tensor in the mapped files. Writes of any process to a view go to the file."""
     views: dict[str, torch.Tensor] = {}
     for path in sorted(folder_partial.glob("*.safetensors")):
         views.update(map_tensors(path, read_header(path), writable=True))

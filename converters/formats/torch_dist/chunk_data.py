@@ -40,7 +40,7 @@ class ChunkData:
     offset: int
     nbytes: int
     crc32: int
-    """Of the whole storage, `storage_bytes` long, from `storage_offset`: the chunk may be a part of it."""
+    """CRC-32 of the whole storage, `storage_bytes` long, from `storage_offset`: the chunk may be a part of it."""
     storage_offset: int
     storage_bytes: int
 
@@ -166,7 +166,7 @@ class _Window(io.RawIOBase):
 
 
 class _Storage:
-    """What a pickled tensor says of its storage: `("storage", class, key, location, elements)`."""
+    """Reference of a pickled tensor to its storage: `("storage", class, key, location, elements)`."""
 
     def __init__(self, identity: Any) -> None:
         kind, self.dtype, self.key, *_ = identity
@@ -175,7 +175,7 @@ class _Storage:
 
 
 class _Tensor:
-    """What a pickled tensor says of itself; stands in for torch's `_rebuild_tensor_v2`."""
+    """Description of a pickled tensor; stands in for torch's `_rebuild_tensor_v2`."""
 
     def __init__(self, storage: _Storage, first: int, shape: Any, stride: Any, *_: Any) -> None:
         self.dtype = storage.dtype

@@ -65,7 +65,7 @@ class _Record:
         return _VERSION, self.size, b""
 
     def local_header(self) -> bytes:
-        """What stands before the content, padded so that the content is aligned."""
+        """Header before the content, padded so that the content is aligned."""
         version, size, extra = self._fields()
         end = self.offset + _LOCAL.size + len(self.name) + len(extra) + 4
         padding = -end % _ALIGNMENT_BYTES
@@ -87,12 +87,12 @@ class _Record:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after the elements of a tensor; both parts hold the elements' checksum."""
+    """Bytes before and after the elements of a tensor; both parts hold the elements' checksum."""
 
     head_bytes: int
     data_bytes: int
     length: int
-    """Of the whole archive."""
+    """Size of the whole archive, in bytes."""
     around: Callable[[int], tuple[bytes, bytes]]
     """Head and tail for elements with this CRC-32."""
     checksum_offset: int

@@ -94,7 +94,7 @@ class SafeUnpickler(pickle.Unpickler):
         return self._known.get((module, name), Inert)
 
     def persistent_load(self, identity: Any) -> Any:
-        """What torch keeps outside the pickle, a tensor's storage."""
+        """Resolve a tensor's storage, which torch keeps outside the pickle."""
         return self._persistent(identity)
 
 

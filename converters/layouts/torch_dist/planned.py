@@ -19,7 +19,7 @@ class PlannedChunk:
     box: Box
     rank: int
     hf_names: tuple[str, ...]
-    """What its elements come from."""
+    """HuggingFace tensors that its elements come from."""
 
 
 def plan_chunks(

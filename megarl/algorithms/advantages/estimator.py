@@ -12,7 +12,7 @@ class Estimator:
     """A way to estimate advantages."""
 
     function: Callable[..., Advantages]
-    """Of ScoredResponses; its keyword-only arguments are fields of AlgorithmConfig, by their names."""
+    """Maps ScoredResponses to Advantages; its keyword-only arguments are fields of AlgorithmConfig, by their names."""
     needs: frozenset[str] = frozenset()
     """The optional fields of ScoredResponses that it cannot do without."""
     smallest_group: int = 1

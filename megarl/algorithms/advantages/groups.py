@@ -26,15 +26,15 @@ class Groups:
         return self.sizes.cumsum(0) - self.sizes
 
     def sum(self, values: Tensor) -> Tensor:
-        """Of each group: [N] to [G]."""
+        """Sum of each group: [N] to [G]."""
         return values.new_zeros(len(self.sizes)).index_add(0, self.index, values)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Of each group: [N] to [G]."""
+        """Mean of each group: [N] to [G]."""
         return self.sum(values) / self.sizes
 
     def spread(self, values: Tensor) -> Tensor:
-        """What a group has [G], for each of its responses: [N]."""
+        """Repeat the value of a group [G] for each of its responses: [N]."""
         return values[self.index]
 
     def centred(self, values: Tensor) -> Tensor:

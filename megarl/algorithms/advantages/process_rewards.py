@@ -32,7 +32,7 @@ def prime(scored: ScoredResponses, *, gamma: float) -> Advantages:
 
 
 def distillation(scored: ScoredResponses) -> Advantages:
-    """What the teacher makes of a token: A_t = log pi_teacher - log pi_old, the negative of the reverse KL's estimate.
+    """Advantages from a teacher: A_t = log pi_teacher - log pi_old, the negative of the reverse KL's estimate.
 
     On-policy distillation (arXiv:2306.13649 with the reverse KL; the discount is 0, so a token answers for itself
     alone). Rewards change nothing: they have no scale in nats, so adding them would hide a coefficient; they are

@@ -35,7 +35,7 @@ ADVANTAGES: Mapping[str, Estimator] = {
     ),
 }
 
-# What a run must have for a field of ScoredResponses that an estimator needs.
+# Source in a run of each field of ScoredResponses that an estimator may need.
 _COMES_FROM = {
     "values": "the values of a critic",
     "baseline_rewards": "the rewards of greedy responses",

@@ -23,7 +23,7 @@ def returns_to_go(scored: ScoredResponses, gamma: float = 1.0) -> Tensor:
 
 
 def _rewards(scored: ScoredResponses, tokens: slice) -> Tensor:
-    """Of some tokens, new: their own, and those of the responses that they are the last of."""
+    """Rewards of some tokens, in new memory: their own, and those of the responses whose last token they are."""
     of_tokens = scored.token_rewards
     rewards = scored.rewards.new_zeros(tokens.stop - tokens.start) if of_tokens is None else of_tokens[tokens].clone()
     return scored.responses.add_at_last_token_(rewards, scored.rewards, tokens.start)

@@ -43,7 +43,7 @@ def drawn_between(
 def largest(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: float) -> Tensor:  # noqa: ARG001
     """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
 
-    KL-Cov (arXiv:2505.22617, equation 13). Of equal ones the first count; nothing is drawn.
+    KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is drawn.
     """
     values = covariances(tokens.log_probs, tokens.advantages)
     order = values.argsort(descending=True, stable=True)

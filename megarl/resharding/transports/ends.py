@@ -1,6 +1,6 @@
-"""What a transport is: two ends, between which the bytes of a bucket get from a source rank to a destination rank.
+"""Protocol of a transport: two ends, between which the bytes of a bucket get from a source rank to a destination rank.
 
-What was put where is said over a `Link`; a transport only moves bytes.
+Messages over a `Link` say which bytes were put where; a transport only moves bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from torch import Tensor
 from megarl.resharding.connections import Address
 
 BUCKETS = 2
-"""Of each rank: one is filled or emptied while the other one moves."""
+"""Buckets of each rank: one is filled or emptied while the other one moves."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks of a transfer have to know to find each other; the same for all of them.
+    """Addresses by which the ranks of a transfer find each other; the same for all of them.
 
     `doors` are those of the ranks that send, and `senders` is how errors call one; `relay_doors` are those of the
     destination ranks, where they pass something on. `store` is the address of torch's key-value store, where one is
@@ -44,7 +44,7 @@ class SendingEnd(Protocol):
     buckets: Sequence[Tensor]
 
     def offer(self) -> Any:
-        """What one receiving end needs to know, of a type that pickles."""
+        """Information for one receiving end, of a type that pickles."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""

@@ -109,7 +109,7 @@ def _own_address(host: str, port: int) -> str:
     """This machine's address in the eyes of the one with the store: loopback if that is where the store is."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Of a datagram socket this sends nothing.
+        # Connecting a datagram socket sends nothing.
         probe.connect(address)
         return str(probe.getsockname()[0])
 

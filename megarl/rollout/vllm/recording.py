@@ -25,7 +25,7 @@ from converters.layouts.recorded import Recording, fill_padding, record
 from megarl.rollout.vllm import cpu
 
 SUPPORTED_VERSIONS = ("0.32",)
-"""Of vLLM: those in which the tables below were compared with the sources."""
+"""Versions of vLLM in which the tables below were compared with the sources."""
 
 
 def _multiplies_raw_weight(module: Any) -> str | None:
