@@ -32,7 +32,7 @@ def finish_export(export: Path) -> None:
     """Let a complete export that was written take its place, whether by this run or by one that was killed."""
     new, old = next_export(export), previous_export(export)
     if new.exists():
-        if export.exists():
+        if export.exists() or export.is_symlink():
             _remove(old)
             export.rename(old)
         new.rename(export)
@@ -71,5 +71,7 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink():
+        folder.unlink()  # somebody has moved the export and left a link: theirs stays
+    elif folder.exists():
         shutil.rmtree(folder)

@@ -89,3 +89,17 @@ def test_killed_at_any_moment(tmp_path):
 def test_a_damaged_record_is_none(export, record):
     (export / "megarl_export.json").write_text(record)
     assert step_of_export(export) is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_one_that_was_moved_and_linked_stays_where_it_is(export, tmp_path, is_there):
+    moved = tmp_path / "elsewhere" / "model"
+    moved.parent.mkdir()
+    export.rename(moved if is_there else tmp_path / "elsewhere" / "lost")
+    export.symlink_to(moved)
+    write_export(write("new"), export, step=2)
+    assert not export.is_symlink()
+    assert step_of_export(export) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "huggingface"]
+    if is_there:
+        assert (moved / "weights").read_text() == "old"
