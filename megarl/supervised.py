@@ -137,7 +137,7 @@ class Training:
     def learn(self, draws: Draws, objective: Objective, held_out: HeldOut | None) -> None:
         """One optimizer step per draw, until there are `steps`, no more draws, or it is enough."""
         checkpoints, position = self.start.config.checkpoint, self.position
-        self.clock.end_step(tokens=0)  # what the start took is no step's
+        self.clock.end_step(tokens=0)  # the time of the start is no step's
         with asked_to_stop(waits=checkpoints.on_signal) as stop:
             while position.step < self.steps and not position.is_enough:
                 if (draw := draws.after(position.step)) is None:

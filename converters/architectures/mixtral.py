@@ -16,7 +16,7 @@ from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("mixtral",)
 
-_WIDTH = "intermediate_size"  # of an expert: there is no MLP beside them
+_WIDTH = "intermediate_size"  # an expert's: there is no MLP beside them
 
 
 def read(config: HuggingFaceConfig) -> Architecture:

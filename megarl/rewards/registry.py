@@ -159,7 +159,7 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
 def _check_arguments(function: RewardFunction, where: str, options: Mapping[str, Any], options_key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:  # of some classes and functions in C
+    except (TypeError, ValueError) as error:  # raised for some classes and functions in C
         raise UserError(f"{where} must take {', '.join(GIVEN)} by name, but does not say what it takes") from error
     parameters = {name: each for name, each in signature.parameters.items() if name not in (*GIVEN, GIVEN_IF_NAMED)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

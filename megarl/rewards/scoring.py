@@ -109,7 +109,7 @@ def _as_number(name: str, value: object) -> float:
     try:
         if isinstance(value, Real) and math.isfinite(value):
             return float(value)
-    except OverflowError:  # of an integer
+    except OverflowError:  # raised for a large integer
         pass
     raise ValueError(f"its {name!r} must be a finite number, found {_shown(value)}")
 
@@ -117,7 +117,7 @@ def _as_number(name: str, value: object) -> float:
 def _shown(value: object) -> str:
     try:
         return _SHORT.repr(value)
-    except ValueError:  # of an integer of too many digits
+    except ValueError:  # raised for an integer of too many digits
         return f"a long {type(value).__name__}"
 
 
