@@ -34,6 +34,7 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         softcap: float | None = None,
@@ -43,7 +44,7 @@ class PackedAttention(MegatronModule):
         if attn_mask_type != AttnMaskType.causal or attention_type != "self":
             raise NotImplementedError(f"{attention_type} attention with a {attn_mask_type.name} mask")
         self.layer_number = layer_number
-        self.dropout = config.attention_dropout
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.softcap = softcap
         self.window = _window(config, layer_number)

@@ -1,6 +1,7 @@
 """The attention that a model gets where a kernel may be missing: on a CPU, with attentions that lack something."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,25 @@ class WrongGradient(PackedAttention):
         return super().forward(query, key.detach() + 0 * key, value, *arguments, **options)
 
 
+class EvaluationOnly(PackedAttention):
+    """As where a kernel has no backward pass: there is none for training."""
+
+    def forward(self, *arguments, **options):
+        if self.training:
+            raise ValueError("No dot product attention backend is available for the provided inputs")
+        return super().forward(*arguments, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
 def test_an_attention_that_is_right_is_taken(family, dtype, caplog):
     assert core_attention(PackedAttention, config(family, dtype)) is PackedAttention
     assert not caplog.records
+
+
+def test_dropout_of_training_does_not_make_an_attention_wrong():
+    with_dropout = replace(config("deepseek_v3"), attention_dropout=0.5)
+    assert core_attention(PackedAttention, with_dropout) is PackedAttention
 
 
 def test_values_are_padded_where_widths_have_to_be_equal(caplog):
@@ -83,6 +98,7 @@ def test_values_are_padded_where_widths_have_to_be_equal(caplog):
         (OneSequence, "qwen3", torch.float32),
         (OneSequence, "deepseek_v3", torch.bfloat16),
         (WrongGradient, "deepseek_v3", torch.float32),
+        (EvaluationOnly, "deepseek_v3", torch.bfloat16),
     ],
 )
 def test_plain_torch_computes_what_nothing_else_does_right(core, family, dtype):
