@@ -20,7 +20,7 @@ def test_log_probs_and_gradients_are_those_of_the_definition(dtype, tolerance, w
     upstream = torch.randn(2, TOKENS, generator=generator).cuda()
     if with_main_grad:
         weight.main_grad = torch.zeros(weight.shape, device="cuda")
-    found = linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE, chunk_tokens=77)
+    found = linear_log_probs(hidden, weight, labels, None, temperature=TEMPERATURE, chunk_tokens=77)
     (found.log_probs * upstream[0] + found.entropy * upstream[1]).sum().backward()
 
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
