@@ -215,6 +215,7 @@ def test_the_large_recipes_correct_for_the_engine_and_set_nothing_that_cannot_ac
     check_composition(config)
     assert without_effect(config.algorithm) == []
     assert config.algorithm.corrections
+    assert config.model.fp32_logits
     assert config.loop.prompts_per_step % config.algorithm.updates_per_step == 0
 
 
