@@ -54,7 +54,7 @@ def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -
 
 
 def _workers(rollout: RolloutConfig) -> int:
-    return math.prod(rollout.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    return math.prod(rollout.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
 
 
 def _gpus(cluster: ClusterConfig, whole: int) -> float:
