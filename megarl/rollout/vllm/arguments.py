@@ -38,6 +38,12 @@ _CUDA_DEFAULTS: Mapping[str, Any] = {
     "gpu_memory_utilization": 0.85,
 }
 
+_COMPILED_WITH: Mapping[str, Any] = {
+    # Part of the key of vLLM's cache of compiled graphs, which does not see what `routers` changes: a graph of vLLM by
+    # itself would bring rounded logits back.
+    "megarl_routers": "float32",
+}
+
 _REQUIRED: Mapping[str, Any] = {
     # Requests do not pass through the part of vLLM that keeps statistics.
     "disable_log_stats": True,
@@ -75,7 +81,10 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
     # As the trainer: vLLM leaves the router of DeepSeek's models in the type of the model.
     routers = {"moe_router_dtype": "float32"} if "n_routed_experts" in hf_config else {}
-    overrides = {"hf_overrides": {**routers, **(given.get("hf_overrides") or {})}}
+    overrides = {
+        "hf_overrides": {**routers, **(given.get("hf_overrides") or {})},
+        "additional_config": {**_COMPILED_WITH, **(given.get("additional_config") or {})},
+    }
     arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **given, **overrides, **required}
     try:
         # Without a context vLLM takes the smallest batches that it has for any: 2,048 tokens a step on every GPU.

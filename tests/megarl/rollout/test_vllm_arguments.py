@@ -52,3 +52,16 @@ def test_what_is_checked_early_is_what_the_engine_is_made_from(vllm_process, mod
     names, batched_tokens, offline = vllm_process(_names_and_batches, model_folder("qwen3", 0))
     assert set(engine_arguments("vllm")) == names
     assert batched_tokens == offline
+
+
+def _keys_of_compiled_graphs(folder):
+    config = make_engine_config(folder, {"additional_config": {"mine": 1}})
+    given, ours = dict(config.additional_config), config.compute_hash()
+    del config.additional_config["megarl_routers"]
+    return given, ours, config.compute_hash()
+
+
+def test_graphs_that_vllm_compiled_by_itself_are_not_taken_for_ours(vllm_process, model_folder):
+    given, ours, plain = vllm_process(_keys_of_compiled_graphs, model_folder("qwen3_moe", 0))
+    assert given["mine"] == 1
+    assert ours != plain
