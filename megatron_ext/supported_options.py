@@ -4,10 +4,12 @@ All others pass through as they are, untested. Validation and the page about opt
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.architectures import Architecture
 from converters.errors import UserError
+
+if TYPE_CHECKING:
+    from converters.architectures import Architecture
 
 _OFF = (None, False)
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
@@ -210,7 +212,7 @@ def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: s
             raise UserError(f"{prefix}{name}={value} is not supported: {refused[name].reason}; {advice}")
 
 
-def without_model_fields(architecture: Architecture, options: Mapping[str, Any]) -> dict[str, Any]:
+def without_model_fields(architecture: "Architecture", options: Mapping[str, Any]) -> dict[str, Any]:
     """The `options` that are not said by the architecture already.
 
     Raises UserError for one that would make the trainer another model than config.json says, and than the engines have.
