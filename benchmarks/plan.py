@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from converters.plan import Plan
+from megarl.cli import plan_recipe
 from megarl.cli.main import build_parser
 from megarl.cli.plan import planned_refit
+from megarl.planning.refit import PlannedRefit
 
 _DEEPSEEK = (
     "--model deepseek_v3 --gpus 512 --tp 4 --pp 16 --ep 32 --etp 1"
@@ -103,9 +105,16 @@ def _run(name: str, words: str) -> Result:
     return Result(name, json.loads(said.splitlines()[-1]), seconds, usage.ru_maxrss * 1024, *_own_parts(words))
 
 
+def refit_of(words: str) -> PlannedRefit:
+    """Return the refit that `megarl plan` plans where it is given these words."""
+    options, options.overrides = build_parser().parse_known_args(["plan", *shlex.split(words)])
+    plan_recipe.complete(options)
+    return planned_refit(options)
+
+
 def _own_parts(words: str) -> tuple[float, float]:
     """The most seconds that a source rank and a destination rank take for their own part, of three of each."""
-    refit = planned_refit(build_parser().parse_args(["plan", *shlex.split(words)]))
+    refit = refit_of(words)
     source, destination = refit.layouts()
     topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
     slowest = [0.0, 0.0]

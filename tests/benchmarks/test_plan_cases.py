@@ -1,12 +1,7 @@
 """The benchmark of `megarl plan` is about the refits that it names."""
 
-import shlex
-
 import plan
 import pytest
-
-from megarl.cli.main import build_parser
-from megarl.cli.plan import planned_refit
 
 
 @pytest.mark.parametrize(
@@ -19,7 +14,7 @@ from megarl.cli.plan import planned_refit
     ],
 )
 def test_a_case_is_what_its_name_says(case: str, sources: int, destinations: int, dtype: str) -> None:
-    refit = planned_refit(build_parser().parse_args(["plan", *shlex.split(plan.CASES[case])]))
+    refit = plan.refit_of(plan.CASES[case])
     source, destination = refit.layouts()
     assert (source.ranks, refit.destinations, refit.engine_dtype) == (sources, destinations, dtype)
     assert destination.ranks * refit.replicas == destinations

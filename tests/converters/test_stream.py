@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -65,12 +66,16 @@ WORKS: dict[str, Work] = {"convert": converted, "export": exported, "export in F
 
 
 @pytest.fixture(params=WORKS)
-def work(request, source, megatron, tmp_path_factory):
-    """A conversion, what it reads, and all the files that it writes when nothing happens."""
+def work(request, source, megatron, tmp_path):
+    """A conversion, and all the files that it writes to tmp_path / "out" when nothing happens.
+
+    A checkpoint says where its tokenizer is, so only conversions to the same folder write the same bytes.
+    """
     function, origin = WORKS[request.param], source if request.param == "convert" else megatron
-    folder = tmp_path_factory.mktemp("whole") / "out"
-    function(origin, folder)
-    return lambda out, **options: function(origin, out, **options), everything_in(folder)
+    function(origin, tmp_path / "out")
+    expected = everything_in(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    return lambda out, **options: function(origin, out, **options), expected
 
 
 def interrupt_after(share: float):
@@ -221,12 +226,14 @@ def test_a_journal_that_is_not_ours_or_damaged_is_not_believed(work, journal, tm
 
 
 def test_files_of_another_purpose_do_not_stay(source, tmp_path):
+    convert(source, tmp_path / "out")
+    expected = everything_in(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", TP2_PP2, progress=interrupt_after(1.0))
     assert (tmp_path / "out.partial/release/__3_0.distcp").exists()
     convert(source, tmp_path / "out")
-    convert(source, tmp_path / "other")
-    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "other")
+    assert everything_in(tmp_path / "out") == expected
     assert not (tmp_path / "out/release/__3_0.distcp").exists()
 
 

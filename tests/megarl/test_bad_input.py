@@ -36,7 +36,7 @@ def cluster():
 
 @pytest.fixture
 def run(model, files, tmp_path, capfd):
-    """`run(*overrides)` gives what `megarl train` writes to standard error; it has to end with exit code 2."""
+    """`run(*overrides)` gives the sentence of `megarl train`, which ends with exit code 2, and what follows it."""
 
     def train(*overrides: str) -> str:
         arguments = ["train", "--config-name", "quickstart", f"output_dir={tmp_path / 'run'}", f"model.path={model}"]
@@ -44,8 +44,9 @@ def run(model, files, tmp_path, capfd):
         assert main(arguments) == 2
         message = capfd.readouterr().err
         assert "Traceback" not in message
-        (sentence,) = [line for line in message.splitlines() if line.startswith("megarl: ")]
-        return sentence
+        before, said = message.split("megarl: ")
+        assert before == "" or before.endswith("\n")
+        return said
 
     yield train
     assert {path.name for path in tmp_path.glob("run/*")} <= {"logs", "metrics.jsonl", "tensorboard"}

@@ -249,12 +249,20 @@ ELSEWHERE = {
 }
 
 
+@pytest.fixture
+def scratch():
+    """A folder that other users reach, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
 @pytest.mark.parametrize("act", ELSEWHERE)
 @pytest.mark.parametrize(("user", "isolation"), [("user", "namespaces"), ("user", "limits"), ("root", "limits")])
-def test_other_users_and_limits_alone(user, isolation, act):
+def test_other_users_and_limits_alone(user, isolation, act, scratch):
     program, said = ELSEWHERE[act]
-    before = set(Path("/tmp").glob("megarl-sandbox-*"))
+    # Another test's sandboxes come and go in /tmp.
+    scratch.chmod(0o777)
     ran = subprocess.run(
         [
             *USERS[user],
@@ -266,14 +274,14 @@ def test_other_users_and_limits_alone(user, isolation, act):
             program,
             "1.5" if "while True" in program else "20",
         ],
-        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "TMPDIR": str(scratch)},
         cwd="/",
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
     assert said in ran.stdout
-    assert set(Path("/tmp").glob("megarl-sandbox-*")) <= before
+    assert list(scratch.iterdir()) == []
 
 
 def test_an_interpreter_below_tmp_is_there_too():
