@@ -107,7 +107,8 @@ def _run(name: str, words: str) -> Result:
 
 def refit_of(words: str) -> PlannedRefit:
     """Return the refit that `megarl plan` plans where it is given these words."""
-    options, options.overrides = build_parser().parse_known_args(["plan", *shlex.split(words)])
+    options, overrides = build_parser().parse_known_args(["plan", *shlex.split(words)])
+    options.overrides = overrides
     plan_recipe.complete(options)
     return planned_refit(options)
 
