@@ -20,11 +20,11 @@ class Refusal(NamedTuple):
 
     reason: str
     allowed: tuple[Any, ...] = _OFF
-    """All others are refused; a list is allowed where each of its items is."""
+    """All others are refused; a list is allowed where each of its items is, a table where each of its keys is."""
 
     def covers(self, value: Any) -> bool:
         """Whether this value is refused."""
-        values = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list | dict) else [value]
         return any(each not in self.allowed for each in values)
 
     @property

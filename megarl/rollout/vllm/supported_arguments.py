@@ -23,6 +23,12 @@ REFUSED: Mapping[str, Refusal] = {
         " sees it",
         (None, "auto", "bfloat16", "float16"),
     ),
+    "hf_overrides": Refusal(
+        "the trainer follows config.json, of which the engine would make another model; change config.json, or give a"
+        " precision alone",
+        (None, "head_dtype", "moe_router_dtype"),
+    ),
+    "hf_config_path": Refusal("the trainer follows the config.json beside the weights, and the engine another"),
     "data_parallel_size": Refusal(_DATA_PARALLEL, (None, 1)),
     "data_parallel_size_local": Refusal(_DATA_PARALLEL, (None, 1)),
     "data_parallel_rank": Refusal(_DATA_PARALLEL),

@@ -31,6 +31,8 @@ def test_a_tested_argument_is_in_its_test(name: str) -> None:
     [
         ("speculative_config", {"method": "ngram"}, "guesses worse with every step; leave it out"),
         ("kv_cache_dtype", "fp8", "samples from another model .*; use auto"),
+        ("hf_overrides", {"head_dtype": "float32", "rope_theta": 5.0}, "follows config.json.*; use head_dtype"),
+        ("hf_config_path", "elsewhere", "the engine another"),
         ("data_parallel_size", 8, "use rollout.replicas"),
         ("trust_remote_code", True, "Python code from the model's folder"),
         ("enable_eplb", True, "where they lay at the start"),
@@ -43,3 +45,4 @@ def test_an_argument_that_makes_another_model_is_refused(argument: str, value: o
 
 def test_what_is_switched_off_is_not_refused() -> None:
     check_engine_arguments("vllm", {"data_parallel_size": 1, "kv_cache_dtype": "auto", "trust_remote_code": False})
+    check_engine_arguments("vllm", {"hf_overrides": {"head_dtype": "float32"}})
