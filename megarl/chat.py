@@ -16,8 +16,8 @@ from megarl.config.engine_arguments import engine_configuration
 from megarl.config.schema import MegarlConfig
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
-from megarl.job import LOGS
 from megarl.model import read_model
+from megarl.output.places import LOGS
 from megarl.rollout.protocol import Request, SamplingParameters
 
 
