@@ -44,9 +44,9 @@ def run(model, files, tmp_path, capfd):
         assert main(arguments) == 2
         message = capfd.readouterr().err
         assert "Traceback" not in message
-        before, said = message.split("megarl: ")
-        assert before == "" or before.endswith("\n")
-        return said
+        lines = message.splitlines()
+        (sentence,) = [number for number, line in enumerate(lines) if line.startswith("megarl: ")]
+        return "\n".join(lines[sentence:])
 
     yield train
     assert {path.name for path in tmp_path.glob("run/*")} <= {"logs", "metrics.jsonl", "tensorboard"}
