@@ -1,6 +1,7 @@
 """One Ray cluster for tests that follow each other and ask for it: to start and to end one takes seconds."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,6 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def shared_cluster(request: pytest.FixtureRequest) -> None:
     if not ray.is_initialized():
         request.config.stash[_STACK].enter_context(ray_cluster(ClusterConfig()))
+
+
+@pytest.fixture
+def folder_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a cluster's temporary files, without the cluster."""
+    context = SimpleNamespace(get_temp_dir=lambda: "/tmp/elsewhere")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,6 +9,8 @@ from converters.errors import UserError
 from megarl.cluster.placement import engine_place, engine_threads, trainer_place
 from megarl.config.schema import ClusterConfig, RolloutConfig
 
+pytestmark = pytest.mark.usefixtures("folder_of_ray")
+
 
 @pytest.fixture(params=[0, 8], ids=["no GPUs", "8 GPUs"])
 def gpus(request, monkeypatch):

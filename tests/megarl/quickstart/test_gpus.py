@@ -9,6 +9,7 @@ from megarl.quickstart.gpus import overrides_for
 from megarl.quickstart.models import MODELS
 
 
+@pytest.mark.usefixtures("folder_of_ray")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
 def test_ranks_and_engine_fit(model, gpus, monkeypatch):
