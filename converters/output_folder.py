@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from converters.durable import sync
 from converters.errors import UserError
 from converters.stream.journal import Journal
 
@@ -64,12 +65,12 @@ class OutputFolder:
     def complete(self) -> None:
         """Give the folder its name: everything in it is on disk before."""
         for path in [*self.partial.rglob("*"), self.partial]:
-            _sync(path)
+            sync(path)
         self.partial.rename(self.folder)
         # Not before the folder is whole under its name: a kill in between would leave what nobody can continue.
         (self.folder / _JOURNAL).unlink()
-        _sync(self.folder)
-        _sync(self.folder.parent)
+        sync(self.folder)
+        sync(self.folder.parent)
 
     def _is_in_the_way(self) -> bool:
         """An empty folder is not: a run may have been killed before it had a journal."""
@@ -127,11 +128,3 @@ class OutputFolder:
             return UserError(f"{self.folder.parent} has no room ({error.strerror}); free some space or write elsewhere")
         where = error.filename or self.partial
         return UserError(f"{where} cannot be read or written ({error.strerror}); change that or choose another folder")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

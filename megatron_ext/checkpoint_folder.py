@@ -6,7 +6,6 @@ checkpoint the latest.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from converters.durable import sync
 from converters.errors import UserError
 from converters.manifest import MANIFEST, read_manifest, require_files, write_manifest
 from converters.stream.targets import Written
@@ -65,17 +65,17 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
         write_manifest(partial, _listed(partial), {"iteration": iteration})
         for path in partial.rglob("*"):
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         replaced = root / f"{folder.name}.replaced{_PARTIAL}"
         if folder.exists():
             folder.rename(replaced)  # removing it here would leave none for as long as that takes
         partial.rename(folder)
         tracker = root / (LATEST + _PARTIAL)
         tracker.write_text(str(iteration))
-        _sync(tracker)
+        sync(tracker)
         tracker.rename(root / LATEST)
-        _sync(root)
+        sync(root)
     except OSError as error:
         abandon(root, iteration)
         raise disk_error(error, root) from error
@@ -119,14 +119,6 @@ def read_controller_state(folder: Path) -> dict[str, Any]:
     if CONTROLLER_STATE not in manifest.files:
         raise UserError(f"{folder / MANIFEST} has no {CONTROLLER_STATE}: no run can go on from this checkpoint")
     return json.loads((folder / CONTROLLER_STATE).read_text())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def disk_error(error: OSError, root: Path) -> UserError:

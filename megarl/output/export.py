@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from converters.durable import sync
 from converters.errors import UserError
 from megarl.output.places import next_export, previous_export
 
@@ -36,7 +37,7 @@ def finish_export(export: Path) -> None:
             _remove(old)
             export.rename(old)
         new.rename(export)
-        _sync(export.parent)
+        sync(export.parent)
     _remove(old)
 
 
@@ -60,14 +61,6 @@ def step_of_export(export: Path) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from converters.durable import sync
 from converters.errors import UserError
 from converters.formats.safetensors.companions import copy_companions, with_dtype, write_config
 from converters.formats.safetensors.header import map_tensors, place_tensors, read_header
@@ -87,9 +88,9 @@ def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mappi
         write_config(folder_partial, with_dtype(config or read_json(copy_from / CONFIG), folder_partial))
         copy_companions(copy_from, folder_partial)
         for path in [*folder_partial.iterdir(), folder_partial]:
-            _fsync(path)
+            sync(path)
     folder_partial.rename(folder)
-    _fsync(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager
@@ -136,11 +137,3 @@ def _create_file(path: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, t
         file.flush()
         # Space is taken now: a disk that fills up later would end a process that writes to a mapped page.
         os.posix_fallocate(file.fileno(), 0, size)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,8 +31,9 @@ def test_a_port_in_use_is_left_out(monkeypatch, tmp_path):
 
 def test_where_the_kernel_takes_all_ports_any_will_do(monkeypatch, tmp_path):
     kernel_begins_at(monkeypatch, tmp_path, 1024)
-    with socket.create_server((HOST, free_port())):
-        pass
+    port = free_port()
+    with socket.create_server((HOST, port)) as server:
+        assert server.getsockname()[1] == port
 
 
 def test_a_given_port_is_given_back_or_refused():
