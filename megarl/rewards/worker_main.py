@@ -115,6 +115,7 @@ def _own_streams() -> tuple[BinaryIO, BinaryIO]:
 
 def _read(requests: BinaryIO) -> dict[str, Any]:
     try:
+        _wait_for(requests)
         length = requests.read(8)
         body = requests.read(int.from_bytes(length))
     except OSError:
@@ -130,10 +131,16 @@ def _write(replies: BinaryIO, reply: dict[str, Any]) -> None:
         too_long = f"its result is of {len(line)} bytes, more than {LONGEST_REPLY_BYTES}"
         line = json.dumps({"number": reply["number"], "error": too_long}).encode() + b"\n"
     try:
+        _wait_for(replies)
         replies.write(line)
         replies.flush()
     except OSError:
         _lose_connection()
+
+
+def _wait_for(stream: BinaryIO) -> None:
+    """Make a stream wait for its data again: a function may have made it one that does not."""
+    os.set_blocking(stream.fileno(), True)
 
 
 def _lose_connection() -> NoReturn:

@@ -71,6 +71,7 @@ ALL_SCORED = {
     "writes to stdout": """os.write(1, b'{"value": 99.0, "parts": {}}\\n')""",
     "closes stdin and stdout": "os.closerange(0, 2)",
     "prints 20 MB": "print('x' * 20_000_000)",
+    "leaves streams that do not wait": "for fd in (3, 4): os.set_blocking(fd, False)",
     "changes its limits": "resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))",
     "leaves a thread": "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
     "changes its folder": "os.chdir('/')",
