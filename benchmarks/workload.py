@@ -86,6 +86,7 @@ def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
             *("--config-name", "quickstart_smollm2"),
             *("model.dtype=fp32", "rollout.engine_args.dtype=float32", "rollout.engine_args.max_model_len=256"),
             "refit.bucket_bytes=134217728",
+            f"reward.function='{Path(__file__).with_name('digit_share.py')}:score'",
             *("loop.prompts_per_step=4", "data.shuffle=false", f"rollout.max_response_tokens={longest}"),
             f"model.path='{folder / 'model'}'",
             f"data.train_files=['{folder / 'train.parquet'}']",
