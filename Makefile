@@ -47,7 +47,7 @@ format: setup
 
 docs: setup
 	$(PYTHON) -m megarl.config.reference docs/configuration.md
-	$(PYTHON) -m megarl.tracking.reference docs/metrics.md
+	$(PYTHON) -m megarl.diagnostics.reference docs/metrics.md
 	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
 quickstart: setup

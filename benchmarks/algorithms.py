@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, Advantages, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = AlgorithmConfig(gamma=0.99, gae_lambda=0.95)

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megarl.cli import recipe
-from megarl.clock import Clock
-from megarl.config.schema import MegarlConfig
-from megarl.job import open_tracker_of
 from megarl.rewards.registry import load_reward
+from megarl.run.job import open_tracker_of
+from megarl.schema import MegarlConfig
 from megarl.tracking import Tracker
+from megarl.tracking.clock import Clock
 
 
 class TimedGRPOTrainer(GRPOTrainer):

@@ -12,13 +12,13 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.engine_arguments import engine_configuration
-from megarl.config.schema import MegarlConfig
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
-from megarl.model import read_model
+from megarl.models.policy import read_model
 from megarl.output.places import LOGS
+from megarl.rollout.engine_arguments import engine_configuration
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.schema import MegarlConfig
 
 
 class Conversation:

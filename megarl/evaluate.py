@@ -6,13 +6,13 @@ from pathlib import Path
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.engine_arguments import engine_configuration
-from megarl.config.schema import MegarlConfig
 from megarl.data import load_prompts
-from megarl.model import read_model
+from megarl.models.policy import read_model
 from megarl.output.places import LOGS
-from megarl.phase import phase
+from megarl.process.phase import phase
 from megarl.rewards import Scorer
+from megarl.rollout.engine_arguments import engine_configuration
+from megarl.schema import MegarlConfig
 from megarl.stages.evaluate import evaluate
 
 

@@ -5,9 +5,9 @@ from functools import partial
 from megarl.algorithms import reward_model_objective
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import MegarlConfig
-from megarl.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
-from megarl.supervised import HeldOut, Start, open_training
+from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
+from megarl.run.supervised import HeldOut, Start, open_training
+from megarl.schema import MegarlConfig
 from megatron_ext.packing import RaggedBatch
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from converters.errors import UserError
 from megarl.algorithms import exact_matches, sft_objective
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PromptSampler, load_conversations
-from megarl.draws import Draw
-from megarl.supervised import HeldOut, Start, conversation_batch, open_training
+from megarl.run.draws import Draw
+from megarl.run.supervised import HeldOut, Start, conversation_batch, open_training
+from megarl.schema import MegarlConfig
 
 
 def sft(config: MegarlConfig) -> None:

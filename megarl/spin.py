@@ -14,19 +14,19 @@ from typing import NamedTuple
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engine_group import EngineGroup
-from megarl.config.engine_arguments import engine_configuration
-from megarl.config.schema import MegarlConfig
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
-from megarl.draws import Draw
 from megarl.output.places import LOGS
-from megarl.phase import phase
-from megarl.preferences import pair_batch, with_reference
+from megarl.process.phase import phase
+from megarl.refit.engine_start import EngineStart
+from megarl.refit.refit import Refit
+from megarl.rollout.engine_arguments import engine_configuration
 from megarl.rollout.protocol import Request
+from megarl.run.draws import Draw
+from megarl.run.preferences import pair_batch, with_reference
+from megarl.run.supervised import HeldOut, Start, Training, open_training
+from megarl.schema import MegarlConfig
 from megarl.sft import exact_match_share
-from megarl.stages.engine_start import EngineStart
-from megarl.stages.refit import Refit
 from megarl.stages.rollout import sampling_parameters
-from megarl.supervised import HeldOut, Start, Training, open_training
 
 
 class Turn(NamedTuple):

@@ -13,7 +13,7 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.recorded import Recording, recorded_layout
 from converters.plan import Plan
-from megarl.resharding.streams import DTypes, Streams, incoming, outgoing
+from megarl.resharding.direct.streams import DTypes, Streams, incoming, outgoing
 from resharding.models import ENGINE, TRAINER
 
 DTYPE = torch.bfloat16

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from converters.errors import UserError
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 _LARGEST_ERROR = 0.2
 

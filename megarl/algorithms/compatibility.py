@@ -10,7 +10,7 @@ from megarl.algorithms.corrections import CORRECTIONS, check_correction
 from megarl.algorithms.kl import KL_ESTIMATORS, UNBIASED
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.registry import lookup
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 _AVERAGES_RESPONSES = "seq_mean_token_mean"
 

@@ -20,7 +20,7 @@ from megarl.algorithms.kl import k2, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.registry import lookup
-from megarl.config.algorithm import CorrectionConfig
+from megarl.schema import CorrectionConfig
 
 # exp of more is no weight that means anything; verl's value.
 LARGEST_LOG_RATIO = 20.0

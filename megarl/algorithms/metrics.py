@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megarl.dynamics.ratios import ratio_histogram
+from megarl.diagnostics.ratios import ratio_histogram
 from megarl.tracking import MetricValue
 
 Value = TypeVar("Value")
@@ -52,7 +52,7 @@ class Metrics:
     """Contribution of one piece of a global batch, by name; tensors are detached scalars.
 
     The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
-    of the `means` of its pieces. `ratio_counts` are those of `megarl.dynamics.ratios`, float64[bins], which add up.
+    of the `means` of its pieces. `ratio_counts` are those of `megarl.diagnostics.ratios`, float64[bins], which add up.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)

@@ -16,8 +16,8 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, p
 from megarl.algorithms.policy_losses.policy_loss import keyword_names
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.trained_tokens import TrainedTokens
-from megarl.config.algorithm import AlgorithmConfig
-from megarl.dynamics.ratios import ratio_counts
+from megarl.diagnostics.ratios import ratio_counts
+from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch
 

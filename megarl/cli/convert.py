@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes, say_count, say_seconds
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
+from megarl.planning.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
     from converters.import_huggingface import ConversionPlan

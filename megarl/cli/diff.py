@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes, say_seconds
+from megarl.planning.amounts import say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from converters.examine import Difference, ValueDifference

@@ -22,8 +22,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the findings; 1 where one of them keeps the main job from running."""
     from dataclasses import asdict
 
-    from megarl.machine.findings import find
-    from megarl.machine.inventory import take_inventory
+    from megarl.doctor.findings import find
+    from megarl.doctor.inventory import take_inventory
 
     inventory = take_inventory()
     findings = find(inventory)
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         report = {**asdict(inventory), "findings": [asdict(finding) for finding in findings], "ready": not blocked}
         print(json.dumps(report, indent=2))
     else:
-        from megarl.machine.report import print_report
+        from megarl.doctor.report import print_report
 
         print_report(inventory, findings)
     return 1 if blocked else 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
 from megarl.output.lock import sole_writer
-from megarl.phase import phase
+from megarl.process.phase import phase
 
 EXAMPLES = """examples:
   megarl eval --model runs/quickstart_qwen3_moe/huggingface \\

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megarl.cli import outcome
-from megarl.cli.amounts import read_bytes, say_bytes, say_count, say_seconds
+from megarl.planning.amounts import read_bytes, say_bytes, say_count, say_seconds
 
 EXAMPLES = """examples:
   megarl export --megatron megatron/qwen3 --out exported/qwen3

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes
+from megarl.planning.amounts import say_bytes
 
 if TYPE_CHECKING:
     from converters.examine import Inspection

@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
-from megarl.errors import RunFailed
-from megarl.signals import interruption
+from megarl.process.errors import RunFailed
+from megarl.process.signals import interruption
 
 COMMANDS = {
     "train": "reinforcement learning: prompts, rollouts, rewards, updates",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.cli import outcome, plan_recipe
-from megarl.cli.amounts import read_bytes, say_seconds
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
+from megarl.planning.amounts import read_bytes, say_seconds
 
 if TYPE_CHECKING:
     from megarl.planning.forecast import Forecast

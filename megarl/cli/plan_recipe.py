@@ -8,7 +8,7 @@ from converters.errors import UserError
 from megarl.cli import recipe
 
 if TYPE_CHECKING:
-    from megarl.config.schema import MegarlConfig
+    from megarl.schema import MegarlConfig
 
 WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "tp": 1,

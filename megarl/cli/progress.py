@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemainingColumn, TransferSpeedColumn
 
-from megarl.cli.amounts import say_bytes, say_seconds
+from megarl.planning.amounts import say_bytes, say_seconds
 
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S, _NO_LINE_FOR_S = 10.0, 1.0

@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct, out of a Python package; it needs no warm-up.
 import argparse
 import os
 
-from megarl.phase import phase
+from megarl.process.phase import phase
 
 EXAMPLES = """examples:
   megarl quickstart

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from megarl.cli.outcome import table
 from megarl.output.lock import sole_writer
 from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_COMPANIONS
-from megarl.phase import phase
+from megarl.process.phase import phase
 
 if TYPE_CHECKING:
-    from megarl.config.schema import MegarlConfig
+    from megarl.schema import MegarlConfig
 
 Part: TypeAlias = Callable[["MegarlConfig"], None]
 """One thing that is done with a configuration: a check, or the whole job."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from megarl.errors import RunFailed
+from megarl.process.errors import RunFailed
 
 
 class OutputLost(RunFailed):

@@ -32,6 +32,6 @@ def _parts() -> Iterator[recipe.Part]:
     from megarl.config.validate import validate
 
     yield validate
-    from megarl.loop import train
+    from megarl.train import train
 
     yield train

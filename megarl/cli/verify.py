@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli import outcome
-from megarl.cli.amounts import say_bytes, say_count, say_seconds
+from megarl.planning.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
     from converters.examine import Verification

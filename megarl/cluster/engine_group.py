@@ -13,11 +13,11 @@ from converters.layout import Shape
 from converters.layouts.recorded import Recording
 from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
-from megarl.config.schema import ClusterConfig, RolloutConfig
-from megarl.resharding.buckets import Bucket
-from megarl.resharding.connections import Address
-from megarl.resharding.route import Route
+from megarl.resharding.direct.connections import Address
+from megarl.resharding.direct.route import Route
+from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import Generation, Request
+from megarl.schema import ClusterConfig, RolloutConfig
 
 # Enough for a generation, an update and a question about health at the same time.
 _CALLS_AT_ONCE = 4

@@ -9,7 +9,7 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.runtime import LOOPBACK
-from megarl.config.schema import ClusterConfig, RolloutConfig
+from megarl.schema import ClusterConfig, RolloutConfig
 
 _THREADS = "OMP_NUM_THREADS"
 # Threads that wait for each other sleep: on a busy machine a rollout takes several times as long where they spin.

@@ -14,9 +14,9 @@ from ray._private import ray_constants
 from converters.errors import UserError
 from megarl.cluster.ray_driver import undisturbed
 from megarl.cluster.scratch import scratch_folder
-from megarl.config.schema import ClusterConfig
-from megarl.phase import phase
-from megarl.signals import held
+from megarl.process.phase import phase
+from megarl.process.signals import held
+from megarl.schema import ClusterConfig
 
 LOOPBACK = "127.0.0.1"
 _RAY = "r"

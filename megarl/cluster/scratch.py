@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.signals import held
+from megarl.process.signals import held
 
 _PREFIX = "megarl-"
 _MARKER = "held"

@@ -15,11 +15,11 @@ from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config.schema import ClusterConfig
-from megarl.resharding.buckets import Bucket
-from megarl.resharding.route import Route
-from megarl.resharding.transports import TRANSPORTS
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.loader.buckets import Bucket
+from megarl.schema import ClusterConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions

@@ -17,12 +17,12 @@ from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
-from megarl.resharding.buckets import Bucket  # noqa: E402
-from megarl.resharding.connections import Address  # noqa: E402
-from megarl.resharding.route import Route  # noqa: E402
-from megarl.resharding.sender import Sender  # noqa: E402
-from megarl.resharding.source import WeightSource  # noqa: E402
-from megarl.resharding.transports.ends import Meeting  # noqa: E402
+from megarl.resharding.direct.connections import Address  # noqa: E402
+from megarl.resharding.direct.route import Route  # noqa: E402
+from megarl.resharding.direct.sender import Sender  # noqa: E402
+from megarl.resharding.direct.transports.ends import Meeting  # noqa: E402
+from megarl.resharding.loader.buckets import Bucket  # noqa: E402
+from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
 from megatron_ext.engine import MegatronEngine  # noqa: E402
 from megatron_ext.log_probs import LogProbs  # noqa: E402

@@ -13,7 +13,7 @@ from converters.errors import UserError
 from megarl.cluster.host import Host
 from megarl.cluster.placement import Place
 from megarl.cluster.runtime import last_lines
-from megarl.errors import RunFailed
+from megarl.process.errors import RunFailed
 
 Call: TypeAlias = ray.ObjectRef
 """A call that was begun; `WorkerGroup.wait` gives its result."""

@@ -5,7 +5,7 @@ from dataclasses import fields
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, PolicyObjective
 from megarl.algorithms.compatibility import check_algorithm
-from megarl.config.schema import CriticConfig, MegarlConfig
+from megarl.schema import CriticConfig, MegarlConfig
 
 
 def check_composition(config: MegarlConfig) -> None:

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError
-from megarl.config.engine_arguments import engine_arguments
 from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
-from megarl.config.schema import MegarlConfig
+from megarl.rollout.engine_arguments import engine_arguments
+from megarl.schema import MegarlConfig
 from megatron_ext.arguments import megatron_fields
 
 

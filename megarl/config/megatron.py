@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.config.schema import MegarlConfig
+from megarl.schema import MegarlConfig
 from megatron_ext.arguments import PARALLEL_FIELDS, split_options
 from megatron_ext.options import MegatronOptions
 from megatron_ext.supported_options import check_supported

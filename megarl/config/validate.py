@@ -12,11 +12,11 @@ from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
-from megarl.config.schema import MegarlConfig
 from megarl.output.places import LOGS, check_output
-from megarl.resharding.messages import ALIGNMENT_BYTES
-from megarl.resharding.transports import TRANSPORTS
+from megarl.resharding.direct.messages import ALIGNMENT_BYTES
+from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.rollout import ENGINES
+from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
 from megatron_ext.arguments import nearest_name
 

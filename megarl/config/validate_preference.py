@@ -2,9 +2,9 @@
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
-from megarl.config.schema import MegarlConfig
 from megarl.config.validate import _check_files, _check_megatron, _check_values
 from megarl.output.places import check_output
+from megarl.schema import MegarlConfig
 
 _AT_LEAST_ONE = ("steps", "pairs_per_step", "eval_every", "steps_per_generation")
 

@@ -1,7 +1,7 @@
 """Choices that are taken and can change nothing: a warning at the start of a run."""
 
 from megarl.algorithms import POLICY_LOSSES
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 _BOUNDS = ("clip_low", "clip_high", "dual_clip")
 

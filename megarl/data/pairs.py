@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import UserError
-from megarl.config.schema import PreferenceConfig
 from megarl.data.chat import Message, check_messages
 from megarl.data.conversations import Chat, Conversation, tokenise
 from megarl.data.parquet import read_rows
+from megarl.schema import PreferenceConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.config.schema import DataConfig
 from megarl.data.chat import LengthBound, check_messages, encode, render
 from megarl.data.parquet import read_rows
+from megarl.schema import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

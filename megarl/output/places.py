@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from converters.errors import UserError
 
 if TYPE_CHECKING:
-    from megarl.config.schema import MegarlConfig
+    from megarl.schema import MegarlConfig
 
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"

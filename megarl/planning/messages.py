@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from converters.cost import Rates, Traffic
 from converters.topology import Topology
-from megarl.resharding.schedule import sending_order
+from megarl.resharding.direct.schedule import sending_order
 
 RELAYS = 16
 """Parts in which a destination passes on what it relays to another: as these bytes arrive, not all in the end."""

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cli.amounts import say_bytes, say_count
+from megarl.planning.amounts import say_bytes, say_count
 from megarl.planning.forecast import Forecast
 
 _PORTS = {"nic_out": "NIC out of", "nic_in": "NIC into", "nvlink_out": "NVLink out of", "nvlink_in": "NVLink into"}

@@ -14,22 +14,22 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from converters.errors import UserError
-from megarl.checkpoints import checkpoints_folder
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
-from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate, validate_sft
 from megarl.evaluate import evaluate_model
-from megarl.loop import train
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, overrides_for
 from megarl.quickstart.models import MODELS, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.schema import MegarlConfig
 from megarl.sft import sft
 from megarl.tracking import read_history
 from megarl.tracking.report import report_table, write_report
+from megarl.train import train
 from megatron_ext import device
 from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 

@@ -1,1 +1,1 @@
-"""Moving weights while a run is on: buckets of whole HF tensors in shared memory, sources and receivers."""
+"""Weights from Megatron's ranks to engines: `direct` into their parameters, or by `loader`, tensor by tensor."""

@@ -22,7 +22,7 @@ from megarl.rewards.terms import check_data_source, combine, terms_of
 from megarl.rewards.worker import WorkerPool
 
 if TYPE_CHECKING:
-    from megarl.config.schema import RewardConfig
+    from megarl.schema import RewardConfig
 
 Outcome = Score | RewardFailed | None
 """Outcome of a sample; None if it was not begun."""

@@ -10,7 +10,7 @@ from megarl.rewards.registry import Source
 from megarl.rewards.scoring import Score
 
 if TYPE_CHECKING:
-    from megarl.config.schema import RewardConfig
+    from megarl.schema import RewardConfig
 
 SINGLE = "score"
 """The name of a reward that is alone."""

@@ -8,10 +8,10 @@ import torch
 
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
-from megarl.resharding.buckets import Bucket
-from megarl.resharding.connections import Address
-from megarl.resharding.route import Route
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.connections import Address
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.loader.buckets import Bucket
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort"]

@@ -13,9 +13,9 @@ from megarl.algorithms.advantages import ScoredResponses, distillation, estimate
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import AlgorithmConfig, MegarlConfig
 from megarl.data import Trajectory
 from megarl.rewards import OVERLONG
+from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.rollout import sequences
 from megarl.stages.sample import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch

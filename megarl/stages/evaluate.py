@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.clock import Clock
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data import Prompt, Trajectory
-from megarl.dynamics.answers import answer_of
-from megarl.dynamics.validation import Answers, by_source
+from megarl.diagnostics.answers import answer_of
+from megarl.diagnostics.validation import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
 from megarl.stages.reward import Scoring
 from megarl.stages.sample import sample
+from megarl.tracking.clock import Clock
 
 # Keeps the seeds of an evaluation apart from those of training steps, which are (seed, step).
 _EVALUATION = 0xE7A1

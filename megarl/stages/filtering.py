@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from converters.errors import UserError
-from megarl.config.schema import AlgorithmConfig
 from megarl.data import Trajectory
 from megarl.rewards import OVERLONG
+from megarl.schema import AlgorithmConfig
 from megarl.stages.sample import REWARD_MODEL
 
 _SHAPING = (OVERLONG, REWARD_MODEL)

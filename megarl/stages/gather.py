@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from converters.errors import UserError
-from megarl.config.schema import MegarlConfig
 from megarl.data import Trajectory
+from megarl.schema import MegarlConfig
 from megarl.stages.filtering import groups_of, teaching_groups
 from megarl.stages.sample import Experience
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, PolicyObjective, implicit_process_rewards
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.companions import Companions
-from megarl.config.schema import MegarlConfig
 from megarl.data import Trajectory
+from megarl.models.auxiliary import Companions
+from megarl.schema import MegarlConfig
 from megatron_ext.packing import RaggedBatch
 
 _OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs"}

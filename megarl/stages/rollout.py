@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megarl.cluster.engine_group import EngineGroup
-from megarl.config.schema import MegarlConfig
 from megarl.data import Prompt, Trajectory
 from megarl.rollout.protocol import Generation, Request, SamplingParameters
+from megarl.schema import MegarlConfig
 
 
 def sampling_parameters(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.finite import check_finite
-from megarl.clock import Clock
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, Trajectory
@@ -12,6 +11,7 @@ from megarl.rewards import Score
 from megarl.rollout.protocol import SamplingParameters
 from megarl.stages.reward import Scoring
 from megarl.stages.rollout import greedy, rollout, sequences
+from megarl.tracking.clock import Clock
 from megatron_ext.packing import RaggedBatch
 
 REWARD_MODEL = "reward_model"

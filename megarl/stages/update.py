@@ -6,8 +6,8 @@ import torch
 
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import MegarlConfig
-from megarl.dynamics import expert_metrics
+from megarl.diagnostics import expert_metrics
+from megarl.schema import MegarlConfig
 from megarl.stages.advantage import weighted
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective

@@ -16,10 +16,10 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes
 from converters.topology import Topology
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.resharding.route import Route
-from megarl.resharding.sender import Sender
-from megarl.resharding.transports import MAPPED
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.transports import MAPPED
+from megarl.resharding.direct.transports.ends import Meeting
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import device, parallel

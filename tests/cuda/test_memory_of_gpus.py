@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpus import needs_gpus
 
-from megarl.resharding.cuda_ipc import Segment, map_segment
+from megarl.resharding.direct.cuda_ipc import Segment, map_segment
 from megatron_ext import device
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]

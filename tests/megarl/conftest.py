@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.schema import ClusterConfig
+from megarl.schema import ClusterConfig
 
 _STACK = pytest.StashKey[ExitStack]()
 

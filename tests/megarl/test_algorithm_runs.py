@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from megarl.checkpoints import checkpoints_folder
 from megarl.config.compose import compose
-from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate
-from megarl.loop import train
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.schema import MegarlConfig
 from megarl.tracking import read_history
+from megarl.train import train
 from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")

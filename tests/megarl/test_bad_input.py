@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.schema import ClusterConfig
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import ClusterConfig
 from megatron_ext import checkpoint_folder
 
 

@@ -15,8 +15,8 @@ from megarl.chat import Conversation, open_chat
 from megarl.cli import chat as command
 from megarl.config.compose import compose
 from megarl.data.detokenizer import Detokenizer
+from megarl.process.signals import interruption
 from megarl.quickstart.tiny_models import make_tokenizer, write_tiny_model
-from megarl.signals import interruption
 
 LENGTH, LONGEST = 24, 200
 

@@ -9,10 +9,10 @@ from digits import count_digits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli.main import main
-from megarl.config.schema import DataConfig
 from megarl.data import load_prompts
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import DataConfig
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 

@@ -14,8 +14,8 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megarl.algorithms import AGGREGATIONS, Metrics, PolicyObjective
-from megarl.config.algorithm import AlgorithmConfig
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import AlgorithmConfig
 from megatron_ext.packing import RaggedBatch, assign, pack
 
 KL_COEFFICIENT = 0.1

@@ -11,8 +11,8 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, Metrics, PolicyObjective
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.packing import RaggedBatch, assign, pack
 
 # Of the largest gradient: what the order of sums in fp32 leaves.

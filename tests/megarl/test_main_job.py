@@ -9,15 +9,15 @@ from transformers import AutoModelForCausalLM
 from converters.examine import compare
 from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
-from megarl.clock import Clock
 from megarl.config.compose import compose
-from megarl.job import open_job
-from megarl.loop import train_step
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import SamplingParameters
+from megarl.run.job import open_job
 from megarl.stages.rollout import rollout
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 

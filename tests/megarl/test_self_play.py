@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import Metrics
-from megarl.checkpoints import latest_checkpoint
-from megarl.config.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.data import Conversation
-from megarl.draws import Draw
-from megarl.preferences import pair_batch, with_reference
 from megarl.rollout.protocol import Generation
+from megarl.run.checkpoints import latest_checkpoint
+from megarl.run.draws import Draw
+from megarl.run.preferences import pair_batch, with_reference
+from megarl.run.supervised import HeldOut, Position, Start, Training, conversation_batch
+from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Turn, check_lengths, draw_iteration, last_turn, pairs_against
-from megarl.supervised import HeldOut, Position, Start, Training, conversation_batch
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 

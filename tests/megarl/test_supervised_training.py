@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.cli.main import main
 from megarl.cluster.runtime import ray_cluster
-from megarl.config.schema import ClusterConfig, PreferenceConfig
 from megarl.data import load_pairs
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import ClusterConfig, PreferenceConfig
 
 FINE_TUNING = ("sft.steps=100", "sft.eval_every=2", "sft.stop_at_exact_match=0.1")
 

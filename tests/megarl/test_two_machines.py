@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from converters.errors import UserError
 from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
-from megarl.clock import Clock
 from megarl.cluster import runtime
-from megarl.config.schema import RefitConfig
-from megarl.job import open_job
-from megarl.loop import train_step
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.refit.refit import check_machines
 from megarl.rollout.protocol import SamplingParameters
-from megarl.stages.refit import check_machines
+from megarl.run.job import open_job
+from megarl.schema import RefitConfig
 from megarl.stages.rollout import rollout
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
 
 OBJECT_STORE_BYTES = 100 * 1024**2
 HOSTS = ("127.0.0.1", "127.0.0.2")

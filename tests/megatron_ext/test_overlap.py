@@ -17,9 +17,9 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import sft_objective
 from megarl.cluster.trainer_worker import TrainerWorker
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.resharding.buckets import cut_into_buckets, views
+from megarl.resharding.loader.buckets import cut_into_buckets, views
+from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
-from megarl.resharding.source import WeightSource
 from megatron_ext import checkpoint
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions

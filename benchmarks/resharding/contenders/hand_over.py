@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.resharding.direct.transports.ends import BUCKETS
 from megarl.resharding.shared_memory import Segment, map_segment
-from megarl.resharding.transports.ends import BUCKETS
 from resharding.party import Party
 from resharding.processes import hear, say
 

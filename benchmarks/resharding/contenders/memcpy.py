@@ -6,8 +6,8 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+from megarl.resharding.direct.transports.ends import BUCKETS
 from megarl.resharding.shared_memory import Segment, map_segment
-from megarl.resharding.transports.ends import BUCKETS
 from resharding.party import Party
 from resharding.processes import hear, heard_of, say
 

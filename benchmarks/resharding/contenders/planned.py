@@ -5,10 +5,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-from megarl.resharding.receiver import Receiver
-from megarl.resharding.sender import Sender
-from megarl.resharding.transports import TRANSPORTS
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.receiver import Receiver
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.ends import Meeting
 from megatron_ext.loopback import open_store
 from resharding.party import Destination, Party
 from resharding.processes import DEADLINE_S

@@ -9,7 +9,7 @@ from torch import Tensor
 from converters.boxes import Box
 from converters.layout import Shape
 from converters.plan import Transfer
-from megarl.resharding.messages import ALIGNMENT_BYTES
+from megarl.resharding.direct.messages import ALIGNMENT_BYTES
 
 DTypes = Mapping[str, torch.dtype]
 

@@ -11,7 +11,7 @@ from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.registry import lookup
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 ADVANTAGES: Mapping[str, Estimator] = {
     "gae": Estimator(returns.gae, needs=frozenset({"values"})),

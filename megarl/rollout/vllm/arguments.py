@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.config.engine_arguments import check_engine_arguments
+from megarl.rollout.engine_arguments import check_engine_arguments
 from megarl.rollout.vllm import cpu
 from megatron_ext import device
 

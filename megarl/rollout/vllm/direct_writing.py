@@ -3,10 +3,10 @@
 from typing import Any
 
 from converters.layouts.recorded import local_tensors
-from megarl.resharding.connections import Address
-from megarl.resharding.destination import Destination
-from megarl.resharding.route import Route
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.connections import Address
+from megarl.resharding.direct.destination import Destination
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transports.ends import Meeting
 from megarl.rollout.vllm.recording import after_direct_write, loaded_parameters
 
 

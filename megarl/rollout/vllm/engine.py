@@ -10,10 +10,10 @@ import torch
 
 from converters.errors import UserError
 from converters.layouts.recorded import Recording
-from megarl.resharding.buckets import Bucket
-from megarl.resharding.connections import Address, TransferError
-from megarl.resharding.route import Route
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.connections import Address, TransferError
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megarl.resharding.buckets import Bucket, views
+from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
 
 BACKEND = "shm"

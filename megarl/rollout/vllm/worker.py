@@ -11,9 +11,9 @@ from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
-from megarl.resharding.connections import Address, TransferError
-from megarl.resharding.route import Route
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.connections import Address, TransferError
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transports.ends import Meeting
 from megarl.rollout.vllm import cpu, recording, routers, weight_transfer
 from megarl.rollout.vllm.direct_writing import DirectWriter
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import AdaptiveKl
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 
 def adaptive() -> AdaptiveKl:

@@ -8,7 +8,7 @@ import torch
 from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES, Estimator, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 CONFIG = AlgorithmConfig()
 NAN, INFINITY = float("nan"), float("inf")

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algorithms import recurrence
 from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 TOKEN_FIELDS = (
     "token_rewards",

@@ -15,7 +15,7 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.config.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 CASES = ("plain", "multiturn", "fullymasked", "singleton")
 

@@ -9,8 +9,8 @@ from converters.errors import UserError
 from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
 from megarl.algorithms.policy_losses import Tokens
 from megarl.algorithms.ragged import Ragged
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.config.without_effect import without_effect
+from megarl.schema import AlgorithmConfig, CorrectionConfig
 
 TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("token_band", 0.5, 2.0)
 

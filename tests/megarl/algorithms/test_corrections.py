@@ -13,7 +13,7 @@ from converters.errors import UserError
 from megarl.algorithms.corrections import CORRECTIONS, check_correction, correction_factor, correction_metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.ragged import Ragged
-from megarl.config.algorithm import CorrectionConfig
+from megarl.schema import CorrectionConfig
 
 # What verl calls a weight or a rejection, with its threshold, is here: kind, low, high. Its bands are of the inverse
 # ratio, pi_rollout / pi_old.

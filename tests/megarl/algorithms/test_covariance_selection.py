@@ -7,7 +7,7 @@ from policy_batches import random_batch, sequences
 
 from megarl.algorithms import PolicyObjective
 from megarl.algorithms.policy_losses.covariance import covariances, drawn_between, largest
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.schema import AlgorithmConfig
 
 
 @pytest.mark.parametrize("case_name", verl.NAMES)

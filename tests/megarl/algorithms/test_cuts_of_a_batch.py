@@ -10,7 +10,7 @@ from policy_batches import random_batch, run, sequences
 
 from megarl.algorithms import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.packing import assign
 
 

@@ -14,7 +14,7 @@ from megarl.algorithms import KL_ESTIMATORS, PolicyObjective
 from megarl.algorithms.corrections import near_or_rewarded
 from megarl.algorithms.kl import UNBIASED, importance_weighted
 from megarl.algorithms.ragged import Ragged
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.packing import RaggedBatch
 
 LIMIT = 0.05

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, Metrics, PolicyObjective
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 

@@ -13,8 +13,8 @@ from reference_grpo import (
 from safetensors import safe_open
 
 from megarl.algorithms import Metrics, PolicyObjective
-from megarl.config.algorithm import AlgorithmConfig
 from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
+from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import linear_log_probs
 from megatron_ext.packing import RaggedBatch, pack
 

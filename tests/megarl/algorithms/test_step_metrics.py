@@ -5,7 +5,7 @@ import torch
 
 from megarl.algorithms import Metrics
 from megarl.algorithms.metrics import Mean
-from megarl.dynamics.ratios import ratio_counts, ratio_histogram
+from megarl.diagnostics.ratios import ratio_counts, ratio_histogram
 
 
 def test_pieces_merge_by_sum_and_by_maximum() -> None:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from converters.errors import UserError
 from megarl.cli.main import COMMANDS, build_parser, main
-from megarl.errors import RunFailed
+from megarl.process.errors import RunFailed
 
 HEAVY = ("torch", "ray", "hydra", "transformers", "vllm", "megatron.core")
 TRAINING = ("train", "sft", "dpo", "reward-model", "spin")

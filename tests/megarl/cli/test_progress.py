@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from converters.errors import UserError
-from megarl.cli.amounts import read_bytes, say_bytes, say_seconds
 from megarl.cli.progress import ByteProgress
+from megarl.planning.amounts import read_bytes, say_bytes, say_seconds
 
 
 def lines_of(steps: list[tuple[float, int]], total: int, *, quiet: bool = False) -> list[str]:

@@ -7,7 +7,7 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.placement import engine_place, engine_threads, trainer_place
-from megarl.config.schema import ClusterConfig, RolloutConfig
+from megarl.schema import ClusterConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("folder_of_ray")
 

@@ -15,8 +15,8 @@ from megarl.algorithms import sft_objective
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.schema import ClusterConfig
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import ClusterConfig
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 

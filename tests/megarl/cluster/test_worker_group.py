@@ -15,7 +15,7 @@ from megarl.cluster import worker_group
 from megarl.cluster.placement import Place, engine_place, trainer_place
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import WorkerFailed, WorkerGone, WorkerGroup, wait_together
-from megarl.config.schema import ClusterConfig, RolloutConfig
+from megarl.schema import ClusterConfig, RolloutConfig
 
 PROGRAM = """
 import os, time

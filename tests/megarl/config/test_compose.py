@@ -9,7 +9,7 @@ from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, VERL
 from megarl.config.keys import all_keys, schema_keys
-from megarl.config.schema import MegarlConfig
+from megarl.schema import MegarlConfig
 
 GIVEN = ["model.path=m", "output_dir=o"]
 

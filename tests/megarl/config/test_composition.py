@@ -4,13 +4,24 @@ import pytest
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
-from megarl.companions import wanted_companions
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardModelConfig, TeacherConfig
 from megarl.config.compose import compose
 from megarl.config.composition import check_composition
 from megarl.config.folder import recipes_folder
-from megarl.config.schema import LoopConfig, MegarlConfig, ModelConfig, RewardConfig, RewardTermConfig, RolloutConfig
 from megarl.config.without_effect import without_effect
+from megarl.models.auxiliary import wanted_companions
+from megarl.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    LoopConfig,
+    MegarlConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RewardTermConfig,
+    RolloutConfig,
+    TeacherConfig,
+)
 
 
 def config(*, samples: int = 8, **groups) -> MegarlConfig:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.config.engine_arguments import check_engine_arguments, engine_arguments
 from megarl.config.options_reference import reference
+from megarl.rollout.engine_arguments import check_engine_arguments, engine_arguments
 from megarl.rollout.vllm.supported_arguments import REFUSED, TESTED
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,8 +9,8 @@ import torch
 from converters.errors import UserError
 from megarl.config.compose import compose
 from megarl.config.megatron import megatron_options
-from megarl.config.schema import MegarlConfig
 from megarl.config.validate import validate, validate_eval, validate_sft
+from megarl.schema import MegarlConfig
 
 
 @pytest.fixture

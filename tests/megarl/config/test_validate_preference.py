@@ -7,8 +7,8 @@ import pytest
 
 from converters.errors import UserError
 from megarl.config.compose import compose
-from megarl.config.schema import MegarlConfig
 from megarl.config.validate_preference import validate_preference
+from megarl.schema import MegarlConfig
 
 RECIPES = ("quickstart_dpo", "quickstart_reward_model", "quickstart_spin")
 

@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.config.schema import PreferenceConfig
 from megarl.data import load_pairs
 from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.schema import PreferenceConfig
 
 # The template writes something after the end token, which no rollout has.
 CHATML = (

@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from converters.errors import UserError
-from megarl.config.schema import DataConfig
 from megarl.data import load_prompts
 from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.schema import DataConfig
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.config.schema import DataConfig
 from megarl.data import load_conversations, load_prompts
 from megarl.rewards.registry import load_reward
+from megarl.schema import DataConfig
 
 CHAT = [{"role": "user", "content": "1+1="}]
 TAKEN = "def score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"

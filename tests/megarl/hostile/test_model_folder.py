@@ -8,8 +8,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megarl.config.schema import ModelConfig
-from megarl.model import read_model
+from megarl.models.policy import read_model
+from megarl.schema import ModelConfig
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

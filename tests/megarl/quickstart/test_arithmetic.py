@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import DataConfig
 from megarl.data import load_conversations, load_prompts
 from megarl.quickstart.arithmetic import answer, question, split_pairs, write_arithmetic
 from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.schema import DataConfig
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.resharding.buckets import cut_into_buckets, views
+from megarl.resharding.loader.buckets import cut_into_buckets, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 tensors = st.lists(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megarl.resharding.connections import TransferError
-from megarl.resharding.cuda_ipc import map_segment
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.cuda_ipc import map_segment
 
 GPUS = {0: "GPU-aaaa", 1: "GPU-bbbb", 2: "GPU-cccc"}
 """Those that the process that maps can see, by its own numbers."""

@@ -11,8 +11,8 @@ from converters.convert import copy_transfers
 from converters.errors import UserError
 from converters.layout import Layout, Placement, Shard
 from converters.plan import plan
-from megarl.resharding.messages import ALIGNMENT_BYTES, cut_into_messages, digest, parts
-from megarl.resharding.packing import blocks, differing, pack, unpack
+from megarl.resharding.direct.messages import ALIGNMENT_BYTES, cut_into_messages, digest, parts
+from megarl.resharding.direct.packing import blocks, differing, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NARROW = {torch.float32: [torch.float32, torch.bfloat16], torch.bfloat16: [torch.bfloat16, torch.float32]}

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megarl.resharding.transports import point_to_point
+from megarl.resharding.direct.transports import point_to_point
 
 TIMEOUT = timedelta(seconds=10)
 

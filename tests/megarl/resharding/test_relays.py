@@ -15,10 +15,10 @@ from transfer_ranks import Scene
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.recorded import Recording
 from converters.topology import Topology
-from megarl.resharding.arrivals import Arrivals
-from megarl.resharding.connections import TransferError
-from megarl.resharding.route import Route
-from megarl.resharding.streams import DestinationStreams, incoming, outgoing
+from megarl.resharding.direct.arrivals import Arrivals
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.streams import DestinationStreams, incoming, outgoing
 
 TWO_ENGINES = Scene(
     make_config("qwen3"),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.resharding.schedule import sending_order
+from megarl.resharding.direct.schedule import sending_order
 
 
 def order_of(source: int, sources: int, destinations: int, messages) -> list[tuple[int, int, int]]:

@@ -11,10 +11,10 @@ from transfer_ranks import LOOPBACK, DestinationRank, Scene, SourceRank
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
-from megarl.resharding import receiver, sender
-from megarl.resharding.announcements import Acknowledgement, Announcement
-from megarl.resharding.connections import Link
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct import receiver, sender
+from megarl.resharding.direct.announcements import Acknowledgement, Announcement
+from megarl.resharding.direct.connections import Link
+from megarl.resharding.direct.transports.ends import Meeting
 from megatron_ext import device
 
 SIZES = ParallelSizes(world_size=1)

@@ -9,7 +9,7 @@ from small_configs import make_config
 from transfer_ranks import Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.resharding.streams import incoming, outgoing
+from megarl.resharding.direct.streams import incoming, outgoing
 
 EVERY_CUT = ParallelSizes(
     world_size=4,

@@ -22,16 +22,16 @@ from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.plan import Cutting, Plan, plan
 from converters.topology import Topology
-from megarl.resharding import connections
-from megarl.resharding import receiver as receiving
-from megarl.resharding import sender as sending
-from megarl.resharding.announcements import Acknowledgement, Announcement
-from megarl.resharding.connections import Link, TransferError
-from megarl.resharding.destination import Destination
-from megarl.resharding.sender import Sender
-from megarl.resharding.streams import incoming, outgoing
-from megarl.resharding.transports import TRANSPORTS
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct import connections
+from megarl.resharding.direct import receiver as receiving
+from megarl.resharding.direct import sender as sending
+from megarl.resharding.direct.announcements import Acknowledgement, Announcement
+from megarl.resharding.direct.connections import Link, TransferError
+from megarl.resharding.direct.destination import Destination
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.streams import incoming, outgoing
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.ends import Meeting
 from megatron_ext.loopback import open_store
 
 LOOPBACK = "127.0.0.1"

@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardSample, Scorer
 from megarl.rewards.registry import Source
 from megarl.rewards.worker import WorkerPool
+from megarl.schema import RewardConfig
 
 HEAD = "import asyncio, ctypes, json, os, resource, signal, sys, threading, time\n"
 MARK = f"started-by-a-reward-of-{os.getpid()}"

@@ -1,8 +1,8 @@
 import pytest
 
-from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardSample, Score, Scorer
 from megarl.rewards.math_match import math
+from megarl.schema import RewardConfig
 
 FOREVER = r"\boxed{9^{9^{9^{9}}}}"
 

@@ -1,8 +1,8 @@
 import pytest
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig, RewardTermConfig
 from megarl.rewards import REWARDS, RewardSample, Score, Scorer, load_reward
+from megarl.schema import RewardConfig, RewardTermConfig
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 

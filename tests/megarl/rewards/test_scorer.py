@@ -10,9 +10,9 @@ import pytest
 from eventually import eventually
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
+from megarl.schema import RewardConfig
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
@@ -188,7 +188,7 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
     note = tmp_path / "pid"
     act = f"(open({str(note)!r}, 'w').write(str(os.getpid())), forever())"
     program = (
-        "from megarl.rewards import *\nfrom megarl.config.schema import RewardConfig\n"
+        "from megarl.rewards import *\nfrom megarl.schema import RewardConfig\n"
         f"scorer = Scorer(RewardConfig(function='{file}:act'))\n"
         f"scorer.score([RewardSample('', {act!r}, '', {{}})])\n"
     )

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardFailed, RewardSample, Score, Scorer
 from megarl.rewards.scoring import as_score
+from megarl.schema import RewardConfig
 
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
 PLAIN_AND_ASYNC = ("as_number", "as_number_later")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig, RewardTermConfig
 from megarl.rewards import RewardSample, Score, Scorer
+from megarl.schema import RewardConfig, RewardTermConfig
 
 LENGTH = f"{Path(__file__).parents[1] / 'reward_functions.py'}:length"
 

@@ -8,7 +8,7 @@ from multiprocessing.managers import BaseManager
 from safetensors.torch import load_file
 
 from megarl.quickstart.tiny_models import END, make_tokenizer
-from megarl.resharding.buckets import cut_into_buckets, views
+from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from converters.errors import UserError
-from megarl.config.engine_arguments import engine_arguments
+from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.vllm.arguments import make_engine_config
 
 

@@ -12,8 +12,8 @@ device.install()
 from megatron.core.transformer.moe.moe_utils import router_gating_linear  # noqa: E402 (after the device layer)
 
 from megarl.config.compose import compose  # noqa: E402
-from megarl.config.engine_arguments import engine_configuration  # noqa: E402
 from megarl.config.megatron import megatron_options  # noqa: E402
+from megarl.rollout.engine_arguments import engine_configuration  # noqa: E402
 from megarl.rollout.vllm.arguments import make_engine_config  # noqa: E402
 from megatron_ext import compat  # noqa: E402
 from megatron_ext.log_probs import linear_log_probs  # noqa: E402

@@ -5,7 +5,7 @@ import time
 import pytest
 from engine_host import PROMPTS
 
-from megarl.resharding.connections import TransferError
+from megarl.resharding.direct.connections import TransferError
 from megarl.rollout.protocol import UpdateError
 
 

@@ -12,9 +12,9 @@ from converters.convert import read_into
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
-from megarl.resharding.route import Route
-from megarl.resharding.sender import Sender
-from megarl.resharding.transports.ends import Meeting
+from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.transports.ends import Meeting
 
 RANKS = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 

@@ -7,8 +7,8 @@ import torch
 from trajectories import SHORT_RUN, trajectory
 
 from converters.errors import UserError
-from megarl.config.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.rewards import OVERLONG, Score
+from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
 
 TRAJECTORIES = [

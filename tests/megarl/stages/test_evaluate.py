@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema import RewardConfig
 from megarl.data import Prompt
-from megarl.dynamics.validation import powers_of_two
+from megarl.diagnostics.validation import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import Generation
+from megarl.schema import RewardConfig
 from megarl.stages.evaluate import evaluate
 from megarl.tracking.metrics import is_known
 

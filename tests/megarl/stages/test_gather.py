@@ -6,9 +6,9 @@ import pytest
 from trajectories import trajectory
 
 from converters.errors import UserError
-from megarl.config.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.data import Trajectory
 from megarl.rewards import OVERLONG, Score
+from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.filtering import teaching_groups
 from megarl.stages.gather import gather
 from megarl.stages.sample import REWARD_MODEL, Experience

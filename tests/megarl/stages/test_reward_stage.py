@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.config.schema import RewardConfig, RewardTermConfig
 from megarl.data import Prompt, Trajectory
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import RewardFailed, Score, Scorer
+from megarl.schema import RewardConfig, RewardTermConfig
 from megarl.stages.reward import Scoring, overlong_penalty, reward_metrics
 
 TOKENIZER = make_tokenizer()

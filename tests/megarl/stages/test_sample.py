@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.clock import Clock
-from megarl.config.schema import RewardConfig
 from megarl.data import Prompt, Trajectory
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Score, Scorer
 from megarl.rollout.protocol import Generation, Request, SamplingParameters
+from megarl.schema import RewardConfig
 from megarl.stages.reward import Scoring
 from megarl.stages.sample import sample
+from megarl.tracking.clock import Clock
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from megarl.config.schema import RolloutConfig
 from megarl.data import Prompt, Trajectory
 from megarl.rewards import Score
+from megarl.schema import RolloutConfig
 
 SHORT_RUN = RolloutConfig(max_response_tokens=4)
 

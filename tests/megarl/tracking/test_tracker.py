@@ -75,7 +75,7 @@ def test_an_unknown_logger_is_refused_before_any_is_opened(tmp_path):
 
 
 def test_the_registry_has_the_documented_loggers():
-    documented = Path(__file__).parents[3] / "megarl/config/schema.py"
+    documented = Path(__file__).parents[3] / "megarl/schema/config.py"
     names = re.search(r"`megarl\.tracking\.LOGGERS`: ([\w, ]+)\.", documented.read_text()).group(1)
     assert set(names.split(", ")) == set(LOGGERS)
 

@@ -1,0 +1,106 @@
+"""How good several answers to a prompt are: pass@k, mean@k, majority@k and best@k, from n samples of each."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from megarl.diagnostics.groups import RIGHT_ABOVE
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The scored responses to one prompt, in the order in which they were sampled; at least one."""
+
+    data_source: str
+    texts: Sequence[str]
+    """Answer of each response: equal texts are votes for the same answer of a majority."""
+    rewards: Sequence[float]
+
+
+def pass_at(answers: Answers, k: int) -> float:
+    """The chance that at least one of k responses is right.
+
+    Unbiased, from n >= k samples of which c have a reward above RIGHT_ABOVE: 1 - C(n - c, k) / C(n, k)
+    (arXiv:2107.03374, eq. 1).
+    """
+    wrong = sum(reward <= RIGHT_ABOVE for reward in answers.rewards)
+    return 1 - comb(wrong, k) / comb(len(answers.rewards), k)
+
+
+def best_at(answers: Answers, k: int) -> float:
+    """The expected reward of the best of k responses (best-of-n with a perfect judge).
+
+    Unbiased, from n >= k samples with the rewards r_1 <= ... <= r_n: sum_i r_i C(i - 1, k - 1) / C(n, k), because
+    C(i - 1, k - 1) of the choices of k have r_i as their largest.
+    """
+    rewards = sorted(answers.rewards)
+    choices = comb(len(rewards), k)
+    return sum(reward * (comb(place, k - 1) / choices) for place, reward in enumerate(rewards))
+
+
+def majority_at(answers: Answers, k: int) -> float:
+    """The expected reward of what most of k responses answer.
+
+    Unbiased: the mean over the n // k blocks of k samples that follow each other. An answer's reward is the mean of its
+    responses; if several have equally many votes, each may win.
+    """
+    blocks = range(0, len(answers.rewards) - k + 1, k)
+    return float(np.mean([_winner(answers.texts[i : i + k], answers.rewards[i : i + k]) for i in blocks]))
+
+
+def _winner(texts: Sequence[str], rewards: Sequence[float]) -> float:
+    votes = Counter(texts)
+    most = max(votes.values())
+    means = [
+        np.mean([reward for text, reward in zip(texts, rewards, strict=True) if text == answer])
+        for answer, count in votes.items()
+        if count == most
+    ]
+    return float(np.mean(means))
+
+
+ESTIMATES: Mapping[str, Callable[[Answers, int], float]] = {
+    "pass": pass_at,
+    "majority": majority_at,
+    "best": best_at,
+}
+"""Estimators, for every k."""
+
+
+def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, float]:
+    """The mean over the prompts of each estimate, as "<estimate>_at_<k>", for the k of `powers_of_two`.
+
+    The mean reward is the same for every k, so it is there once: "mean_at_<samples>". A prompt with fewer than k scored
+    responses is left out of the estimates for k, and these are left out where no prompt has so many.
+    """
+    means = {f"mean_at_{samples}": float(np.mean([np.mean(each.rewards) for each in answers]))}
+    for k in powers_of_two(samples):
+        enough = [each for each in answers if len(each.rewards) >= k]
+        if enough:
+            means |= {
+                f"{name}_at_{k}": float(np.mean([f(each, k) for each in enough])) for name, f in ESTIMATES.items()
+            }
+    return means
+
+
+def by_source(answers: Sequence[Answers], samples: int) -> dict[str, float]:
+    """`validation_metrics` of all answers, and of each data source as "source/<data_source>/..." if there are several.
+
+    There is at least one.
+    """
+    sources: dict[str, list[Answers]] = defaultdict(list)
+    for each in answers:
+        sources[each.data_source].append(each)
+    metrics = validation_metrics(answers, samples)
+    if len(sources) > 1:
+        for source, found in sources.items():
+            metrics |= {f"source/{source}/{name}": x for name, x in validation_metrics(found, samples).items()}
+    return metrics
+
+
+def powers_of_two(last: int) -> list[int]:
+    """1, 2, 4, ... and `last` itself."""
+    return [2**power for power in range(last.bit_length()) if 2**power < last] + [last]

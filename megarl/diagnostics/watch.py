@@ -1,0 +1,245 @@
+"""Warnings from the metrics of a run: what goes wrong slowly, said once when it begins."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.schema import MegarlConfig
+from megarl.tracking import read_history
+from megarl.tracking.histogram import MetricValue, numbers
+from megarl.tracking.jsonl import FILE_NAME
+
+
+class Thresholds(Protocol):
+    """When to warn; None never does. The keys are those of the configuration's group `tracking`."""
+
+    warn_after_steps: int
+    warn_entropy_fraction: float | None
+    warn_kl_to_reference: float | None
+    warn_kl_to_old: float | None
+    warn_log_prob_difference: float | None
+    warn_no_signal: float | None
+    warn_cut_fraction: float | None
+
+
+def always(_config: MegarlConfig) -> bool:
+    """Returns True: the advice helps in every run."""
+    return True
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to do, in the runs in which it can change anything."""
+
+    text: str
+    acts: Callable[[MegarlConfig], bool] = always
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A metric that is bad above the threshold of a key; if `falls`, below that share of the run's first value."""
+
+    name: str
+    metric: str
+    key: str
+    says: str
+    advice: tuple[Advice, ...]
+    falls: bool = False
+
+    def limit(self, thresholds: Thresholds, first: float) -> float | None:
+        """Where bad values begin, in a run whose first value was `first`."""
+        threshold: float | None = getattr(thresholds, self.key)
+        return threshold * first if self.falls and threshold is not None else threshold
+
+
+def _has_ratios(config: MegarlConfig) -> bool:
+    """Whether ratios can differ from 1, so that bounds and penalties of them act."""
+    return config.algorithm.updates_per_step > 1 or config.algorithm.ratio_to == "rollout"
+
+
+def _clips_upward(config: MegarlConfig) -> bool:
+    return _has_ratios(config) and config.algorithm.policy_loss in ("clip", "clip_cov", "gspo", "gmpo")
+
+
+def _clips_plainly(config: MegarlConfig) -> bool:
+    return config.algorithm.policy_loss == "clip"
+
+
+def _samples_from_all(config: MegarlConfig) -> bool:
+    return config.rollout.top_p == 1 and config.rollout.top_k == -1
+
+
+def _corrections_are_open(config: MegarlConfig) -> bool:
+    return _samples_from_all(config) and not config.algorithm.corrections and config.algorithm.ratio_to == "old"
+
+
+SYMPTOMS: tuple[Symptom, ...] = (
+    Symptom(
+        "entropy_collapse",
+        "policy/entropy",
+        "warn_entropy_fraction",
+        "the policy's entropy has collapsed",
+        (
+            Advice("it samples nearly the same response every time and finds nothing new"),
+            Advice("raise algorithm.clip_high", _clips_upward),
+            Advice("raise algorithm.entropy_coefficient"),
+            Advice("use algorithm.policy_loss=clip_cov", _clips_plainly),
+            Advice("use algorithm.policy_loss=kl_cov", lambda config: _clips_plainly(config) and _has_ratios(config)),
+            Advice("lower the learning rate"),
+        ),
+        falls=True,
+    ),
+    Symptom(
+        "kl_to_reference",
+        "policy/kl_to_reference",
+        "warn_kl_to_reference",
+        "the policy has gone far from the reference model",
+        (
+            Advice("look at its responses for what earns reward without being good"),
+            Advice("raise algorithm.kl_coefficient", lambda config: config.algorithm.kl_target is None),
+            Advice("lower algorithm.kl_target", lambda config: config.algorithm.kl_target is not None),
+            Advice("lower the learning rate"),
+        ),
+    ),
+    Symptom(
+        "kl_to_old",
+        "policy/kl_to_old",
+        "warn_kl_to_old",
+        "the updates of a step move the policy far from the one that sampled",
+        (
+            Advice("lower the learning rate"),
+            Advice("lower algorithm.updates_per_step", lambda config: config.algorithm.updates_per_step > 1),
+        ),
+    ),
+    Symptom(
+        "log_prob_difference",
+        "log_prob_difference/mean",
+        "warn_log_prob_difference",
+        "engine and trainer disagree about the log-probabilities of what was sampled",
+        (
+            Advice(
+                "rollout.top_p and top_k are part of it: sample from all tokens",
+                lambda config: not _samples_from_all(config),
+            ),
+            Advice("set algorithm.corrections", _corrections_are_open),
+            Advice("check the numerics of the engine (dtype, quantisation, kernels)"),
+            Advice("check the refits with refit.verify=logprobs", lambda config: config.refit.verify != "logprobs"),
+        ),
+    ),
+    Symptom(
+        "no_signal",
+        "groups/no_signal",
+        "warn_no_signal",
+        "nearly all groups have no difference in reward",
+        (
+            Advice("groups/all_right and groups/all_wrong say whether the prompts are too easy or too hard"),
+            Advice("choose others"),
+            Advice("raise loop.samples_per_prompt"),
+            Advice("set algorithm.dynamic_sampling=true", lambda config: not config.algorithm.dynamic_sampling),
+        ),
+    ),
+    Symptom(
+        "responses_cut",
+        "response_length/cut_fraction",
+        "warn_cut_fraction",
+        "many responses run into the limit",
+        (
+            Advice("raise rollout.max_response_tokens"),
+            Advice(
+                "penalise length with reward.overlong_buffer_tokens",
+                lambda config: (
+                    not config.reward.overlong_buffer_tokens and config.algorithm.advantage not in ("max_rl", "prime")
+                ),
+            ),
+        ),
+    ),
+)
+
+
+@dataclass
+class _Course:
+    """How a symptom has gone so far: its first value, and rows of bad and of good values."""
+
+    first: float | None = None
+    bad: int = 0
+    good: int = 0
+    since: int = 0
+    """Step at which the present row of bad values began."""
+    warned: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Findings of a step: a 0 or 1 for each symptom, and a sentence for each that has just begun."""
+
+    metrics: dict[str, float]
+    warnings: list[str]
+
+
+@dataclass
+class Watch:
+    """Sees the metrics of each step, in order, and warns once when a symptom begins.
+
+    It begins when its metric has been bad for `warn_after_steps` steps that logged it, one after the other, and ends
+    when it has been good for as many. A value that is missing or not a number is neither.
+    """
+
+    thresholds: Thresholds
+    config: MegarlConfig = field(default_factory=MegarlConfig)
+    """The run's, which says what can be advised."""
+    _courses: dict[str, _Course] = field(default_factory=lambda: {symptom.name: _Course() for symptom in SYMPTOMS})
+
+    @classmethod
+    def of_run(cls, config: MegarlConfig, output_dir: Path, step: int) -> "Watch":
+        """The watch of a run that has done `step` steps: its metrics.jsonl tells what it has seen.
+
+        Without that file (tracking.loggers without jsonl) it has seen nothing, and warns again of what goes on.
+        """
+        watch = cls(config.tracking, config)
+        if step and (output_dir / FILE_NAME).exists():
+            watch.replay(line for line in read_history(output_dir) if line["step"] <= step)
+        return watch
+
+    def replay(self, history: Iterable[Mapping[str, Any]]) -> None:
+        """See lines of metrics.jsonl again, of which the warnings are out already."""
+        for line in history:
+            known = {name: value for name, value in line.items() if isinstance(value, float | int)}
+            self.observe(line["step"], known)
+
+    def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> Seen:
+        """Take the metrics of `step`: "warning/<symptom>" of every symptom whose metric is among them, and texts."""
+        known, seen = numbers(metrics), Seen({}, [])
+        for symptom in SYMPTOMS:
+            value = known.get(symptom.metric, math.nan)
+            if math.isnan(value):
+                continue
+            course = self._courses[symptom.name]
+            course.first = value if course.first is None else course.first
+            limit = symptom.limit(self.thresholds, course.first)
+            if limit is None:
+                continue
+            if self._begins(course, step, is_bad=value < limit if symptom.falls else value > limit):
+                seen.warnings.append(_sentence(symptom, course, value, limit, self.config))
+            seen.metrics[f"warning/{symptom.name}"] = float(course.warned)
+        return seen
+
+    def _begins(self, course: _Course, step: int, *, is_bad: bool) -> bool:
+        if is_bad and not course.bad:
+            course.since = step
+        course.bad, course.good = (course.bad + 1, 0) if is_bad else (0, course.good + 1)
+        before = course.warned
+        if course.bad >= self.thresholds.warn_after_steps:
+            course.warned = True
+        elif course.good >= self.thresholds.warn_after_steps:
+            course.warned = False
+        return course.warned and not before
+
+
+def _sentence(symptom: Symptom, course: _Course, value: float, limit: float, config: MegarlConfig) -> str:
+    side = f"below {limit:.3g} (the run began with {course.first:.3g})" if symptom.falls else f"above {limit:.3g}"
+    return (
+        f"warning: {symptom.says}: since step {course.since} {symptom.metric} is {side}, now {value:.3g}; "
+        f"{', '.join(each.text for each in symptom.advice if each.acts(config))} (tracking.{symptom.key})"
+    )

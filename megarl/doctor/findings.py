@@ -1,0 +1,108 @@
+"""Findings from an inventory: what would not work here, why, and what to do."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megarl.doctor.inventory import Inventory
+from megarl.schema import RefitConfig
+
+GIB = 1024**3
+MEMORY_BYTES = 8 * GIB
+"""Memory that the quickstart may need."""
+DISK_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that would not work."""
+
+    blocks: bool
+    """Whether the main job cannot run at all."""
+    what: str
+    why: str
+    remedy: str
+
+
+def find(inventory: Inventory) -> list[Finding]:
+    """All findings, those that block the main job first."""
+    findings = [finding for check in _CHECKS for finding in check(inventory)]
+    return sorted(findings, key=lambda finding: not finding.blocks)
+
+
+def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
+    for unmet in inventory.unmet_requirements:
+        yield Finding(True, "megarl train", f"it needs {unmet}", "make setup")
+
+
+def _check_engine(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.engine is None:
+        wanted = "make setup CUDA=1" if inventory.device == "cuda" else "make setup"
+        yield Finding(True, "rollouts", f"no vLLM for device {inventory.device} is installed", wanted)
+
+
+def _check_loopback(inventory: Inventory) -> Iterator[Finding]:
+    if not inventory.loopback:
+        yield Finding(True, "Ray and the engines", "nothing can listen on 127.0.0.1", "allow loopback sockets")
+
+
+def _check_torchvision(inventory: Inventory) -> Iterator[Finding]:
+    names = [name for name in ("torchvision", "torchaudio", "torchcodec") if inventory.packages[name]]
+    if names and inventory.device == "cpu" and not inventory.torch_has_cuda:
+        why = f"{', '.join(names)}: built for CUDA, beside a CPU torch importing transformers fails"
+        yield Finding(True, "loading models", why, "make setup")
+
+
+def _check_shared_memory(inventory: Inventory) -> Iterator[Finding]:
+    needed = 2 * RefitConfig().bucket_bytes
+    free = inventory.shared_memory_bytes
+    if free < needed:
+        why = f"two buckets of refit.bucket_bytes need {needed / GIB:.1f} GiB of /dev/shm, {free / GIB:.1f} are free"
+        yield Finding(free == 0, "refit with the default bucket size", why, "a smaller refit.bucket_bytes")
+
+
+def _check_memory(inventory: Inventory) -> Iterator[Finding]:
+    available = inventory.memory_available_bytes
+    if available < MEMORY_BYTES:
+        why = f"it needs up to {MEMORY_BYTES / GIB:.0f} GiB of memory, {available / GIB:.1f} are available"
+        yield Finding(False, "megarl quickstart", why, "end other programs")
+
+
+def _check_disk(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.disk_free_bytes < DISK_BYTES:
+        why = f"{inventory.disk_free_bytes / GIB:.1f} GiB are free in the current folder"
+        yield Finding(False, "checkpoints and exports", why, "make room, or set output_dir")
+
+
+def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
+    if not inventory.gpus:
+        yield Finding(
+            False, "models of a real size", "no NVIDIA GPU: everything runs on the CPU", "a machine with GPUs"
+        )
+        return
+    if not inventory.torch_has_cuda:
+        why = f"{len(inventory.gpus)} GPUs stay unused: the installed torch is a CPU build"
+        yield Finding(False, "training on the GPUs", why, "make setup CUDA=1")
+        return
+    for name, use in (("transformer-engine", "fused layers and FP8"), ("flash-attn", "fast packed attention")):
+        if not inventory.packages[name]:
+            yield Finding(False, use, f"{name} is not installed", "make setup CUDA=1")
+
+
+def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
+    for logger, name in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
+        if not inventory.packages[name]:
+            why, remedy = f"{name} is not installed", f"pip install {name}"
+            yield Finding(False, f"tracking.loggers=[{logger}]", why, remedy)
+
+
+_CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
+    _check_requirements,
+    _check_engine,
+    _check_loopback,
+    _check_torchvision,
+    _check_shared_memory,
+    _check_memory,
+    _check_disk,
+    _check_gpus,
+    _check_loggers,
+)

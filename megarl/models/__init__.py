@@ -1,0 +1,1 @@
+"""The models of a run on disk and in their ranks: the policy, and those beside it."""

@@ -1,0 +1,148 @@
+"""The models beside the policy: critic, teachers, reward model. Each has ranks and parallel sizes of its own."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.algorithms import ADVANTAGES
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.megatron import ModelGroup, megatron_options
+from megarl.data import Prompt
+from megarl.models.policy import Model, check_layout, read_tokenizer
+from megarl.schema import MegarlConfig
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that the policy is distilled from, and the data sources it is for; none are all."""
+
+    group: TrainerGroup
+    data_sources: frozenset[str]
+
+    def teaches(self, prompt: Prompt) -> bool:
+        """Whether the responses to `prompt` are compared with this teacher."""
+        return not self.data_sources or prompt.data_source in self.data_sources
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The models that the algorithm asks for, all others None."""
+
+    critic: TrainerGroup | None = None
+    """Values of tokens; trained."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    reward_model: TrainerGroup | None = None
+    """Scores of whole responses."""
+    implicit_reward_model: TrainerGroup | None = None
+    """A language model whose log-ratio to what it was is the reward of a token; trained."""
+
+    @property
+    def trained(self) -> dict[str, TrainerGroup]:
+        """Trained companions, which a checkpoint must hold, by name."""
+        groups = {"critic": self.critic, "implicit_reward_model": self.implicit_reward_model}
+        return {name: group for name, group in groups.items() if group is not None}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A companion that a configuration asks for."""
+
+    key: str
+    """Its group of keys."""
+    settings: ModelGroup
+    path: Path
+    """The HuggingFace folder it begins with."""
+    build: Callable[[TrainerGroup, Path, int], None]
+    """Makes the model of a folder in started ranks, for so many optimizer steps."""
+
+
+def _build_critic(group: TrainerGroup, path: Path, total_steps: int) -> None:
+    group.build(path, None, total_steps, reference=False, head="value")
+
+
+def _build_implicit_reward_model(group: TrainerGroup, path: Path, total_steps: int) -> None:
+    group.build(path, None, total_steps, reference=True)
+
+
+def _build_reward_model(group: TrainerGroup, path: Path, _total_steps: int) -> None:
+    group.build_frozen(path, head="value")
+
+
+def _build_teacher(group: TrainerGroup, path: Path, _total_steps: int) -> None:
+    group.build_frozen(path)
+
+
+def wanted_companions(config: MegarlConfig) -> dict[str, Wanted]:
+    """The companions that a configuration asks for, by the names of their processes."""
+    needs = ADVANTAGES[config.algorithm.advantage].needs
+    own, critic, reward_model = Path(config.model.path), config.critic, config.reward_model
+    wanted = {}
+    if "values" in needs:
+        wanted["critic"] = Wanted("critic", critic, Path(critic.path or own), _build_critic)
+    if "process_rewards" in needs:
+        path = Path(reward_model.path or own)
+        wanted["implicit_reward_model"] = Wanted("reward_model", reward_model, path, _build_implicit_reward_model)
+    elif reward_model.path:
+        wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
+    if "teacher_log_probs" in needs or config.algorithm.distillation_coefficient:
+        for name, teacher in config.teachers.items():
+            wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
+    return wanted
+
+
+def check_companions(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
+    """Raise UserError for a companion that cannot work with this policy and these prompts."""
+    for name, wanted in wanted_companions(config).items():
+        architecture = read_architecture(read_json(wanted.path / CONFIG))
+        check_layout(architecture, megatron_options(config, wanted.settings))
+        if wanted.path == model.folder:
+            continue
+        if read_tokenizer(wanted.path).get_vocab() != model.tokenizer.get_vocab():
+            raise UserError(
+                f"{wanted.key}.path={wanted.path} has another vocabulary than model.path={model.folder}, so it cannot "
+                f"read the policy's tokens: give a {name} with the policy's tokenizer"
+            )
+    _check_teachers(config, prompts)
+
+
+def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:
+    for source in sorted({prompt.data_source for prompt in prompts}) if config.teachers else ():
+        names = [name for name, each in config.teachers.items() if not each.data_sources or source in each.data_sources]
+        if len(names) != 1:
+            raise UserError(
+                f"prompts with data_source={source!r} have {len(names)} teachers ({', '.join(names) or 'none'}): name "
+                "each data source in the data_sources of exactly one teacher"
+            )
+
+
+def open_companions(config: MegarlConfig, logs: Path, total_steps: int, stack: ExitStack) -> Companions:
+    """Start the processes of all companions and make their models; they end with `stack`."""
+    wanted = wanted_companions(config)
+    max_tokens = config.loop.max_tokens_per_micro_batch
+    groups = {
+        name: stack.enter_context(
+            TrainerGroup(megatron_options(config, each.settings), config.cluster, logs, max_tokens, name=name)
+        )
+        for name, each in wanted.items()
+    }
+    for name, group in groups.items():
+        group.start()
+        wanted[name].build(group, wanted[name].path, total_steps)
+    return Companions(
+        critic=groups.get("critic"),
+        teachers={
+            name: Teacher(groups[_teacher(name)], frozenset(settings.data_sources))
+            for name, settings in config.teachers.items()
+            if _teacher(name) in groups
+        },
+        reward_model=groups.get("reward_model"),
+        implicit_reward_model=groups.get("implicit_reward_model"),
+    )
+
+
+def _teacher(name: str) -> str:
+    return f"teacher_{name}"

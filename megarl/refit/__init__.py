@@ -1,0 +1,1 @@
+"""New weights into the engines: the two paths, the comparison, the start."""

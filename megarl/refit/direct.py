@@ -1,0 +1,114 @@
+"""Weights by plan: every shard from a rank that has it straight to where an engine keeps it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.layouts.recorded import Recording, unrecorded
+from converters.topology import Topology
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.worker_group import Call, wait_together
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.route import Route, check_recorded
+from megarl.resharding.direct.transports import MAPPED
+from megarl.schema import RefitConfig
+
+
+class NotPlannableError(Exception):
+    """The engines can take weights by name only; the message says why."""
+
+
+class PlannedPath:
+    """Moves weights along a route from the trainer's ranks to the workers of engines that are all alike.
+
+    Raises NotPlannableError where an engine cannot say where it keeps every tensor, and UserError where engine and
+    policy are not the same model.
+    """
+
+    def __init__(
+        self, trainer: TrainerGroup, engines: EngineGroup, architecture: Architecture, config: RefitConfig
+    ) -> None:
+        self._trainer = trainer
+        self._engines = engines
+        self._config = config
+        dtypes = trainer.weight_dtypes()
+        recordings = _recordings(engines, architecture, dtypes)
+        module_names, backend = trainer.model_form()
+        trainer_nodes, engine_nodes = trainer.nodes(), engines.nodes()
+        usual = MAPPED[backend] if len({*trainer_nodes, *engine_nodes}) == 1 else "point_to_point"
+        self.transport = usual if config.transport == "auto" else config.transport
+        self._route = Route(
+            architecture,
+            trainer.parallel,
+            module_names,
+            recordings,
+            len(engines),
+            _topology(trainer_nodes, engine_nodes, len(recordings)),
+            config.bucket_bytes,
+        )
+        self._route.check(dtypes)
+
+    def join(self) -> None:
+        """Let the ranks meet; an earlier meeting is left."""
+        timeout_s = self._config.timeout_s
+        workers = len(self._engines) * len(self._route.recordings)
+        meeting = self._trainer.open_transfer(self._route, self.transport, workers, timeout_s)
+        meeting = replace(meeting, relay_doors=self._engines.open_transfer(self._route))
+        joining = [group.begin("join_transfer", meeting) for group in (self._trainer, self._engines)]
+        self._together(*joining)
+
+    def send(self, version: int) -> int:
+        """Give all weights to engines that have begun an update. The number of bytes."""
+        return self._send(version, self._engines.begin("receive", version))
+
+    def differing(self, version: int) -> list[str]:
+        """The parameters, of any engine, that `send` would change now. They are what engines keep in another form."""
+        comparing = self._engines.begin("compare", version)
+        self._send(version, comparing)
+        return sorted(set(chain.from_iterable(self._engines.wait(comparing))))
+
+    def close(self) -> None:
+        """Free the buckets, until the next `join`."""
+        self._trainer.call("close_transfer")
+        self._engines.call("leave_transfer")
+
+    def _send(self, version: int, receiving: Sequence[Call]) -> int:
+        sending = self._trainer.begin("send", version, self._config.verify == "checksum")
+        self._together(sending, receiving)
+        return sum(self._trainer.wait(sending))
+
+    def _together(self, of_trainer: Sequence[Call], of_engines: Sequence[Call]) -> None:
+        wait_together(self._trainer.log_of(of_trainer) | self._engines.log_of(of_engines), consequence=TransferError)
+
+
+def _recordings(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[Recording]:
+    """Recordings of the workers of one engine; all engines are alike."""
+    try:
+        first, *others = engines.record_layouts(architecture.hf_shapes, dtypes)
+    except UserError as error:
+        raise NotPlannableError(str(error)) from error
+    # Also of engines that take their weights by name.
+    check_recorded(first, dtypes)
+    for recording in others:
+        if recording != first:
+            raise NotPlannableError("the engines do not keep their weights alike")
+    for name, reason in unrecorded(first).items():
+        raise NotPlannableError(f"{name} cannot be planned: {reason}")
+    return first
+
+
+def _topology(trainer_nodes: Sequence[str], engine_nodes: Sequence[str], workers: int) -> Topology:
+    """Each rank and each worker on a GPU of its own, on the node of its process."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys([*trainer_nodes, *engine_nodes]))}
+    destination_nodes = [numbers[node] for node in engine_nodes for _ in range(workers)]
+    return Topology(
+        [numbers[node] for node in trainer_nodes],
+        range(len(trainer_nodes)),
+        destination_nodes,
+        range(len(trainer_nodes), len(trainer_nodes) + len(destination_nodes)),
+    )

@@ -1,0 +1,59 @@
+"""Weights by name: whole HuggingFace tensors, put together in shared memory, loaded by the engine's own loader."""
+
+from collections.abc import Mapping
+
+from converters.layout import Shape
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.worker_group import Call
+from megarl.resharding.loader.buckets import cut_into_buckets
+from megarl.resharding.shared_memory import Segment
+
+# While the engines load one bucket, the ranks write the next into the other segment.
+_SEGMENTS = 2
+
+
+class NamedPath:
+    """Moves weights through two shared-memory segments that trainer and engines of one host map."""
+
+    def __init__(
+        self, trainer: TrainerGroup, engines: EngineGroup, hf_shapes: Mapping[str, Shape], bucket_bytes: int
+    ) -> None:
+        self._trainer = trainer
+        self._engines = engines
+        self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), bucket_bytes, segments=_SEGMENTS)
+        self._is_open = False
+
+    def send(self) -> int:
+        """Give all weights to engines that have begun an update. The number of bytes."""
+        if not self._is_open:
+            self._open()
+        loading: dict[int, list[Call]] = {}
+        for bucket in self._buckets:
+            self._engines.wait(loading.pop(bucket.segment, []))
+            self._trainer.write(bucket)
+            loading[bucket.segment] = self._engines.begin_write(bucket)
+        for references in loading.values():
+            self._engines.wait(references)
+        return sum(bucket.size_bytes for bucket in self._buckets)
+
+    def close(self) -> None:
+        """Free the segments, until the next time."""
+        if self._is_open:
+            self._connect([], 0)
+            self._is_open = False
+
+    def _open(self) -> None:
+        size = max(bucket.size_bytes for bucket in self._buckets)
+        segments = [Segment(size) for _ in range(_SEGMENTS)]
+        try:
+            self._connect([segment.handle() for segment in segments], size)
+        finally:
+            # Mapped memory lives on, and ends with the last process that mapped it.
+            for segment in segments:
+                segment.close()
+        self._is_open = True
+
+    def _connect(self, segments: list[str], segment_bytes: int) -> None:
+        self._trainer.connect(segments, segment_bytes)
+        self._engines.connect(segments, segment_bytes)

@@ -1,0 +1,1 @@
+"""Shards straight into the parameters of an engine, along a plan that all ranks replay."""

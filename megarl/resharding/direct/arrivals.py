@@ -1,0 +1,85 @@
+"""Arrivals: when a rank has what it is to pass on."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from threading import Condition
+from typing import TypeAlias
+
+from converters.boxes import Box
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.sender import Outgoing
+from megarl.resharding.direct.streams import DestinationStreams
+
+Incoming: TypeAlias = tuple[int, int]
+"""A message that comes directly: its source, and its number among those from it."""
+
+
+class Arrivals:
+    """Lets the thread that passes messages on wait for the one that receives what is in them, once in every refit.
+
+    Raises ValueError where something is to be passed on that does not come directly.
+    """
+
+    def __init__(self, streams: DestinationStreams) -> None:
+        self._needs = _needs(streams)
+        self.timeout_s = 0.0
+        """How long to wait for any message."""
+        self._changed = Condition()
+        self.expect()
+
+    def expect(self) -> None:
+        """A refit begins: nothing has come."""
+        with self._changed:
+            self._came: set[Incoming] = set()
+            self._with_checksum = True
+            self._failure: str | None = None
+
+    def add(self, incoming: Incoming, *, with_checksum: bool) -> None:
+        """A message is here, and came with a checksum or without."""
+        with self._changed:
+            self._came.add(incoming)
+            self._with_checksum = with_checksum
+            self._changed.notify()
+
+    def fail(self, failure: str) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify()
+
+    def choose(self, left: Collection[Outgoing]) -> tuple[Outgoing, bool]:
+        """The first that is all here, as soon as one is, with a checksum if that is how things come.
+
+        Raises TransferError after a failure, or if nothing comes for the time.
+        """
+        with self._changed:
+            while True:
+                for outgoing in left:
+                    if self._needs[outgoing] <= self._came:
+                        return outgoing, self._with_checksum
+                if self._failure is not None:
+                    raise TransferError(self._failure)
+                if not self._changed.wait(self.timeout_s):
+                    raise TransferError(f"nothing came for {self.timeout_s:g} s (refit.timeout_s) to pass on")
+
+
+def _needs(streams: DestinationStreams) -> Mapping[Outgoing, set[Incoming]]:
+    """For each message that is passed on, those that bring it."""
+    coming: dict[str, list[tuple[Box, Incoming]]] = defaultdict(list)
+    for source, stream in streams.direct.items():
+        for number, message in enumerate(stream):
+            for piece in message.pieces:
+                coming[piece.destination_name].append((piece.destination_box, (source, number)))
+    needs: dict[Outgoing, set[Incoming]] = {}
+    for destination, stream in streams.relays_out.items():
+        for number, message in enumerate(stream):
+            needed = needs[destination, number] = set()
+            for piece in message.pieces:
+                missing = piece.source_box.size
+                for box, incoming in coming[piece.source_name]:
+                    if common := box.intersect(piece.source_box):
+                        missing -= common.size
+                        needed.add(incoming)
+                if missing:
+                    raise ValueError(f"{piece.source_box} of {piece.source_name} is passed on and does not come")
+    return needs

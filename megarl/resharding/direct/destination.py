@@ -1,0 +1,138 @@
+"""A destination rank: what sources send to it, what it passes on to its neighbours, and what they pass on to it.
+
+Elements that several ranks of a node want enter the node once (`Plan.node_once`): each rank gets a part from the
+sources and passes it on, message by message as it comes, through memory that the ranks of a node map.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from megarl.resharding.direct.announcements import Announcement
+from megarl.resharding.direct.arrivals import Arrivals
+from megarl.resharding.direct.connections import Address, raised_s, reason_of
+from megarl.resharding.direct.receiver import Receiver
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.streams import DestinationStreams
+from megarl.resharding.direct.transports import MAPPED
+from megarl.resharding.direct.transports.ends import Meeting
+from megatron_ext import device
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Destination:
+    """The part of destination rank `rank` in every refit: `streams` says what comes into its `tensors` and goes on.
+
+    It meets its peers in `join`; after an error of any method only `close` is left. Raises ValueError where something
+    would be passed on that sources do not send.
+    """
+
+    def __init__(self, rank: int, streams: DestinationStreams, tensors: Mapping[str, Tensor]) -> None:
+        self._rank = rank
+        self._streams = streams
+        self._tensors = tensors
+        self._arrivals = Arrivals(streams)
+        self._to_neighbours = Sender(rank, streams.relays_out, tensors, _LOOPBACK)
+        self._inside: Meeting | None = None
+        self._from_sources: Receiver | None = None
+        self._from_neighbours: Receiver | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where neighbours find this rank."""
+        return self._to_neighbours.address
+
+    def join(self, meeting: Meeting) -> None:
+        """Meet all sources and neighbours. Raises TransferError as `Sender.join` and `Receiver.join`."""
+        streams = self._streams
+        self._inside = inside = _inside_nodes(meeting)
+        self._arrivals.timeout_s = meeting.timeout_s
+        self._from_sources = Receiver(self._rank, streams.direct, self._tensors, meeting, self._note)
+        joining: list[Callable[[], object]] = [self._from_sources.join]
+        if streams.relays_in:
+            self._from_neighbours = Receiver(self._rank, streams.relays_in, self._tensors, inside)
+            joining.append(self._from_neighbours.join)
+        if streams.relays_out:
+            joining.append(partial(self._to_neighbours.join, inside))
+        else:
+            self._to_neighbours.close()
+        self._at_once(joining)
+
+    def receive(self, version: int) -> None:
+        """Write everything that belongs to `version`. Raises TransferError as `Receiver.receive`."""
+        self._take(version, lambda receiver: receiver.receive(version))
+
+    def compare(self, version: int) -> set[str]:
+        """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
+
+        This rank passes on its own elements, right or wrong: a difference is named where it begins.
+        """
+        names: set[str] = set()
+        self._take(version, lambda receiver: names.update(receiver.compare(version)))
+        return names
+
+    def close(self) -> None:
+        """End the links and let go of all memory."""
+        self._to_neighbours.close()
+        for receiver in (self._from_sources, self._from_neighbours):
+            if receiver is not None:
+                receiver.close()
+
+    def _take(self, version: int, take: Callable[[Receiver], None]) -> None:
+        assert self._from_sources is not None
+        # Nothing that was asked of the device before may read or write the tensors any more.
+        device.synchronize()
+        self._arrivals.expect()
+        moving: list[Callable[[], object]] = [partial(take, self._from_sources)]
+        if self._from_neighbours is not None:
+            moving.append(partial(take, self._from_neighbours))
+        if self._streams.relays_out:
+            moving.append(partial(self._to_neighbours.send_chosen, version, self._arrivals.choose))
+        self._at_once(moving)
+
+    def _at_once(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Do all of them at the same time. Raises the error that began it, after which the others end, too."""
+        if len(tasks) == 1:
+            tasks[0]()
+            return
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            running = as_completed([pool.submit(device.with_device(task)) for task in tasks])
+            failed = [task for task in running if self._has_failed(task)]
+        # An error holds the frames that it passed, and what they hold is to be freed: nothing here may hold the error.
+        if failed:
+            # Not the task that ended first: while one still tells its peers, their answers may end the others.
+            failed.sort(key=lambda task: raised_s(task.exception()), reverse=True)
+            failed.pop().result()
+
+    def _has_failed(self, task: Future[object]) -> bool:
+        """Whether a task that has ended did so with an error; then all other tasks and peers are told."""
+        error = task.exception()
+        if error is None:
+            return False
+        reason = reason_of(error)
+        self._arrivals.fail(reason)
+        if self._streams.relays_out and self._inside is not None:
+            self._to_neighbours.abandon(self._inside, reason)
+        for receiver in (self._from_sources, self._from_neighbours):
+            if receiver is not None:
+                receiver.abandon(reason)
+        return True
+
+    def _note(self, source: int, announcement: Announcement) -> None:
+        self._arrivals.add((source, announcement.number), with_checksum=announcement.checksum is not None)
+
+
+def _inside_nodes(meeting: Meeting) -> Meeting:
+    """The meeting of neighbours, in which destination ranks send."""
+    return replace(
+        meeting,
+        transport=MAPPED[device.backend()],
+        doors=meeting.relay_doors,
+        store=None,
+        relay_doors=(),
+        senders="engine worker",
+    )

@@ -1,0 +1,173 @@
+"""A rank that receives: takes its messages from all sources as they come, straight into its tensors."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megarl.resharding.direct.announcements import Acknowledgement, Announcement, Hello, Joined
+from megarl.resharding.direct.connections import (
+    Link,
+    TransferError,
+    as_they_come,
+    connect,
+    ready,
+    ready_now,
+    tell,
+    telling,
+)
+from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.packing import Block, blocks, differing, unpack
+from megarl.resharding.direct.streams import Streams
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.ends import Meeting, Pull, ReceivingEnd
+from megatron_ext import device
+
+Taken: TypeAlias = Callable[[int, Announcement], None]
+"""Is told of every message that was taken, with its source."""
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    source: int
+    announcement: Announcement
+    pull: Pull
+
+
+class Receiver:
+    """The part of destination rank `rank` in every refit: `streams` says what it gets from whom, into its `tensors`.
+
+    It meets the sources in `join`; after an error of any method only `close` is left.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        streams: Streams,
+        tensors: Mapping[str, Tensor],
+        meeting: Meeting,
+        taken: Taken = lambda _source, _announcement: None,
+    ) -> None:
+        self._rank = rank
+        self._taken = taken
+        self._streams = streams
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._meeting = meeting
+        self._links: dict[int, Link] = {}
+        self._abandoned = ""
+        self._end: ReceivingEnd | None = None
+        self._views: dict[tuple[int, int, int], list[Block]] = {}
+        self._stream = device.SideStream()
+
+    def join(self) -> None:
+        """Meet all sources. Raises TransferError if one does not answer or has another plan."""
+        meeting = self._meeting
+        with telling(self._links):
+            self._connect()
+            if self._abandoned:
+                raise TransferError(self._abandoned)
+            largest = max((message.size_bytes for stream in self._streams.values() for message in stream), default=0)
+            self._end = TRANSPORTS[meeting.transport].receiving(meeting, self._rank, largest)
+            source_of = {link: source for source, link in self._links.items()}
+            for link, offer in as_they_come(source_of, object, meeting.timeout_s):
+                self._end.join(source_of[link], offer)
+                link.send(Joined())
+
+    def receive(self, version: int) -> None:
+        """Write everything that the sources send as `version`; returns when all of it came, each message once.
+
+        Raises TransferError if a source is gone, silent or failed, or if a checksum is wrong. The tensors may have been
+        written in part then.
+        """
+        self._take_all(version, self._write)
+
+    def compare(self, version: int) -> set[str]:
+        """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`."""
+        names: set[str] = set()
+        self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming))))
+        return names
+
+    def abandon(self, reason: str) -> None:
+        """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
+        self._abandoned = reason
+        # Links that are made from here on, `join` tells.
+        tell(self._links, reason)
+
+    def close(self) -> None:
+        """End the links and let go of all memory."""
+        for link in self._links.values():
+            link.close()
+        self._views = {}
+        if self._end is not None:
+            self._end.close()
+
+    def _connect(self) -> None:
+        meeting, errors = self._meeting, []
+        for source, stream in self._streams.items():
+            # Also after an error: those that wait for this rank are to be told.
+            try:
+                link = connect(meeting.doors[source], meeting.key, f"{meeting.senders} {source}", meeting.timeout_s)
+                self._links[source] = link
+                # At once: sources talk to one rank after the other.
+                link.send(Hello(self._rank, digest(stream)))
+            except TransferError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _take_all(self, version: int, take: Callable[[_Incoming], None]) -> None:
+        """Call `take` with each message of all sources, as they come."""
+        assert self._end is not None
+        missing = {source: set(range(len(stream))) for source, stream in self._streams.items()}
+        announced: deque[tuple[int, Announcement]] = deque()
+        pulled: deque[_Incoming] = deque()
+        with telling(self._links), self._stream.entered():
+            while pulled or announced or any(missing.values()):
+                announced += self._announcements(missing, version, wait=not pulled and not announced)
+                while announced and len(pulled) < self._end.pulls_at_once:
+                    source, announcement = announced.popleft()
+                    pull = self._end.pull(source, announcement.bucket, announcement.size_bytes)
+                    pulled.append(_Incoming(source, announcement, pull))
+                incoming = pulled.popleft()
+                take(incoming)
+                self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
+                self._taken(incoming.source, incoming.announcement)
+
+    def _announcements(
+        self, missing: Mapping[int, set[int]], version: int, *, wait: bool
+    ) -> Iterator[tuple[int, Announcement]]:
+        """Yield the announcements that have come, each with its source; at least one if it may `wait`."""
+        open_links = {self._links[source]: source for source, numbers in missing.items() if numbers}
+        for link in ready(open_links, self._meeting.timeout_s) if wait else ready_now(open_links):
+            source, announcement = open_links[link], link.receive(Announcement)
+            number = announcement.number
+            if announcement.version != version or number not in missing[source]:
+                raise TransferError(
+                    f"{link.peer} sent message {number} of version {announcement.version}, and version {version} lacks "
+                    f"its messages {sorted(missing[source])[:3]}"
+                )
+            if announcement.size_bytes != self._streams[source][number].size_bytes:
+                raise TransferError(f"{link.peer} sent message {number} with {announcement.size_bytes} bytes")
+            missing[source].remove(number)
+            yield source, announcement
+
+    def _write(self, incoming: _Incoming) -> None:
+        announcement = incoming.announcement
+        found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
+        if found != announcement.checksum:
+            raise TransferError(
+                f"message {announcement.number} of {self._links[incoming.source].peer} came with checksum {found} in "
+                f"the place of {announcement.checksum}"
+            )
+        self._stream.synchronize()
+
+    def _views_of(self, incoming: _Incoming) -> list[Block]:
+        bucket = incoming.pull()
+        number = incoming.announcement.number
+        key = incoming.source, number, bucket.data_ptr()
+        if key not in self._views:
+            message = self._streams[incoming.source][number]
+            self._views[key] = blocks(message, bucket, self._tensors, "destination")
+        return self._views[key]

@@ -1,0 +1,110 @@
+"""A route: all that a rank has to know to find its own part of every refit."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
+from converters.layouts.recorded import Recording, recorded_layout
+from converters.plan import Plan
+from converters.topology import Topology
+from megarl.resharding.direct.messages import ALIGNMENT_BYTES
+from megarl.resharding.direct.streams import DestinationStreams, Streams, incoming, outgoing
+
+
+@dataclass(frozen=True)
+class Route:
+    """From a Megatron job to equal engines. Small, and travels between processes.
+
+    `recordings` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
+    """
+
+    architecture: Architecture
+    parallel: ParallelSizes
+    module_names: ModuleNames
+    recordings: Sequence[Recording]
+    replicas: int
+    topology: Topology
+    bucket_bytes: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each rank makes the plan itself, in less time than it takes to send it.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan. Raises UserError where engine and policy are not the same model."""
+        shards = [recording.shard for recording in self.recordings]
+        return Plan(
+            source=megatron_layout(self.architecture, self.parallel, module_names=self.module_names),
+            destination=recorded_layout(shards, self.architecture.hf_shapes),
+            replicas=self.replicas,
+            topology=self.topology,
+            node_once=self.node_once,
+        )
+
+    @property
+    def node_once(self) -> bool:
+        """Whether workers pass on to their neighbours what would enter their node several times.
+
+        Nothing would where all sources are on it.
+        """
+        source_nodes = set(self.topology.source_node)
+        on_node = Counter(self.topology.destination_node)
+        return any(ranks > 1 and source_nodes != {node} for node, ranks in on_node.items())
+
+    def outgoing(self, source_rank: int) -> Streams:
+        """Streams of a source rank, by destination rank."""
+        return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
+
+    def incoming(self, destination_rank: int) -> DestinationStreams:
+        """Streams that a destination rank gets and passes on."""
+        return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
+
+    def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
+
+        `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_recorded`.
+        """
+        _ = self.plan
+        check_recorded(self.recordings, policy_dtypes)
+
+    @property
+    def _dtypes(self) -> list[Mapping[str, torch.dtype]]:
+        return [recording.dtypes for recording in self.recordings]
+
+    @property
+    def _message_bytes(self) -> int:
+        # A worker that passes on has two buckets more; all four together take the memory of two.
+        half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
+        return half if self.node_once else self.bucket_bytes
+
+
+def check_recorded(recordings: Sequence[Recording], policy_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise UserError if what is recorded, be it all or not, shows an engine that does not fit the policy.
+
+    An engine may keep a tensor in a type that holds all values of the policy's, and in no other.
+    """
+    for recording in recordings:
+        for name, reason in recording.refused.items():
+            raise UserError(
+                f"the engine is of another model than the policy, {reason} ({name}): give rollout.engine_args nothing"
+                " that makes it another than that of model.path"
+            )
+        for placement in recording.shard.placements:
+            held, given = recording.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
+            if torch.promote_types(held, given) != held:
+                raise UserError(
+                    f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
+                    f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
+                )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Whole HuggingFace tensors in shared memory, for the engine's own loader."""

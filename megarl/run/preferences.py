@@ -1,0 +1,65 @@
+"""Pairs of replies on the way to an objective of preferences: read, drawn, batched, measured."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megarl.algorithms import Metrics
+from megarl.algorithms.finite import check_finite
+from megarl.algorithms.ragged import Ragged
+from megarl.data import PreferencePair, PromptSampler, load_pairs
+from megarl.run.draws import Draw, Draws
+from megarl.run.supervised import Start, conversation_batch
+from megatron_ext.objective import Objective
+from megatron_ext.packing import RaggedBatch, pack
+
+
+def read_pairs(start: Start) -> tuple[list[PreferencePair], list[PreferencePair]]:
+    """The pairs to train on, and those held out (which may be none)."""
+    config = start.config
+    limit = config.loop.max_tokens_per_micro_batch
+    train, held_out = (
+        load_pairs(files, start.model.tokenizer, config.preference, limit) if files else []
+        for files in (config.preference.train_files, config.preference.eval_files)
+    )
+    return train, held_out
+
+
+def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:
+    """Pairs as the objectives of preferences take them."""
+    return conversation_batch([reply for pair in pairs for reply in pair], "seq_mean_token_sum", unit=2)
+
+
+def draw_pairs(
+    start: Start,
+    sampler: PromptSampler,
+    train: Sequence[PreferencePair],
+    prepare: Callable[[RaggedBatch], RaggedBatch] = lambda batch: batch,
+) -> Draws:
+    """Batches of `preference.pairs_per_step` pairs without end, each as `prepare` makes it."""
+    count = start.config.preference.pairs_per_step
+
+    def make(sampler: PromptSampler, _step: int) -> list[Draw]:
+        return [Draw(prepare(pair_batch([train[index] for index in sampler.next(count)])))]
+
+    return start.draws(sampler, make)
+
+
+def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
+    """A batch of pairs with the reference's log-probs [T]. Raises UserError for a reply that it finds impossible."""
+    check_finite("reference model's log-probability", log_probs, _name, Ragged(batch.lengths))
+    return batch.with_fields(reference_log_probs=log_probs)
+
+
+def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:
+    """Metrics of an objective on a whole batch of held-out pairs; nothing is learned from it.
+
+    `predictions` are those of the batch as one micro-batch.
+    """
+    _, metrics = objective(predictions, pack(batch, range(len(batch))))
+    assert isinstance(metrics, Metrics)
+    return {name.replace("/", "/eval_", 1): float(value) for name, value in metrics.sums.items()}
+
+
+def _name(sequence: int) -> str:
+    return f"the {('chosen', 'rejected')[sequence % 2]} reply of pair {sequence // 2} (from 0) of the batch"

@@ -1,0 +1,188 @@
+"""The part of the schema that says what is learned, from which models: see `megarl.schema`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class CorrectionConfig:
+    """One factor for the difference between the engine's log-probs and the trainer's."""
+
+    kind: str = MISSING
+    """A name of `megarl.algorithms.CORRECTIONS`."""
+    low: float | None = None
+    """Lower bound, if the kind has one."""
+    high: float | None = None
+    """Upper bound, if the kind has one."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy-gradient algorithm."""
+
+    advantage: str = "grpo"
+    """A name of `megarl.algorithms.ADVANTAGES`."""
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation (GRPO); off is Dr. GRPO's form."""
+    gamma: float = 1.0
+    """Discount per token, of estimators with returns (gae, reinforce_plus_plus, prime)."""
+    gae_lambda: float = 1.0
+    """Lambda of gae: 1 is the return minus the value, 0 the one-step error."""
+    policy_loss: str = "clip"
+    """A name of `megarl.algorithms.POLICY_LOSSES`."""
+    clip_low: float = 0.2
+    """See `clip_high`."""
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; of gmpo the log-ratio to [-clip_low, clip_high], of dppo
+    these are the largest divergences."""
+    dual_clip: float | None = None
+    """Bound, above 1, of the ratio where the advantage is negative; none without."""
+    sapo_temperature_positive: float = 1.0
+    """Temperature of SAPO's gate where the advantage is positive."""
+    sapo_temperature_negative: float = 1.05
+    """Temperature of SAPO's gate where the advantage is negative."""
+    ratio_to: str = "old"
+    """The policy that ratios and clips compare with: old, the trainer's own before the step's first update, or rollout,
+    the engine's as it sampled."""
+    ratio_cap: float = 20.0
+    """Bound in dppo, to which the ratio that weighs a token's gradient is truncated; its paper wants it large."""
+    covariance_fraction: float = 2e-4
+    """Share of response tokens that clip_cov clips, or kl_cov holds by the KL."""
+    covariance_low: float = 1.0
+    """Lower bound in clip_cov: tokens are drawn from those with a covariance above this and below covariance_high."""
+    covariance_high: float = 5.0
+    """See `covariance_low`."""
+    covariance_kl_coefficient: float = 1.0
+    """Weight in kl_cov of |log-ratio to the old policy| at the chosen tokens."""
+    sppo_eta: float = 1.0
+    """Worth in sppo of one unit of win rate, as a log-ratio to the earlier self."""
+    dro_beta: float = 0.1
+    """Weight in dro of half the squared log-ratio to the old policy."""
+    aggregation: str = "token_mean"
+    """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
+    aggregation_tokens: int | None = None
+    """Constant length by which seq_mean_token_sum_norm divides every response's sum; by default
+    rollout.max_response_tokens."""
+    kl_estimator: str = "k3"
+    """A name of `megarl.algorithms.KL_ESTIMATORS`."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the reference model; 0 keeps no reference model."""
+    kl_in: str = "loss"
+    """Where the KL to the reference goes: loss, or reward (subtracted from the reward of each token)."""
+    kl_unbiased: bool = False
+    """Multiply the KL in the loss by the ratio to the policy that `ratio_to` names, so that value and gradient are
+    unbiased off-policy too (DeepSeek-V3.2); for the estimators k1 and k3."""
+    kl_target: float | None = None
+    """Adapt the coefficient, towards this KL per token; without it the coefficient is fixed."""
+    kl_horizon: int = 10000
+    """How slowly the coefficient adapts, in responses."""
+    refresh_reference_every: int = 0
+    """Steps after which the present policy becomes the reference (self-play, iterative training); 0 is never."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    corrections: list[CorrectionConfig] = field(default_factory=list)
+    """Factors on the loss for the difference between the engine's log-probs and the trainer's, multiplied."""
+    off_policy_mask: float | None = None
+    """Leave responses out of the policy loss whose advantage is negative and whose log-probs under the engine exceed
+    those under the present policy by more than this in the mean, in nats (DeepSeek-V3.2); none without."""
+    distillation_coefficient: float = 0.0
+    """Weight of log pi_teacher - log pi_old, in nats, in the advantage of a token, beside the reward's; it needs
+    teachers."""
+    dynamic_sampling: bool = False
+    """Sample further prompts in the place of groups that teach nothing (DAPO): see filter_on."""
+    max_refills: int = 10
+    """With dynamic_sampling: further rollouts of a step at most; then the run stops."""
+    filter_groups: bool = False
+    """Leave such groups out of the loss and its denominators, without others in their place (ScaleRL)."""
+    filter_on: str = "outcome"
+    """Value that must differ within a group, with dynamic_sampling or filter_groups: outcome, the reward without
+    the overlong penalty and a reward model's score; reward, all of it; or the name of a term or part of it."""
+    filter_low: float | None = None
+    """A group whose mean of filter_on is below this teaches nothing either."""
+    filter_high: float | None = None
+    """A group whose mean of filter_on is above this teaches nothing either (PRIME: 0.2 to 0.8)."""
+    train_on_cut_responses: bool = True
+    """Off leaves responses that ran into max_response_tokens out of the loss (DAPO)."""
+    cut_responses_in_statistics: bool = True
+    """Responses that are left out of the loss so stay in their group's statistics (DAPO); off leaves them out there,
+    too, so that the advantages that are trained on are centred."""
+    updates_per_step: int = 1
+    """Optimizer steps per rollout; the prompts of a step are cut into this many mini-batches."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model of an advantage that needs one (gae)."""
+
+    path: str | None = None
+    """HuggingFace folder whose weights it begins with; by default the policy's."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options that differ from those of the group `megatron`: parallel sizes, lr, ..."""
+    ranks: int | None = None
+    """Megatron ranks; by default as many as the policy's."""
+    value_clip: float | None = 0.5
+    """A new value counts at most this far from the old one (PPO's value clipping); none without."""
+    warmup_steps: int = 0
+    """First steps in which the critic alone learns and the policy stays."""
+
+
+@dataclass
+class TeacherConfig:
+    """A model that the policy is distilled from, on what the policy itself samples."""
+
+    path: str = MISSING
+    """HuggingFace folder; its tokenizer must be the policy's."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options that differ from those of the group `megatron`."""
+    ranks: int | None = None
+    """Megatron ranks; by default as many as the policy's."""
+    data_sources: list[str] = field(default_factory=list)
+    """The values of the column data_source that this teacher is for; empty is all."""
+
+
+@dataclass
+class RewardModelConfig:
+    """A model that scores responses: trained by `megarl reward-model`, or implicit and trained online (PRIME)."""
+
+    path: str | None = None
+    """HuggingFace folder; without one there is no reward model."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options that differ from those of the group `megatron`."""
+    ranks: int | None = None
+    """Megatron ranks; by default as many as the policy's."""
+    weight: float = 1.0
+    """Weight of its score beside the other rewards."""
+    beta: float = 0.05
+    """Weight in prime of the log-ratio between the implicit reward model and its reference."""
+
+
+@dataclass
+class PreferenceConfig:
+    """Training on pairs (`megarl dpo`, `megarl reward-model`) and against an earlier self (`megarl spin`)."""
+
+    train_files: list[str] = field(default_factory=list)
+    """Parquet files of pairs, or for `megarl spin` of conversations (as `sft.train_files`)."""
+    eval_files: list[str] = field(default_factory=list)
+    """Held-out pairs, of the same form."""
+    prompt_column: str = "prompt"
+    """Column of the prompts, each a chat list."""
+    chosen_column: str = "chosen"
+    """Column of the better replies: a text or a chat list."""
+    rejected_column: str = "rejected"
+    """Column of the worse replies."""
+    messages_column: str = "messages"
+    """Column of the conversations of `megarl spin`."""
+    steps: int = 100
+    """Optimizer steps."""
+    pairs_per_step: int = 64
+    """Pairs of one optimizer step."""
+    eval_every: int = 25
+    """Steps between measurements on eval_files."""
+    beta: float = 0.1
+    """Weight of the log-ratio to the reference (DPO, SPIN)."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose preference is assumed to be wrong (conservative DPO)."""
+    steps_per_generation: int = 10
+    """Optimizer steps of `megarl spin` before the present policy becomes the opponent."""

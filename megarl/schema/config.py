@@ -1,0 +1,267 @@
+"""The configuration: every key, its default and its meaning. The reference in docs/ is made from this file."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from megarl.schema.algorithm import (
+    AlgorithmConfig,
+    CriticConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
+
+
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = MISSING
+    """HuggingFace folder with config.json, safetensors and tokenizer."""
+    megatron_checkpoint: str | None = None
+    """Checkpoint in Megatron's torch_dist format whose weights are trained, of any layout (`megarl convert` makes one);
+    `path` then needs no safetensors on one machine; between several, it needs the same weights."""
+    dtype: str = "bf16"
+    """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
+    fp32_logits: bool = False
+    """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling of responses."""
+
+    engine: str = "vllm"
+    """Inference engine; a name of `megarl.rollout.ENGINES`."""
+    replicas: int = 1
+    """How many engines serve side by side."""
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts; evaluation is greedy."""
+    top_p: float = 1.0
+    """Share of the probability that is sampled from; 1 is all of it."""
+    top_k: int = -1
+    """-1 considers every token."""
+    max_response_tokens: int = 512
+    """Longest response, its end token included."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Ends a response, beside the model's own end-of-sequence tokens."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`)."""
+
+
+@dataclass
+class RefitConfig:
+    """Moving new weights into the engines."""
+
+    path: str = "auto"
+    """How weights get into an engine: planned sends each shard straight to where the engine keeps it, named gives
+    whole tensors to the engine's own loader. auto is planned where the engine can say where it keeps every tensor,
+    else named. On one machine the first refit of an engine goes by name, between machines none does."""
+    transport: str = "auto"
+    """Transport of planned refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
+    that both sides have mapped, and between machines point_to_point."""
+    bucket_bytes: int = 512 * 1024**2
+    """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
+    other what they all need. None is larger than what a rank sends at once."""
+    verify: str = "checksum"
+    """How planned refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
+    the trainer score a few greedy tokens of the engines after every refit, off does neither."""
+    log_prob_tolerance: float = 0.05
+    """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
+    timeout_s: float = 600.0
+    """How long the ranks of a refit wait for any sign of each other."""
+
+
+@dataclass
+class RewardTermConfig:
+    """One of several named rewards."""
+
+    function: str = MISSING
+    """A name of `megarl.rewards.REWARDS` or path/to/file.py:name of your own function."""
+    weight: float = 1.0
+    """The reward of a response is the sum of its terms by their weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, by its own names."""
+    data_sources: list[str] = field(default_factory=list)
+    """The values of the column data_source that this term is for; empty is all."""
+
+
+@dataclass
+class RewardConfig:
+    """Scoring of responses."""
+
+    function: str = "exact_match"
+    """A name of `megarl.rewards.REWARDS` or path/to/file.py:name of your own function."""
+    functions: dict[str, RewardTermConfig] = field(default_factory=dict)
+    """Several named rewards in the place of `function`."""
+    on_error: str = "stop"
+    """When the function raises: stop the step, or drop the sample and count it."""
+    on_timeout: str = "zero"
+    """When a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted.
+    Responses that are slow to score are mostly long: dropped, they would be missing from their group's mean and from
+    the evaluation."""
+    timeout_s: float = 60.0
+    """How long the scoring of one sample may take, in seconds."""
+    workers: int = 8
+    """Samples scored at the same time."""
+    overlong_buffer_tokens: int = 0
+    """Soft penalty of long responses (DAPO): it grows linearly over the last so many of max_response_tokens; 0 is
+    none."""
+    overlong_penalty: float = 1.0
+    """The penalty of a response of full length, subtracted from its reward."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts, from parquet files with the columns data_source, prompt, reward_model, extra_info."""
+
+    train_files: list[str] = field(default_factory=list)
+    """Prompts to train on."""
+    eval_files: list[str] = field(default_factory=list)
+    """Held-out prompts."""
+    prompt_column: str = "prompt"
+    """Column of the prompts, each a chat list of roles and contents."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt, in the chat template."""
+    overlong_prompts: str = "refuse"
+    """A prompt longer than max_prompt_tokens: refuse stops before training, drop leaves it out and counts it."""
+    shuffle: bool = True
+    """Draw the data in a new random order every epoch."""
+
+
+@dataclass
+class LoopConfig:
+    """How long, how much, how often."""
+
+    steps: int = 100
+    """Steps of the whole run: rollout, reward, advantage, update, refit."""
+    prompts_per_step: int = 64
+    """Prompts of one rollout."""
+    samples_per_prompt: int = 8
+    """Responses to each prompt; for GRPO the size of a group."""
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens of one packed micro-batch on one data-parallel rank."""
+    eval_every: int = 10
+    """Greedy evaluation on eval_files every so many steps; 0 never."""
+    eval_at_start: bool = True
+    """Evaluate before the first step, too."""
+    eval_samples: int = 1
+    """Responses to each held-out prompt; 1 is greedy, more are sampled and give pass@k, mean@k, majority@k, best@k."""
+    eval_temperature: float = 1.0
+    """Temperature of more than one response."""
+    seed: int = 0
+    """Seed of the data order and of sampling."""
+
+
+@dataclass
+class SftConfig:
+    """Supervised fine-tuning (`megarl sft`)."""
+
+    train_files: list[str] = field(default_factory=list)
+    """Parquet files with a chat list in `messages_column`."""
+    eval_files: list[str] = field(default_factory=list)
+    """Held-out conversations, of the same form."""
+    messages_column: str = "messages"
+    """Column of the conversations."""
+    steps: int = 100
+    """Optimizer steps at most."""
+    sequences_per_step: int = 128
+    """Conversations of one optimizer step."""
+    eval_every: int = 25
+    """Steps between measurements on eval_files."""
+    stop_at_exact_match: float | None = None
+    """End as soon as greedy decoding would reproduce this share of the eval responses exactly."""
+
+
+@dataclass
+class ClusterConfig:
+    """Where the processes run."""
+
+    trainer_ranks: int = 1
+    """Megatron ranks: TP x PP x DP."""
+    address: str | None = None
+    """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
+    rendezvous_port: int = 0
+    """Port at which the policy's Megatron ranks meet; 0 takes one that is free, as every other model's ranks do."""
+    trainer_cpus: float = 1.0
+    """CPU cores that Ray sets aside for each Megatron rank."""
+    engine_cpus: float = 1.0
+    """CPU cores that Ray sets aside for each engine."""
+    gpu_share: float = 1.0
+    """The part of a GPU that each Megatron rank and each engine asks for. Below 1 a rank and an engine can be on the
+    same GPU: one rank, engines of one GPU, and rollout.engine_args.gpu_memory_utilization has to leave room."""
+    engine_threads: int | None = None
+    """Threads of each engine worker on a CPU: null is OMP_NUM_THREADS where the environment has it, else this machine's
+    cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that
+    `address` names `engine_cpus` divided by the engine's workers. Sampled tokens may depend on it."""
+    start_timeout_s: float = 300.0
+    """How long ranks and engines may take to come up, in seconds."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves only the last step."""
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+    resume: str = "auto"
+    """auto continues from the latest checkpoint in output_dir, never starts anew."""
+    on_signal: bool = False
+    """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once."""
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go."""
+
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Names of `megarl.tracking.LOGGERS`: console, jsonl, tensorboard, wandb, mlflow."""
+    project: str = "megarl"
+    """Project in wandb, experiment in mlflow."""
+    run_name: str = "run"
+    """Name of the run in wandb and mlflow."""
+    warn_after_steps: int = 3
+    """Steps in a row that a metric has to be bad before a warning, and good before it ends."""
+    warn_entropy_fraction: float | None = 0.1
+    """Warn if policy/entropy falls below this share of the run's first; null never does."""
+    warn_kl_to_reference: float | None = 1.0
+    """Warn if policy/kl_to_reference, in nats per token, is above this; null never does."""
+    warn_kl_to_old: float | None = 0.1
+    """Warn if policy/kl_to_old, in nats per token, is above this; null never does."""
+    warn_log_prob_difference: float | None = 0.05
+    """Warn if log_prob_difference/mean, in nats, is above this; null never does."""
+    warn_no_signal: float | None = 0.9
+    """Warn if the share of groups without a difference in reward is above this; null never does."""
+    warn_cut_fraction: float | None = 0.5
+    """Warn if the share of responses that ran into the limit is above this; null never does."""
+
+
+@dataclass
+class MegarlConfig:
+    """One run."""
+
+    output_dir: str = MISSING
+    """Everything the run writes: metrics, checkpoints, exports."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and of its learning
+    rate scheduler, by their own names."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Models that the policy is distilled from, by names of your own."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

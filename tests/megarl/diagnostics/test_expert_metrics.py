@@ -1,0 +1,22 @@
+"""How evenly tokens are spread over experts, by hand."""
+
+import torch
+
+from megarl.diagnostics import expert_metrics
+from megarl.tracking.metrics import is_known
+
+
+def test_imbalance_by_hand() -> None:
+    metrics = expert_metrics(torch.tensor([[0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 2, 2]]))
+    assert metrics == {
+        "experts/imbalance_mean": 2.0,
+        "experts/imbalance_max": 3.0,
+        "experts/idle_fraction": 0.25,
+        "experts/imbalance/layer_1": 3.0,
+        "experts/imbalance/layer_2": 1.0,
+    }
+    assert all(map(is_known, metrics))
+
+
+def test_without_experts_there_is_nothing_to_say() -> None:
+    assert expert_metrics(torch.zeros(3, 4, dtype=torch.int64)) == {}

@@ -1,0 +1,104 @@
+"""Metrics of one step's responses, groups, advantages and ratios."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data import Prompt, Trajectory
+from megarl.diagnostics.advantages import advantage_metrics
+from megarl.diagnostics.groups import group_metrics
+from megarl.diagnostics.ratios import RATIO_EDGES, ratio_counts, ratio_histogram
+from megarl.diagnostics.responses import length_edges, response_metrics
+from megarl.tracking import Histogram
+
+PROMPT = Prompt(0, "source", [1], "truth", {})
+
+
+def response(length: int, *, oldest: int = 5, cut: bool = False) -> Trajectory:
+    versions = [oldest] * min(length, 1) + [7] * (length - 1)
+    return Trajectory(PROMPT, 0, [2] * length, [0.0] * length, versions, "length" if cut else "stop")
+
+
+def test_responses_are_told_by_their_lengths_and_ages():
+    found = response_metrics([response(3), response(8, oldest=4, cut=True), response(5, oldest=7)], 7, max_tokens=8)
+    histogram = found.pop("response_length/histogram")
+    assert histogram == Histogram(tuple(x - 0.5 for x in range(10)), (0, 0, 0, 1, 0, 1, 0, 0, 1))
+    assert found == pytest.approx(
+        {
+            "response_length/mean": 16 / 3,
+            "response_length/max": 8,
+            "response_length/min": 3,
+            "response_length/median": 5,
+            "response_length/p90": 7.4,
+            "response_length/p99": 7.94,
+            "response_length/cut_fraction": 1 / 3,
+            "staleness/mean": (2 + 3 + 0) / 3,
+            "staleness/max": 3,
+        }
+    )
+
+
+def test_a_response_without_a_token_has_a_length_and_no_age():
+    found = response_metrics([response(0)], 7, max_tokens=4)
+    assert (found["response_length/max"], found["staleness/max"]) == (0, 0)
+    assert found["response_length/histogram"].counts[0] == 1
+
+
+@given(st.integers(1, 100_000))
+def test_bins_of_lengths_are_few_and_equal_and_hold_every_length(max_tokens):
+    edges = length_edges(max_tokens)
+    assert len(edges) - 1 <= 32
+    assert len({high - low for low, high in pairwise(edges)}) == 1
+    assert edges[0] < 0
+    assert max_tokens < edges[-1] < max_tokens + edges[1] - edges[0]
+    assert all(edge % 1 == 0.5 for edge in edges)
+
+
+def test_groups_are_counted_once_whatever_their_size():
+    rewards, groups = [1, 1, 0, 0, 0, 1, 0.7, 0.9], [4, 4, 2, 2, 2, 1, 3, 3]
+    assert group_metrics(rewards, groups) == {
+        "groups/no_signal": 0.75,
+        "groups/all_right": 0.75,
+        "groups/all_wrong": 0.25,
+    }
+    assert group_metrics([0.5, 1.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 0}
+    assert group_metrics([0.5, 0.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 1}
+
+
+def test_advantages_are_told_by_their_moments_and_signs():
+    # Three responses of 1, 0 and 3 tokens.
+    assert advantage_metrics(torch.tensor([2.0, 0.0, -1.0, 3.0]), [1, 0, 3]) == pytest.approx(
+        {
+            "advantage/mean": 1.0,
+            "advantage/response_mean": (2 + 2 / 3) / 2,
+            "advantage/std": math.sqrt(2.5),
+            "advantage/max": 3.0,
+            "advantage/min": -1.0,
+            "advantage/positive_fraction": 0.5,
+            "advantage/zero_fraction": 0.25,
+        }
+    )
+    assert advantage_metrics([], []) == {}
+
+
+@given(st.lists(st.floats(-5, 5, width=32), max_size=50), st.integers(0, 50))
+def test_ratios_are_counted_alike_whole_and_in_pieces(log_ratios, cut):
+    values = torch.tensor(log_ratios, requires_grad=True)
+    counts = ratio_counts(values)
+    assert not counts.requires_grad
+    pieces = ratio_counts(values[:cut]) + ratio_counts(values[cut:])
+    assert counts.equal(pieces)
+    expected = Histogram.of(np.array(log_ratios), [math.log(edge) for edge in RATIO_EDGES])
+    assert ratio_histogram(counts).counts == expected.counts
+
+
+def test_the_middle_bin_is_around_one():
+    counts = ratio_histogram(ratio_counts(torch.tensor([0.0, 0.0009, -0.0009, 0.002]))).counts
+    middle = len(counts) // 2
+    assert (counts[middle], counts[middle + 1], sum(counts)) == (3, 1, 4)
+    assert RATIO_EDGES[middle] < 1 < RATIO_EDGES[middle + 1]

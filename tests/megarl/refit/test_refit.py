@@ -1,0 +1,155 @@
+"""Refits of a whole job: which path they take, and what becomes of the run when something fails in the middle."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import transfer_ranks
+from transfer_ranks import break_at
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.cluster.worker_group import WorkerFailed
+from megarl.config.compose import compose
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.refit.probe import ProbeError
+from megarl.refit.refit import Refit
+from megarl.resharding.direct.route import check_recorded
+from megarl.run.job import open_job
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+
+@pytest.fixture
+def open_run(tmp_path):
+    def make(*overrides):
+        model = write_tiny_model("qwen3", tmp_path / "model")
+        files = write_arithmetic(tmp_path / "data", held_out=16)
+        config = compose(
+            "quickstart",
+            [
+                f"output_dir={tmp_path / 'run'}",
+                f"model.path={model}",
+                f"data.train_files=[{files.train}]",
+                f"data.eval_files=[{files.eval}]",
+                "megatron.expert_model_parallel_size=1",
+                "megatron.lr=1e-2",
+                "loop.prompts_per_step=4",
+                "loop.samples_per_prompt=2",
+                f"reward.function={Path(__file__).with_name('digits.py')}:count_digits",
+                "refit.bucket_bytes=600000",
+                "tracking.loggers=[]",
+                *overrides,
+            ],
+        )
+        return open_job(config)
+
+    return make
+
+
+def run_in(group, worker, function, *arguments):
+    """Run a function in the process of a worker, whose program does not know."""
+    for module in (transfer_ranks, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)
+    ray.get(group._hosts[worker].__ray_call__.remote(lambda _: function(*arguments)))
+
+
+def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
+    with pytest.raises(WorkerFailed, match=r"^the process of trainer_1 died: .*\n.*trainer_1\.log"):
+        repeat_and_lose_a_rank(open_run)
+
+
+def repeat_and_lose_a_rank(open_run):
+    with open_run() as job:
+        job.refit(0)
+        assert job.refit.description == "planned, through shared_memory"
+        run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
+        metrics = train_step(job, Clock())
+        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 1)
+        # What the next tokens are sampled with is the second attempt, whole.
+        metrics = train_step(job, Clock())
+        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+        assert metrics["log_prob_difference/max"] < 1e-4
+        check_the_route(job)
+        run_in(job.trainer, 1, break_at, "packed", 1, "kill")
+        # Heard of, and not given up: refit.timeout_s is longer than a test may take.
+        job.refit(3)
+
+
+def check_the_route(job):
+    """Engines that are not of this policy are refused before anything moves."""
+    route = job.refit._planned._route
+    dtypes = job.trainer.weight_dtypes()
+    route.check(dtypes)
+    narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in route.recordings]
+    # What is recorded is enough: the rest may go by name.
+    partial = [replace(each, shard=replace(each.shard, placements=each.shard.placements[:1])) for each in narrow]
+    with pytest.raises(UserError, match=r"keeps model.* as bfloat16 and the policy is trained in float32: set rollout"):
+        check_recorded(partial, dtypes)
+    with pytest.raises(UserError, match="as bfloat16"):
+        replace(route, recordings=narrow).check(dtypes)
+    other = read_architecture({**read_json(job.model.folder / CONFIG), "vocab_size": 80})
+    with pytest.raises(UserError, match="embed_tokens"):
+        replace(route, architecture=other).check(dtypes)
+    # By name nothing could check it later, so that it is asked of the engine's own loader first.
+    message = r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
+    with pytest.raises(UserError, match=message):
+        Refit(job.trainer, job.engines, other, replace(job.config.refit, path="named"))
+
+
+def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_run):
+    with pytest.raises(WorkerFailed, match=r"^the process of engine_0 died: .*\n.*engine_0\.log"):
+        probe_and_lose_the_engine(open_run)
+
+
+def probe_and_lose_the_engine(open_run):
+    with open_run("refit.verify=logprobs", "refit.transport=point_to_point") as job:
+        assert job.refit(0)["refit/log_prob_difference"] < 1e-4
+        assert job.refit.description == "planned, through point_to_point"
+        assert job.refit(1)["refit/log_prob_difference"] < 1e-4
+        run_in(job.trainer, 0, break_at, "packed", 1, "garble")
+        with pytest.raises(ProbeError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
+            job.refit(2)
+        check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
+        job.refit._planned.join()
+        run_in(job.engines, 0, break_at, "unpacked", 1, "kill")
+        job.refit(7)
+
+
+def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
+    run_in(job.engines, 0, permute_after_loading)
+
+    def make_refit(path):
+        return Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path=path))
+
+    refit = make_refit("auto")
+    assert refit(3)["refit/planned"] == 0
+    reason = "the engine does not keep model.layers.1.mlp.down_proj.weight as it was loaded"
+    assert refit.description == f"named ({reason})"
+    assert refit(4)["refit/planned"] == 0
+    with pytest.raises(UserError, match=f"refit.path=planned is not possible: {reason}"):
+        make_refit("planned")(5)
+    named = make_refit("named")
+    assert named(6)["refit/planned"] == 0
+    assert named.description == "named (refit.path=named)"
+
+
+def permute_after_loading():
+    """What some kernels do: they read a weight in an order of their own."""
+    from megarl.rollout.vllm.weight_transfer import SharedMemoryTransfer
+
+    finish = SharedMemoryTransfer.finish_weight_update
+
+    def finish_and_permute(self):
+        finish(self)
+        weight = self.model.get_parameter("model.layers.1.mlp.down_proj.weight")
+        weight.data.copy_(weight.data.flip(0))
+
+    SharedMemoryTransfer.finish_weight_update = finish_and_permute
