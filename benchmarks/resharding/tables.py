@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from resharding.contenders.table import (
+    DIRECT,
+    DIRECT_GLOO,
+    DIRECT_GLOO_TO_MEGATRON,
+    DIRECT_TO_MEGATRON,
+    DIRECT_WITHOUT_CHECKSUMS,
     GATHERED_BROADCAST,
     GATHERED_SHARED,
     MEGATRON_CORE,
     MEMCPY,
-    PLANNED,
-    PLANNED_GLOO,
-    PLANNED_GLOO_TO_MEGATRON,
-    PLANNED_TO_MEGATRON,
-    PLANNED_WITHOUT_CHECKSUMS,
 )
 from resharding.rounds import Facts, Run
 
@@ -35,13 +35,13 @@ _COLUMNS = (
     "of a worker",
 )
 _COMPARED = (
-    (PLANNED, MEMCPY, "at most 1.5"),
-    (PLANNED_WITHOUT_CHECKSUMS, MEMCPY, None),
-    (GATHERED_BROADCAST, PLANNED, "at least 3"),
-    (GATHERED_SHARED, PLANNED, "at least 3"),
-    (GATHERED_BROADCAST, PLANNED_GLOO, None),
-    (MEGATRON_CORE, PLANNED_TO_MEGATRON, None),
-    (MEGATRON_CORE, PLANNED_GLOO_TO_MEGATRON, None),
+    (DIRECT, MEMCPY, "at most 1.5"),
+    (DIRECT_WITHOUT_CHECKSUMS, MEMCPY, None),
+    (GATHERED_BROADCAST, DIRECT, "at least 3"),
+    (GATHERED_SHARED, DIRECT, "at least 3"),
+    (GATHERED_BROADCAST, DIRECT_GLOO, None),
+    (MEGATRON_CORE, DIRECT_TO_MEGATRON, None),
+    (MEGATRON_CORE, DIRECT_GLOO_TO_MEGATRON, None),
 )
 
 

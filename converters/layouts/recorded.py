@@ -36,9 +36,9 @@ class Recording:
     padding_values: Sequence[float]
     """The constants that the loader puts into the boxes of `shard.padding`."""
     unrecorded: Mapping[str, str]
-    """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, load by name."""
+    """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, use the engine's loader."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of `unrecorded` that cannot be loaded by name either: the engine is of another model."""
+    """Tensors of `unrecorded` that its loader does not take either: the engine is of another model."""
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Recording"], tuple[bytes]]:
         # The names of a large model are megabytes, and much alike.
@@ -192,7 +192,7 @@ def fill_padding(recording: Recording, parameters: Mapping[str, Tensor]) -> None
 
 
 def unrecorded(recordings: Iterable[Recording]) -> dict[str, str]:
-    """HuggingFace name -> reason, of all that some worker could not record. If not empty, load by name."""
+    """HuggingFace name -> reason, of all that some worker could not record. If not empty, use the engine's loader."""
     return {name: reason for recording in recordings for name, reason in recording.unrecorded.items()}
 
 

@@ -142,10 +142,10 @@ def _filters_have_a_band(config: AlgorithmConfig) -> None:
 
 
 def _statistics_leave_out_what_the_loss_does(config: AlgorithmConfig) -> None:
-    if config.train_on_cut_responses and not config.cut_responses_in_statistics:
+    if config.train_on_truncated_responses and not config.truncated_responses_in_statistics:
         raise UserError(
-            "algorithm.cut_responses_in_statistics=false is for responses that are not trained on: set"
-            " train_on_cut_responses=false, too, or leave it out"
+            "algorithm.truncated_responses_in_statistics=false is for responses that are not trained on: set"
+            " train_on_truncated_responses=false, too, or leave it out"
         )
 
 

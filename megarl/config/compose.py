@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from converters.errors import UserError
 from megarl.config.folder import recipes_folder
-from megarl.config.foreign_keys import OWNED
 from megarl.config.keys import check_keys
+from megarl.config.renamed_keys import OWNED
 from megarl.rollout.engine_arguments import check_engine_arguments
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import check_options, nearest_name

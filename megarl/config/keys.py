@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError
-from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
+from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import megatron_fields
@@ -55,6 +55,8 @@ def _first_leaf(key: str, value: Any) -> str:
 
 def advice(key: str) -> str:
     """Suggest a replacement of the unknown `key`, as the end of a sentence; empty where nothing comes near."""
+    if key in EARLIER:
+        return f"; it is now called {EARLIER[key]}"
     absent = next((text for start, text in VERL_ABSENT.items() if f"{key}.".startswith(f"{start}.")), None)
     if absent is not None:
         return f"; it is a key of verl: {absent}"

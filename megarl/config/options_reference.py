@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megarl.config.foreign_keys import OWNED
+from megarl.config.renamed_keys import OWNED
 from megarl.rollout.vllm import supported_arguments
 from megatron_ext import supported_options
 from megatron_ext.arguments import fields_of_groups

@@ -12,6 +12,7 @@ from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
+from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.direct.messages import ALIGNMENT_BYTES
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -23,7 +24,7 @@ from megatron_ext.arguments import nearest_name
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
     "rollout.engine": ENGINES,
-    "refit.path": ("auto", "planned", "named"),
+    "refit.path": ("auto", "direct", "loader"),
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),
     "reward.on_error": ("stop", "drop"),
@@ -181,6 +182,8 @@ def _check_finite(key: str, value: Any) -> None:
 
 
 def _check_choice(key: str, value: str, names: Collection[str]) -> None:
+    if value in EARLIER_VALUES.get(key, {}):
+        raise UserError(f"{key}={value} is now called {key}={EARLIER_VALUES[key][value]}")
     if value not in names:
         nearest = nearest_name(value, list(names))
         hint = f"; did you mean {nearest}?" if nearest else ""

@@ -13,7 +13,7 @@ _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def response_metrics(trajectories: Sequence[Trajectory], version: int, max_tokens: int) -> dict[str, MetricValue]:
-    """Lengths in tokens, the share cut at the limit `max_tokens`, and the age of the oldest token of each response.
+    """Lengths in tokens, the share truncated at `max_tokens`, and the age of the oldest token of each response.
 
     `version` is that of the newest weights. There is at least one trajectory.
     """
@@ -25,7 +25,7 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         **{f"response_length/{name}": float(q) for name, q in zip(_QUANTILES, quantiles, strict=True)},
-        "response_length/cut_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "response_length/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
         "response_length/histogram": Histogram.of(lengths, length_edges(max_tokens)),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),

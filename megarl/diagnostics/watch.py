@@ -21,7 +21,7 @@ class Thresholds(Protocol):
     warn_kl_to_old: float | None
     warn_log_prob_difference: float | None
     warn_no_signal: float | None
-    warn_cut_fraction: float | None
+    warn_truncated_fraction: float | None
 
 
 def always(_config: MegarlConfig) -> bool:
@@ -141,9 +141,9 @@ SYMPTOMS: tuple[Symptom, ...] = (
         ),
     ),
     Symptom(
-        "responses_cut",
-        "response_length/cut_fraction",
-        "warn_cut_fraction",
+        "responses_truncated",
+        "response_length/truncated_fraction",
+        "warn_truncated_fraction",
         "many responses run into the limit",
         (
             Advice("raise rollout.max_response_tokens"),

@@ -192,9 +192,9 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
 
 
 def _refit_path(history: list[dict[str, Any]]) -> str:
-    paths = [line["refit/planned"] for line in history if "refit/planned" in line]
-    planned = int(sum(paths))
-    return f"planned in {planned} of {len(paths)} refits" if planned else "named"
+    paths = [line["refit/direct"] for line in history if "refit/direct" in line]
+    direct = int(sum(paths))
+    return f"direct in {direct} of {len(paths)} refits" if direct else "loader"
 
 
 def _stage_seconds(history: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Weights by plan: every shard from a rank that has it straight to where an engine keeps it."""
+"""The direct path: every shard goes from a rank that has it straight to where an engine keeps it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ from megarl.resharding.direct.transports import MAPPED
 from megarl.schema import RefitConfig
 
 
-class NotPlannableError(Exception):
-    """The engines can take weights by name only; the message says why."""
+class NoDirectPathError(Exception):
+    """The engines can take weights through their own loader only; the message says why."""
 
 
-class PlannedPath:
+class DirectPath:
     """Moves weights along a route from the trainer's ranks to the workers of engines that are all alike.
 
-    Raises NotPlannableError where an engine cannot say where it keeps every tensor, and UserError where engine and
+    Raises NoDirectPathError where an engine cannot say where it keeps every tensor, and UserError where engine and
     policy are not the same model.
     """
 
@@ -91,14 +91,14 @@ def _recordings(engines: EngineGroup, architecture: Architecture, dtypes: Mappin
     try:
         first, *others = engines.record_layouts(architecture.hf_shapes, dtypes)
     except UserError as error:
-        raise NotPlannableError(str(error)) from error
-    # Also of engines that take their weights by name.
+        raise NoDirectPathError(str(error)) from error
+    # Also for engines that take their weights through their loader.
     check_recorded(first, dtypes)
     for recording in others:
         if recording != first:
-            raise NotPlannableError("the engines do not keep their weights alike")
+            raise NoDirectPathError("the engines do not keep their weights alike")
     for name, reason in unrecorded(first).items():
-        raise NotPlannableError(f"{name} cannot be planned: {reason}")
+        raise NoDirectPathError(f"{name} cannot be written in place: {reason}")
     return first
 
 

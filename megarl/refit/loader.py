@@ -1,4 +1,4 @@
-"""Weights by name: whole HuggingFace tensors, put together in shared memory, loaded by the engine's own loader."""
+"""The loader path: whole HuggingFace tensors, put together in shared memory, read by the engine's own loader."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from megarl.resharding.shared_memory import Segment
 _SEGMENTS = 2
 
 
-class NamedPath:
+class LoaderPath:
     """Moves weights through two shared-memory segments that trainer and engines of one host map."""
 
     def __init__(

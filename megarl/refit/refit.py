@@ -5,8 +5,8 @@ from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import WorkerFailed
-from megarl.refit.direct import NotPlannableError, PlannedPath
-from megarl.refit.loader import NamedPath
+from megarl.refit.direct import DirectPath, NoDirectPathError
+from megarl.refit.loader import LoaderPath
 from megarl.refit.probe import Probe
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports import MAPPED
@@ -18,8 +18,8 @@ def check_machines(machines: int, config: RefitConfig) -> None:
     if machines == 1:
         return
     apart = f"and the trainer and the engines run on {machines} machines"
-    if config.path == "named":
-        raise UserError(f"refit.path=named goes through the memory of one machine, {apart}: set it to auto")
+    if config.path == "loader":
+        raise UserError(f"refit.path=loader goes through the memory of one machine, {apart}: set it to auto")
     if config.transport in MAPPED.values():
         raise UserError(
             f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto or point_to_point"
@@ -53,29 +53,29 @@ class Refit:
         self._config = config
         self._probe = probe
         self._names = list(architecture.hf_shapes)
-        self._named: NamedPath | None = None
-        self._planned: PlannedPath | None = None
+        self._named: LoaderPath | None = None
+        self._planned: DirectPath | None = None
         self._is_confirmed = False
         self._refusal = ""
         self._loaded_version: int | None = None
         self.reason = "this is the first refit"
         """Why weights go by name; empty if they do not."""
         if not has_loaded:
-            self._named = NamedPath(trainer, engines, architecture.hf_shapes, config.bucket_bytes)
+            self._named = LoaderPath(trainer, engines, architecture.hf_shapes, config.bucket_bytes)
         try:
-            self._planned = PlannedPath(trainer, engines, architecture, config)
-        except NotPlannableError as error:
+            self._planned = DirectPath(trainer, engines, architecture, config)
+        except NoDirectPathError as error:
             self._refusal = str(error)
             self._stay_named(self._refusal)
-        if config.path == "named":
-            self._planned, self.reason = None, "refit.path=named"
+        if config.path == "loader":
+            self._planned, self.reason = None, "refit.path=loader"
 
     @property
     def description(self) -> str:
         """How the next weights will go."""
         if self._is_confirmed and self._planned is not None:
-            return f"planned, through {self._planned.transport}"
-        return f"named ({self.reason})"
+            return f"direct, through {self._planned.transport}"
+        return f"loader ({self.reason})"
 
     def confirm(self) -> None:
         """Compare engines that have loaded the ranks' present weights, as version 0, with what the plan would write.
@@ -112,9 +112,9 @@ class Refit:
             repeated = True
             planned.join()
             size = self._transaction(version, planned)
-        return {"refit/planned": float(planned is not None), "refit/repeated": float(repeated), "refit/bytes": size}
+        return {"refit/direct": float(planned is not None), "refit/repeated": float(repeated), "refit/bytes": size}
 
-    def _transaction(self, version: int, planned: PlannedPath | None) -> int:
+    def _transaction(self, version: int, planned: DirectPath | None) -> int:
         if version == self._loaded_version:
             return 0
         self._engines.begin_update(version, self._names, self._config.timeout_s)
@@ -126,7 +126,7 @@ class Refit:
         self._engines.commit_update(version, self._config.timeout_s)
         return size
 
-    def _confirm(self, planned: PlannedPath, version: int) -> None:
+    def _confirm(self, planned: DirectPath, version: int) -> None:
         planned.join()
         if differing := planned.differing(version):
             planned.close()
@@ -140,9 +140,9 @@ class Refit:
         self._planned, self.reason = None, reason
         if self._named is None:
             raise UserError(
-                f"{reason}, so that weights cannot go by plan, which is the only way between machines: keep trainer and"
-                " engines on one, give rollout.engine_args another kernel, or, if there is a model.megatron_checkpoint,"
-                " give model.path its weights"
+                f"{reason}, so that weights cannot go straight into it, which is the only way between machines: keep"
+                " trainer and engines on one, give rollout.engine_args another kernel, or, if there is a"
+                " model.megatron_checkpoint, give model.path its weights"
             )
-        if self._config.path == "planned":
-            raise UserError(f"refit.path=planned is not possible: {reason}; set refit.path to auto or named")
+        if self._config.path == "direct":
+            raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")

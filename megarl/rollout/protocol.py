@@ -72,9 +72,9 @@ class Engine(Protocol):
 
     A weight update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the
     engine serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights
-    come either by name, with `write` of every bucket, or by `receive` straight into the parameters, for which the
-    engine has to say where it keeps them (`record_layout`) and to meet the trainer's ranks (`join_transfer`).
-    Every method but `close` raises EngineDiedError once the engine has failed.
+    come either through the engine's loader, with `write` of every bucket, or by `receive` straight into the parameters,
+    for which the engine has to say where it keeps them (`record_layout`) and to meet the trainer's ranks
+    (`join_transfer`). Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
     def start(self) -> None:

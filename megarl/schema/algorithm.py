@@ -103,9 +103,9 @@ class AlgorithmConfig:
     """A group whose mean of filter_on is below this teaches nothing either."""
     filter_high: float | None = None
     """A group whose mean of filter_on is above this teaches nothing either (PRIME: 0.2 to 0.8)."""
-    train_on_cut_responses: bool = True
+    train_on_truncated_responses: bool = True
     """Off leaves responses that ran into max_response_tokens out of the loss (DAPO)."""
-    cut_responses_in_statistics: bool = True
+    truncated_responses_in_statistics: bool = True
     """Responses that are left out of the loss so stay in their group's statistics (DAPO); off leaves them out there,
     too, so that the advantages that are trained on are centred."""
     updates_per_step: int = 1

@@ -56,17 +56,17 @@ class RefitConfig:
     """Moving new weights into the engines."""
 
     path: str = "auto"
-    """How weights get into an engine: planned sends each shard straight to where the engine keeps it, named gives
-    whole tensors to the engine's own loader. auto is planned where the engine can say where it keeps every tensor,
-    else named. On one machine the first refit of an engine goes by name, between machines none does."""
+    """How weights get into an engine: direct sends each shard straight to where the engine keeps it, loader gives
+    whole tensors to the engine's own loader. auto is direct where the engine can say where it keeps every tensor,
+    else loader. On one machine the first refit of an engine goes through the loader, between machines none does."""
     transport: str = "auto"
-    """Transport of planned refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
+    """Transport of direct refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
     that both sides have mapped, and between machines point_to_point."""
     bucket_bytes: int = 512 * 1024**2
     """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
     other what they all need. None is larger than what a rank sends at once."""
     verify: str = "checksum"
-    """How planned refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
+    """How direct refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
     the trainer score a few greedy tokens of the engines after every refit, off does neither."""
     log_prob_tolerance: float = 0.05
     """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
@@ -236,7 +236,7 @@ class TrackingConfig:
     """Warn if log_prob_difference/mean, in nats, is above this; null never does."""
     warn_no_signal: float | None = 0.9
     """Warn if the share of groups without a difference in reward is above this; null never does."""
-    warn_cut_fraction: float | None = 0.5
+    warn_truncated_fraction: float | None = 0.5
     """Warn if the share of responses that ran into the limit is above this; null never does."""
 
 

@@ -39,27 +39,27 @@ class Prepared:
 def comparable(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
     """Keep the trajectories that statistics are made of, without groups that are too small for a comparison.
 
-    A group shrinks by dropped rewards, and by cut responses where `cut_responses_in_statistics` is off.
+    A group shrinks by dropped rewards, and by truncated responses where `truncated_responses_in_statistics` is off.
 
     Raises UserError if none is left.
     """
     counted = list(trajectories)
-    if not config.train_on_cut_responses and not config.cut_responses_in_statistics:
-        counted = [trajectory for trajectory in counted if not _is_cut(trajectory)]
+    if not config.train_on_truncated_responses and not config.truncated_responses_in_statistics:
+        counted = [trajectory for trajectory in counted if not _is_truncated(trajectory)]
     smallest = ADVANTAGES[config.advantage].smallest_group
     sizes = Counter(trajectory.group for trajectory in counted)
     kept = [trajectory for trajectory in counted if sizes[trajectory.group] >= smallest]
     if not kept:
-        cut = sum(map(_is_cut, trajectories))
+        cut = sum(map(_is_truncated, trajectories))
         raise UserError(
             f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
-            f" the {len(trajectories)} that were scored {cut} were cut at rollout.max_response_tokens, and those whose"
-            " reward failed had been dropped; raise rollout.max_response_tokens, or repair reward.function"
+            f" the {len(trajectories)} that were scored {cut} were truncated at rollout.max_response_tokens, and those"
+            " whose reward failed had been dropped; raise rollout.max_response_tokens, or repair reward.function"
         )
     return kept
 
 
-def _is_cut(trajectory: Trajectory) -> bool:
+def _is_truncated(trajectory: Trajectory) -> bool:
     return trajectory.finish_reason == "length"
 
 
@@ -72,7 +72,7 @@ def ragged_batch(trajectories: Sequence[Trajectory], config: AlgorithmConfig) ->
     trained, log_probs = [], []
     for trajectory in trajectories:
         prompt, response = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
-        counts = config.train_on_cut_responses or not _is_cut(trajectory)
+        counts = config.train_on_truncated_responses or not _is_truncated(trajectory)
         trained += [False] * prompt + [counts] * response
         log_probs += [0.0] * prompt + list(trajectory.log_probs)
     tokens, lengths = sequences(trajectories)
@@ -210,7 +210,8 @@ def _outcomes(rewards: Tensor) -> Tensor:
 def _mini_batches(trajectories: Sequence[Trajectory], responses: Ragged, count: int) -> list[list[int]]:
     """Indices of the trajectories of each mini-batch: whole prompts, in order.
 
-    One in which nothing is trained on, since all its responses were cut, would be no optimizer step: it is left out.
+    One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
+    out.
     """
     groups = list(dict.fromkeys(trajectory.group for trajectory in trajectories))
     place = {group: position * count // len(groups) for position, group in enumerate(groups)}

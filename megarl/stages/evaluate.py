@@ -45,7 +45,7 @@ def evaluate(
     return {
         **evaluation_metrics(experience.scored, tokenizer, samples),
         "eval/dropped": float(len(experience.sampled) - len(experience.scored)),
-        "eval/cut_fraction": float(np.mean([t.finish_reason == "length" for t in experience.sampled])),
+        "eval/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in experience.sampled])),
         "eval/response_length": float(np.mean([len(t.token_ids) for t in experience.sampled])),
     }
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from resharding import values
-from resharding.contenders.table import MEMCPY, PLANNED
+from resharding.contenders.table import DIRECT, MEMCPY
 from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_bytes
 from resharding.memory import Growth, held_by
 from resharding.models import MODELS, TRAINER
@@ -141,13 +141,13 @@ def test_ratios_are_those_within_a_round():
     runs = [
         Run(name, number, Timed(seconds * 2**number, 0.5))
         for number in range(3)
-        for name, seconds in ((MEMCPY, 0.1), (PLANNED, 0.13))
+        for name, seconds in ((MEMCPY, 0.1), (DIRECT, 0.13))
     ]
-    facts = {name: Facts(200_000_000, 32_000_000, 0) for name in (MEMCPY, PLANNED)}
+    facts = {name: Facts(200_000_000, 32_000_000, 0) for name in (MEMCPY, DIRECT)}
     results = Results(180_000_000, 200_000_000, facts, runs)
-    assert results.ratio(PLANNED, MEMCPY).of_rounds == pytest.approx([1.3, 1.3, 1.3])
+    assert results.ratio(DIRECT, MEMCPY).of_rounds == pytest.approx([1.3, 1.3, 1.3])
     assert list(sentences(results)) == [
-        "planned, checksums: 1.30 (1.30 to 1.30) x the seconds of memcpy; the aim is at most 1.5."
+        "direct, checksums: 1.30 (1.30 to 1.30) x the seconds of memcpy; the aim is at most 1.5."
     ]
     cells = [cell.strip() for cell in markdown(results).splitlines()[3].split("|")[1:-1]]
-    assert cells == [PLANNED, "0.260", "0.130 to 0.520", "0.77", "1.30", "0.500", "1.00", "32", "0"]
+    assert cells == [DIRECT, "0.260", "0.130 to 0.520", "0.77", "1.30", "0.500", "1.00", "32", "0"]

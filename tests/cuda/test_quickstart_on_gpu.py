@@ -1,4 +1,4 @@
-"""The main job on GPUs, end to end: warm-up, training with refits by plan, export, and the check in a fresh vLLM."""
+"""The main job on GPUs, end to end: warm-up, training with direct refits, export, and the check in a fresh vLLM."""
 
 import json
 import subprocess
@@ -23,4 +23,4 @@ def test_the_quickstart_trains_and_its_export_is_the_trained_model(model, tmp_pa
     summary = quickstart(tmp_path / model, "--model", model, "--steps", "20")
     assert summary["export_confirmed"]
     assert summary["accuracy_last"] > summary["accuracy_first"] - 0.05
-    assert summary["refit_path"].startswith("planned in")
+    assert summary["refit_path"].startswith("direct in")

@@ -49,7 +49,7 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
             metrics = train_step(job, clock)
             assert metrics["log_prob_difference/max"] < 1e-4
             assert metrics["policy/gradient_norm"] > 0
-            assert metrics["refit/planned"] == 1
+            assert metrics["refit/direct"] == 1
             # All of a step's tokens are of the version it began with.
             assert metrics["staleness/mean"] == 0
             assert job.state.step == step + 1

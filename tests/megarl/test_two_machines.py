@@ -75,7 +75,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
     with open_job(config) as job:
         assert job.state.step == 1
         metrics = job.refit(1)
-        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["refit/bytes"] > 0
         check_step(train_step(job, Clock()))
         job.export()
@@ -93,8 +93,8 @@ def begin_and_be_killed(config):
     with open_job(config) as job:
         assert len({*job.trainer.nodes(), *job.engines.nodes()}) == 2
         metrics = job.refit(0)
-        assert (metrics["refit/planned"], metrics["refit/bytes"]) == (1, 0)
-        assert job.refit.description == "planned, through point_to_point"
+        assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
+        assert job.refit.description == "direct, through point_to_point"
         check_step(train_step(job, Clock()))
         job.save()
         raise KeyboardInterrupt
@@ -113,7 +113,7 @@ def check_step(metrics):
     # What was sampled was sampled with the trainer's weights, of the step before.
     assert metrics["log_prob_difference/max"] < 1e-4
     assert metrics["policy/gradient_norm"] > 0
-    assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+    assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
     assert metrics["refit/bytes"] > 0
 
 
@@ -146,9 +146,9 @@ def start(config):
 def test_what_ends_at_one_machine_is_refused_between_several():
     planned = RefitConfig()
     check_machines(3, planned)
-    check_machines(1, replace(planned, path="named", transport="cuda_ipc"))
+    check_machines(1, replace(planned, path="loader", transport="cuda_ipc"))
     with pytest.raises(UserError, match=r"^refit\.path=named goes .* run on 3 machines: set it to auto$"):
-        check_machines(3, replace(planned, path="named"))
+        check_machines(3, replace(planned, path="loader"))
     with pytest.raises(
         UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto or point_to"
     ):

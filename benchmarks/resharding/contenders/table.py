@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+from resharding.contenders.direct import Direct
 from resharding.contenders.gathered import Gathered
 from resharding.contenders.hand_over import Broadcast, InSharedMemory
 from resharding.contenders.megatron_core import MegatronCore
 from resharding.contenders.memcpy import Memcpy
-from resharding.contenders.planned import Planned
 from resharding.party import Party
 
 
@@ -29,22 +29,22 @@ class Contender(Protocol):
 
 
 MEMCPY = "memcpy"
-PLANNED = "planned, checksums"
-PLANNED_WITHOUT_CHECKSUMS = "planned, no checksums"
-PLANNED_GLOO = "planned, checksums (gloo)"
-PLANNED_TO_MEGATRON = "planned, checksums, to Megatron"
-PLANNED_GLOO_TO_MEGATRON = "planned, checksums (gloo), to Megatron"
+DIRECT = "direct, checksums"
+DIRECT_WITHOUT_CHECKSUMS = "direct, no checksums"
+DIRECT_GLOO = "direct, checksums (gloo)"
+DIRECT_TO_MEGATRON = "direct, checksums, to Megatron"
+DIRECT_GLOO_TO_MEGATRON = "direct, checksums (gloo), to Megatron"
 MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
 GATHERED_BROADCAST = "all-gather, broadcast (gloo)"
 GATHERED_SHARED = "all-gather (gloo), shared memory"
 CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
-    PLANNED: partial(Planned, destination="engine", with_checksum=True),
-    PLANNED_WITHOUT_CHECKSUMS: partial(Planned, destination="engine", with_checksum=False),
-    PLANNED_GLOO: partial(Planned, destination="engine", with_checksum=True, transport="point_to_point"),
+    DIRECT: partial(Direct, destination="engine", with_checksum=True),
+    DIRECT_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False),
+    DIRECT_GLOO: partial(Direct, destination="engine", with_checksum=True, transport="point_to_point"),
     GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
     GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
-    PLANNED_TO_MEGATRON: partial(Planned, destination="megatron", with_checksum=True),
-    PLANNED_GLOO_TO_MEGATRON: partial(Planned, destination="megatron", with_checksum=True, transport="point_to_point"),
+    DIRECT_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True),
+    DIRECT_GLOO_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True, transport="point_to_point"),
     MEGATRON_CORE: MegatronCore,
 }

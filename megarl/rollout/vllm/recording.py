@@ -1,8 +1,8 @@
 """Where a vLLM worker keeps the HuggingFace tensors: its model's own `load_weights`, recorded.
 
 Weights may be written straight into parameters only where vLLM keeps them as they were loaded. Some kernels permute,
-pack or quantise them afterwards, and their loader would not tell; so what may be written is a list, and all else is
-loaded by name, through vLLM's reload, which repeats these steps.
+pack or quantise them afterwards, and their loader would not tell; so what may be written is a list, and all else goes
+through vLLM's reload, which repeats these steps.
 """
 
 from collections.abc import Callable, Mapping

@@ -64,7 +64,7 @@ TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("t
             r"filter_low=0\.8 must be at most filter_high",
         ),
         ({"filter_groups": True, "dynamic_sampling": True}, r"set one of the two"),
-        ({"cut_responses_in_statistics": False}, r"set train_on_cut_responses=false, too"),
+        ({"truncated_responses_in_statistics": False}, r"set train_on_truncated_responses=false, too"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, r"dual_clip=3\.0 has no meaning with policy_loss=cispo"),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 from converters.errors import UserError
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
-from megarl.config.foreign_keys import MEGATRON_LM_FLAGS, VERL
 from megarl.config.keys import all_keys, schema_keys
+from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, VERL
 from megarl.schema import MegarlConfig
 
 GIVEN = ["model.path=m", "output_dir=o"]
@@ -114,8 +114,15 @@ def test_keys_of_verl_are_translated(recipes: str, key: str, says: str) -> None:
         compose("mine", [f"{key}=1"], recipes)
 
 
+@pytest.mark.parametrize("key", EARLIER)
+def test_a_key_of_an_earlier_megarl_is_answered_with_its_name_of_now(recipes: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"^configuration key {key} does not exist; it is now called {EARLIER[key]}$"):
+        compose("mine", [f"{key}=1"], recipes)
+
+
 def test_translations_name_keys_that_exist() -> None:
-    for target in {*VERL.values(), *MEGATRON_LM_FLAGS.values()}:
+    assert not set(EARLIER) & set(all_keys())
+    for target in {*EARLIER.values(), *VERL.values(), *MEGATRON_LM_FLAGS.values()}:
         for part in target.split(" and "):
             assert part.split("=")[0].split(" ")[0] in all_keys(), target
 

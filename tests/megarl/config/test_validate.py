@@ -44,6 +44,8 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["algorithm.aggregation=mean"], "algorithm.aggregation=mean is none of"),
         (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator=k9"),
         (["reward.on_error=ignore"], "reward.on_error=ignore is none of drop, stop"),
+        (["refit.path=planned"], "^refit.path=planned is now called refit.path=direct$"),
+        (["refit.path=named"], "^refit.path=named is now called refit.path=loader$"),
         (["data.overlong_prompts=cut"], "data.overlong_prompts=cut"),
         (["checkpoint.resume=yes"], "checkpoint.resume"),
         (["tracking.loggers=[console,wandbb]"], "tracking.loggers=wandbb .*did you mean wandb"),

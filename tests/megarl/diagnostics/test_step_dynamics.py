@@ -36,7 +36,7 @@ def test_responses_are_told_by_their_lengths_and_ages():
             "response_length/median": 5,
             "response_length/p90": 7.4,
             "response_length/p99": 7.94,
-            "response_length/cut_fraction": 1 / 3,
+            "response_length/truncated_fraction": 1 / 3,
             "staleness/mean": (2 + 3 + 0) / 3,
             "staleness/max": 3,
         }

@@ -21,7 +21,7 @@ class Keys:
     warn_kl_to_old: float | None = 0.1
     warn_log_prob_difference: float | None = 0.1
     warn_no_signal: float | None = 0.9
-    warn_cut_fraction: float | None = 0.5
+    warn_truncated_fraction: float | None = 0.5
 
 
 CONFIG = MegarlConfig(tracking=TrackingConfig(**asdict(Keys())))
@@ -123,7 +123,7 @@ COULD_ACT = (
     ("log_prob_difference", "corrections", {}, {"corrections": CORRECTED}),
     ("log_prob_difference", "corrections", {}, {"ratio_to": "rollout"}),
     ("no_signal", "dynamic_sampling", {}, {"dynamic_sampling": True}),
-    ("responses_cut", "overlong_buffer_tokens", {}, {"advantage": "max_rl"}),
+    ("responses_truncated", "overlong_buffer_tokens", {}, {"advantage": "max_rl"}),
 )
 
 
@@ -149,4 +149,4 @@ def test_a_cut_vocabulary_is_named_in_the_place_of_corrections_which_it_would_ru
 
 def test_a_penalty_that_is_there_is_not_advised() -> None:
     config = MegarlConfig(reward=RewardConfig(overlong_buffer_tokens=8))
-    assert "overlong_buffer_tokens" not in said_of("responses_cut", config)
+    assert "overlong_buffer_tokens" not in said_of("responses_truncated", config)

@@ -38,7 +38,7 @@ REFUSED = {
     "checkpoint.every": "-1",
     "checkpoint.keep": "0",
     "checkpoint.resume": "maybe",
-    "tracking.warn_cut_fraction": "nan",
+    "tracking.warn_truncated_fraction": "nan",
     "data.shuffle": "maybe",
     "model.dtype": "fp16",
     "model.path": "/nonexistent '' null",

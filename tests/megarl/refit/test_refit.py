@@ -69,13 +69,13 @@ def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
 def repeat_and_lose_a_rank(open_run):
     with open_run() as job:
         job.refit(0)
-        assert job.refit.description == "planned, through shared_memory"
+        assert job.refit.description == "direct, through shared_memory"
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
         metrics = train_step(job, Clock())
-        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 1)
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 1)
         # What the next tokens are sampled with is the second attempt, whole.
         metrics = train_step(job, Clock())
-        assert (metrics["refit/planned"], metrics["refit/repeated"]) == (1, 0)
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["log_prob_difference/max"] < 1e-4
         check_the_route(job)
         run_in(job.trainer, 1, break_at, "packed", 1, "kill")
@@ -89,7 +89,7 @@ def check_the_route(job):
     dtypes = job.trainer.weight_dtypes()
     route.check(dtypes)
     narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in route.recordings]
-    # What is recorded is enough: the rest may go by name.
+    # What is recorded is enough: the rest may go through the loader.
     partial = [replace(each, shard=replace(each.shard, placements=each.shard.placements[:1])) for each in narrow]
     with pytest.raises(UserError, match=r"keeps model.* as bfloat16 and the policy is trained in float32: set rollout"):
         check_recorded(partial, dtypes)
@@ -101,7 +101,7 @@ def check_the_route(job):
     # By name nothing could check it later, so that it is asked of the engine's own loader first.
     message = r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
     with pytest.raises(UserError, match=message):
-        Refit(job.trainer, job.engines, other, replace(job.config.refit, path="named"))
+        Refit(job.trainer, job.engines, other, replace(job.config.refit, path="loader"))
 
 
 def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_run):
@@ -112,7 +112,7 @@ def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_ru
 def probe_and_lose_the_engine(open_run):
     with open_run("refit.verify=logprobs", "refit.transport=point_to_point") as job:
         assert job.refit(0)["refit/log_prob_difference"] < 1e-4
-        assert job.refit.description == "planned, through point_to_point"
+        assert job.refit.description == "direct, through point_to_point"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
         with pytest.raises(ProbeError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
@@ -130,15 +130,15 @@ def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
         return Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path=path))
 
     refit = make_refit("auto")
-    assert refit(3)["refit/planned"] == 0
+    assert refit(3)["refit/direct"] == 0
     reason = "the engine does not keep model.layers.1.mlp.down_proj.weight as it was loaded"
-    assert refit.description == f"named ({reason})"
-    assert refit(4)["refit/planned"] == 0
-    with pytest.raises(UserError, match=f"refit.path=planned is not possible: {reason}"):
-        make_refit("planned")(5)
-    named = make_refit("named")
-    assert named(6)["refit/planned"] == 0
-    assert named.description == "named (refit.path=named)"
+    assert refit.description == f"loader ({reason})"
+    assert refit(4)["refit/direct"] == 0
+    with pytest.raises(UserError, match=f"refit.path=direct is not possible: {reason}"):
+        make_refit("direct")(5)
+    named = make_refit("loader")
+    assert named(6)["refit/direct"] == 0
+    assert named.description == "loader (refit.path=loader)"
 
 
 def permute_after_loading():

@@ -16,7 +16,7 @@ def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, 
         trainer.load(folder)
         trainer.update(served.engine.version() + 1)
         assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
-    # By name again, over what was written, and by plan over that.
+    # Through the loader again, over what was written, and directly over that.
     served.update(served.first, served.engine.version() + 1)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     trainer.update(served.engine.version() + 1)

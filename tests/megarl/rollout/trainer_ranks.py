@@ -1,4 +1,4 @@
-"""Trainer ranks without a trainer: their tensors are those of HuggingFace folders, and an engine gets them by plan."""
+"""Trainer ranks without a trainer: their tensors are those of HuggingFace folders, and an engine gets them directly."""
 
 import multiprocessing
 import secrets

@@ -69,7 +69,7 @@ def test_same_prompt_twice_in_a_step_makes_two_groups() -> None:
 
 def test_a_response_that_was_cut_counts_for_its_group_and_is_not_trained_on() -> None:
     cut = [*TRAJECTORIES[:3], trajectory(1, [7], [1, 1], 2.0, finish_reason="length")]
-    (batch,) = prepare(cut, train_on_cut_responses=False).batches
+    (batch,) = prepare(cut, train_on_truncated_responses=False).batches
     assert batch.fields["advantages"].tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.5, 0, -1, -1, -1, 0, 0, 0]
     assert batch.fields["weights"].tolist() == pytest.approx(
         [0, 0, *[1 / 6] * 2, 0, 0, 1 / 6, 0, *[1 / 6] * 3, 0, 0, 0]
@@ -85,22 +85,24 @@ CUT = [
 
 
 def test_what_is_trained_on_is_centred_where_cut_responses_leave_the_statistics_too() -> None:
-    stay = prepare(CUT, train_on_cut_responses=False)
+    stay = prepare(CUT, train_on_truncated_responses=False)
     assert [float(each[0]) for each in stay.advantages.split([1, 2, 1])] == [0.5, 0.5, -0.5]
-    leave = prepare(CUT, train_on_cut_responses=False, cut_responses_in_statistics=False)
+    leave = prepare(CUT, train_on_truncated_responses=False, truncated_responses_in_statistics=False)
     torch.testing.assert_close(leave.advantages, torch.tensor([1 / 3, 1 / 3, 1 / 3, -2 / 3]))
-    with pytest.raises(UserError, match=r"of the 2 that were scored 1 were cut .* raise rollout\.max_response_tokens"):
-        prepare(CUT[2:], train_on_cut_responses=False, cut_responses_in_statistics=False)
+    with pytest.raises(
+        UserError, match=r"of the 2 that were scored 1 were truncated .* raise rollout\.max_response_tokens"
+    ):
+        prepare(CUT[2:], train_on_truncated_responses=False, truncated_responses_in_statistics=False)
 
 
 def test_a_mini_batch_of_cut_responses_alone_is_no_optimizer_step() -> None:
     cut = [trajectory(2, [7], [1, 1], reward, finish_reason="length") for reward in (1.0, 0.0)]
-    prepared = prepare([*TRAJECTORIES[:2], *cut], updates_per_step=2, train_on_cut_responses=False)
+    prepared = prepare([*TRAJECTORIES[:2], *cut], updates_per_step=2, train_on_truncated_responses=False)
     (batch,) = prepared.batches
     assert batch.lengths.tolist() == [4, 3]
     assert float(batch.fields["weights"].sum()) == pytest.approx(1)
     with pytest.raises(UserError, match="no response of this step has a token to train on"):
-        prepare(cut, train_on_cut_responses=False)
+        prepare(cut, train_on_truncated_responses=False)
 
 
 def test_each_prompt_of_an_optimizer_step_counts_alike_in_the_mean_over_prompts() -> None:

@@ -67,7 +67,7 @@ def test_one_response_is_greedy(run):
             "eval/source/sums/accuracy": 0.5,
             "eval/source/products/accuracy": 1.0,
             "eval/dropped": 0.0,
-            "eval/cut_fraction": 1.0,
+            "eval/truncated_fraction": 1.0,
             "eval/response_length": 1.0,
         }
     )
@@ -78,7 +78,7 @@ def test_one_response_is_greedy(run):
 
 def test_one_data_source_is_not_told_twice(run):
     found, _ = run("1", "5", prompts=PROMPTS[:2])
-    assert found.keys() == {"eval/accuracy", "eval/dropped", "eval/cut_fraction", "eval/response_length"}
+    assert found.keys() == {"eval/accuracy", "eval/dropped", "eval/truncated_fraction", "eval/response_length"}
 
 
 def test_several_responses_vote_and_compete(run):
@@ -90,7 +90,7 @@ def test_several_responses_vote_and_compete(run):
     assert found["eval/majority_at_4"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert found["eval/source/sums/accuracy"] == pytest.approx(0.375)
     assert found["eval/source/products/best_at_4"] == 0
-    assert (found["eval/cut_fraction"], found["eval/response_length"]) == (0.25, 1.75)
+    assert (found["eval/truncated_fraction"], found["eval/response_length"]) == (0.25, 1.75)
     names = {f"{name}_at_{k}" for name in ("pass", "majority", "best") for k in powers_of_two(4)} | {"mean_at_4"}
     assert {name.split("/")[-1] for name in found if "_at_" in name} == names
 

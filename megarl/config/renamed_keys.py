@@ -1,6 +1,18 @@
-"""Names that people bring along from other frameworks, and what does the same here."""
+"""Keys and values of earlier versions and of other frameworks, and what they are called here."""
 
 from collections.abc import Mapping
+
+EARLIER: Mapping[str, str] = {
+    "algorithm.train_on_cut_responses": "algorithm.train_on_truncated_responses",
+    "algorithm.cut_responses_in_statistics": "algorithm.truncated_responses_in_statistics",
+    "tracking.warn_cut_fraction": "tracking.warn_truncated_fraction",
+}
+"""Key of an earlier megarl -> what it is called now."""
+
+EARLIER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "refit.path": {"planned": "direct", "named": "loader"},
+}
+"""Key -> a value that an earlier megarl took -> what it is called now."""
 
 VERL: Mapping[str, str] = {
     "data.train_files": "data.train_files",

@@ -17,7 +17,7 @@ _LOOPBACK = "127.0.0.1"
 _VERSION = 1
 
 
-class Planned:
+class Direct:
     """A run goes from the beginning of a refit until all has been received and, with checksums, verified."""
 
     def __init__(
