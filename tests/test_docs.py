@@ -1,0 +1,181 @@
+"""The pages are true where a program can see it: links, files, tests, commands and recipes that they name exist."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from megarl.cli.main import COMMANDS
+from megarl.schema import MegarlConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+README_LINES = 150
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+IN_REPOSITORY = re.compile(
+    r"(?:\.ci|benchmarks|configs|constraints|converters|docs|megarl|megatron_ext|slurm|tests|tools)/[\w./-]*\w/?"
+)
+NO_KEYS = {"json", "parquet", "py", "yaml", "layers"}
+"""Endings of file names, and what HuggingFace calls tensors."""
+EXAMPLES = {"megarl/rollout/NAME/"}
+"""Paths that stand for one that a reader chooses."""
+
+
+def pages(root: Path) -> dict[str, str]:
+    """Each page with its text."""
+    found = [root / "README.md", *sorted((root / "docs").glob("*.md")), *sorted((root / "benchmarks").rglob("*.md"))]
+    return {page.relative_to(root).as_posix(): page.read_text() for page in found if page.exists()}
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def links_to_nothing(root: Path) -> Iterator[str]:
+    """Relative links whose file or heading does not exist."""
+    texts = pages(root)
+    for page, text in texts.items():
+        for link in LINK.findall(FENCE.sub("", text)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (root / page).parent / path if path else root / page
+            if not target.exists():
+                yield f"{page}: {link}"
+            elif anchor and anchor not in anchors(target.read_text()):
+                yield f"{page}: {link} names no heading"
+
+
+def paths_to_nothing(root: Path) -> Iterator[str]:
+    """Files and folders of the repository that are named and do not exist, tests after `::` included."""
+    for page, text in pages(root).items():
+        for code in CODE.findall(FENCE.sub("", text)):
+            path, _, name = code.partition("::")
+            if not IN_REPOSITORY.fullmatch(path) or path in EXAMPLES:
+                continue
+            target = next((each for each in (root / path, root / "tests" / path) if each.exists()), None)
+            if target is None:
+                yield f"{page}: {path}"
+            elif name and not re.search(rf"^def {re.escape(name)}\(", target.read_text(), re.MULTILINE):
+                yield f"{page}: {code} is no test"
+
+
+def claims_without_proof(root: Path) -> Iterator[str]:
+    """Lines of the guarantees that name neither a test nor what else shows the claim."""
+    for line in pages(root).get("docs/guarantees.md", "").splitlines():
+        if line.startswith("| ") and not line.startswith("| claim"):
+            proof = line.strip("| ").split(" | ")[-1]
+            if not CODE.search(proof):
+                yield line
+
+
+def unknown_names(root: Path) -> Iterator[str]:
+    """Commands, recipes, presets and targets of make that are named and do not exist."""
+    recipes = {path.stem for path in (root / "configs").glob("*.yaml")}
+    presets = {path.stem for path in (root / "configs" / "algorithm").glob("*.yaml")}
+    makefile = (root / "Makefile").read_text() if (root / "Makefile").exists() else ""
+    targets = {name for rule in re.findall(r"^([a-z][a-z -]*):", makefile, re.MULTILINE) for name in rule.split()}
+    known = {
+        r"(?:^ *(?:\$ )?|\| )megarl ([a-z][a-z-]*)": {*COMMANDS},
+        r"--config-name ([a-z]\w*)": recipes | {"mine"},
+        r"\+algorithm=([a-z]\w*)": presets,
+        r"^ *make ([a-z][a-z-]*)": targets,
+    }
+    for page, text in pages(root).items():
+        code = "\n".join([*FENCE.findall(text), *re.findall(r"^ {4}.*$", text, re.MULTILINE), *re.findall(CODE, text)])
+        for pattern, names in known.items():
+            for name in re.findall(pattern, code, re.MULTILINE):
+                if name not in names:
+                    yield f"{page}: {name}"
+
+
+def unknown_keys(root: Path) -> Iterator[str]:
+    """Keys of the configuration that are named and do not exist."""
+    groups = {name: get_type_hints(kind) for name, kind in get_type_hints(MegarlConfig).items() if is_dataclass(kind)}
+    key = re.compile(rf"(?<![\w./-])({'|'.join(groups)})\.([a-z]\w*)(?![\w(/]|\.\.\.)")
+    for page, text in pages(root).items():
+        for code in [*FENCE.findall(text), *CODE.findall(text)]:
+            for group, name in key.findall(code):
+                if name not in groups[group] and name not in NO_KEYS:
+                    yield f"{page}: {group}.{name}"
+
+
+def long_readme(root: Path) -> Iterator[str]:
+    """The README where it has become too long for somebody who only wants to know."""
+    lines = pages(root).get("README.md", "").count("\n")
+    if lines > README_LINES:
+        yield f"README.md has {lines} lines"
+
+
+CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "links lead somewhere": links_to_nothing,
+    "named files and tests exist": paths_to_nothing,
+    "every claim has a proof": claims_without_proof,
+    "named commands and recipes exist": unknown_names,
+    "named keys exist": unknown_keys,
+    "the README is short": long_readme,
+}
+BROKEN = [
+    ("links lead somewhere", {"README.md": "[a](docs/a.md)"}),
+    ("links lead somewhere", {"README.md": "[a](docs/a.md#b)", "docs/a.md": "# A\n\n```\n# B\n```\n"}),
+    ("links lead somewhere", {"docs/a.md": "[b](#b)\n"}),
+    ("named files and tests exist", {"docs/a.md": "`tests/test_gone.py`"}),
+    ("named files and tests exist", {"docs/a.md": "`megarl/gone/`"}),
+    (
+        "named files and tests exist",
+        {"docs/a.md": "`tests/test_a.py::test_b`", "tests/test_a.py": "def test_bc(): ..."},
+    ),
+    ("every claim has a proof", {"docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | we think |\n"}),
+    ("named commands and recipes exist", {"docs/a.md": "    megarl trane --help"}),
+    ("named commands and recipes exist", {"docs/a.md": "`megarl train --config-name gone`"}),
+    ("named commands and recipes exist", {"docs/a.md": "```\nmegarl train +algorithm=gone\n```"}),
+    ("named commands and recipes exist", {"README.md": "`make haste`", "Makefile": "test: setup\n"}),
+    ("named keys exist", {"docs/a.md": "`loop.gone=1`"}),
+    ("named keys exist", {"docs/a.md": "```\nmegarl train model.gone=a\n```"}),
+    ("the README is short", {"README.md": "a\n" * (README_LINES + 1)}),
+]
+SOUND = {
+    "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
+    "docs/b.md": "`loop.steps=3`, `data.parquet`, `model.path`",
+    "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, https://x.y\n",
+    "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",
+    "tests/test_a.py": "def test_b(): ...",
+    "megarl/gone": "",
+    "configs/r.yaml": "",
+    "configs/algorithm/p.yaml": "",
+    "Makefile": "quick-start: setup\n",
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_pages_are_true(check: str) -> None:
+    assert list(CHECKS[check](ROOT)) == []
+
+
+@pytest.mark.parametrize(("check", "files"), BROKEN)
+def test_each_check_can_fail(tmp_path: Path, check: str, files: dict[str, str]) -> None:
+    assert list(CHECKS[check](write(tmp_path, files))) != []
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_sound_pages_pass(tmp_path: Path, check: str) -> None:
+    assert list(CHECKS[check](write(tmp_path, SOUND))) == []
+
+
+def test_the_checks_see_the_real_pages() -> None:
+    assert {"README.md", "docs/guarantees.md", "benchmarks/results/step_cpu.md"} <= set(pages(ROOT))
+    assert "what-is-refused" in anchors(pages(ROOT)["docs/algorithms.md"])
