@@ -204,7 +204,7 @@ def report(whole: Size, small: Size, of_ranks: Sequence[int], command: str) -> s
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"Machine: {machine}; {torch.get_num_threads()} thread(s) in each process\n\n"
         f"Versions: torch {torch.__version__}\n\nCommand: `{command}`\n\n"
-        "Of several ranks, each with its part of the vocabulary, seconds and memory are those of the rank with most of"
+        "Where several ranks each have a part of the vocabulary, seconds and memory are those of the rank with most of"
         f" them.\n\n{figures}{missing}\n\nLargest difference of a gradient from the plain computation on one rank, at"
         f" {small.tokens:,} tokens, relative to the largest element: {differences}\n"
     )

@@ -57,8 +57,8 @@ _NOTES = """\
   through each port at its full rate, two buckets for each rank, packing and unpacking at 3,350 GB/s of memory, with
   no time for a message's latency, for switches or for the engines' pause. Every byte that is needed is moved once.
 - "x floor" compares with what no plan can beat, not with a measurement: none of this was run on a cluster.
-- Trainer of the 671B: 512 GPUs, TP4 PP16 EP32 ETP1, 3 layers on the first stage and 2 on the last. Of the 1T: 256
-  GPUs, TP8 PP8 EP32 ETP1, 5 layers on the last.
+- Trainer of the 671B: 512 GPUs, TP4 PP16 EP32 ETP1, 3 layers on the first stage and 2 on the last. Trainer of the 1T:
+  256 GPUs, TP8 PP8 EP32 ETP1, 5 layers on the last.
 - The command is timed as a whole, with the start of Python; memory is its largest resident size. "Own part" is
   `transfers_from` of a source rank and `destination_part` of a destination rank, each of a new plan: the slowest of
   three ranks.

@@ -106,6 +106,29 @@ def unknown_keys(root: Path) -> Iterator[str]:
                     yield f"{page}: {group}.{name}"
 
 
+def missing_rooms(root: Path) -> Iterator[str]:
+    """Rooms of megarl that the map in the concepts leaves out."""
+    concepts = pages(root).get("docs/concepts.md", "")
+    for folder in sorted(path.parent for path in (root / "megarl").glob("*/__init__.py")):
+        if f"| `megarl/{folder.name}/` |" not in concepts:
+            yield folder.name
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of prose: paragraphs, items of lists, cells of tables; no code."""
+    prose = re.sub(r"^ {4}.*$|^#.*$", "", FENCE.sub("", text), flags=re.MULTILINE)
+    for block in re.split(r"\n\s*\n|^ *(?:- |\d+\. )|\|", prose, flags=re.MULTILINE):
+        yield from re.split(r"(?<=[.!?])\s+", re.sub(r"[*_`]", "", block).strip())
+
+
+def inverted_sentences(root: Path) -> Iterator[str]:
+    """Sentences that begin with a word which keeps the reader waiting for the thing."""
+    for page, text in pages(root).items():
+        for sentence in sentences(text):
+            if re.match(r"(?:Of|Those|That|What)\b(?!'s)", sentence) and not sentence.endswith("?"):
+                yield f"{page}: {sentence[:60]}"
+
+
 def long_readme(root: Path) -> Iterator[str]:
     """The README where it has become too long for somebody who only wants to know."""
     lines = pages(root).get("README.md", "").count("\n")
@@ -119,6 +142,8 @@ CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "every claim has a proof": claims_without_proof,
     "named commands and recipes exist": unknown_names,
     "named keys exist": unknown_keys,
+    "the map has every room": missing_rooms,
+    "sentences begin with the thing": inverted_sentences,
     "the README is short": long_readme,
 }
 BROKEN = [
@@ -138,10 +163,23 @@ BROKEN = [
     ("named commands and recipes exist", {"README.md": "`make haste`", "Makefile": "test: setup\n"}),
     ("named keys exist", {"docs/a.md": "`loop.gone=1`"}),
     ("named keys exist", {"docs/a.md": "```\nmegarl train model.gone=a\n```"}),
+    ("the map has every room", {"megarl/attic/__init__.py": "", "docs/concepts.md": "| `megarl/cellar/` | |"}),
+    *(
+        ("sentences begin with the thing", {"docs/a.md": text})
+        for text in (
+            "Of these one is.",
+            "It is. Those\nare.",
+            "- **That** is it.",
+            "1. What is said is.",
+            "| a | What is |",
+            "Is it?\nWhat is.",
+        )
+    ),
     ("the README is short", {"README.md": "a\n" * (README_LINES + 1)}),
 ]
 SOUND = {
     "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
+    "docs/c.md": "It is of those.\n\n    What is code\n\nWhat? Ask of\nThose that know.",
     "docs/b.md": "`loop.steps=3`, `data.parquet`, `model.path`",
     "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, https://x.y\n",
     "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",

@@ -17,10 +17,10 @@ _NOTES = """\
 - Before the rounds everything that a contender wrote is wiped, written again and compared with what it must be, bit
   by bit.
 - **memcpy** is the limit: as many bytes between the same ranks, through the same segments of shared memory and in
-  messages of the same sizes, but contiguous at both ends, and a byte through a pipe says that they are there. Of six
-  ways to copy, the fastest.
+  messages of the same sizes, but contiguous at both ends, and a byte through a pipe says that they are there. It is
+  the fastest of six ways to copy.
 - **direct** is megarl's refit (`megarl/resharding`): `Sender.send` and `Receiver.receive` from the beginning of a
-  version until every message came, was found right by its CRC-32, and was written where it belongs. What an engine does
+  version until every message came, was found right by its CRC-32, and was written where it belongs. Work of the engine
   before and after, such as pausing and deriving values anew, is not in it. Rows with "(gloo)" go through megarl's
   point-to-point transport, which is for ranks on different machines, the others through shared memory.
 - **all-gather** is what verl and slime do: the ranks of a pipeline stage gather whole HuggingFace tensors over gloo,
