@@ -40,7 +40,7 @@ LAYOUTS = {
             expert_model_parallel_size=2,
         ),
         (4, 6, 2, 2, 4, 2),
-        (GATHER, ALIGNED),
+        (ALIGNED,),
     ),
 }
 BUCKET_BYTES = 1 << 24
