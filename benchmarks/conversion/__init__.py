@@ -1,0 +1,1 @@
+"""Conversions to measure: synthetic checkpoints, the contenders, and their report."""

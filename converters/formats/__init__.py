@@ -1,1 +1,1 @@
-"""Streaming readers and writers of checkpoint files."""
+"""Checkpoint files: `safetensors` of HuggingFace and `torch_dist` of Megatron, each read and written in a stream."""

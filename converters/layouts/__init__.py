@@ -1,1 +1,1 @@
-"""How a model lies in the tensors of each kind of holder."""
+"""Layouts of each kind of holder: HuggingFace files, Megatron ranks, torch_dist checkpoints, engines as recorded."""

@@ -1,3 +1,8 @@
+"""Algorithms as parts that compose: advantages, policy losses, KL, aggregations, corrections. All are pure functions.
+
+An objective makes one loss of the chosen parts. Each kind of part has a registry, by the names that a recipe uses.
+"""
+
 from megarl.algorithms.adaptive_kl import AdaptiveKl
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS

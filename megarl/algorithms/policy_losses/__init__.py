@@ -1,3 +1,5 @@
+"""Policy losses: a log-ratio of two policies (`ratios`) and a surrogate of it (`surrogates`), paired in `registry`."""
+
 from megarl.algorithms.policy_losses.policy_loss import PolicyLoss, TokenLoss, Tokens
 from megarl.algorithms.policy_losses.ratios import probability_ratio
 from megarl.algorithms.policy_losses.registry import POLICY_LOSSES
