@@ -1,6 +1,7 @@
-"""The house holds together: imports go down, no circles, CUDA in one place, small files, names that say something."""
+"""The house holds together: imports go down, no circles, CUDA in one place, small files, plain names and docstrings."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ ROOMS = (
     *(PROGRAMS, "doctor", "planning", "quickstart", "cli"),
 )
 """The rooms of megarl, from the ground up, as the packages above."""
+WRITTEN = (*FLOORS, "benchmarks", "tools", "tests")
+"""Folders whose docstrings are read by people."""
 MAX_LINES = 400
 CUDA_HOME = ("megatron_ext/device.py", "/kernels/")
 
@@ -128,6 +131,27 @@ def nameless_files(root: Path) -> list[str]:
     ]
 
 
+def docstrings(file: Path) -> Iterator[str]:
+    """Docstrings of modules, classes and functions, and texts below a name that say what it is."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
+
+
+def inverted_docstrings(root: Path) -> list[str]:
+    """Sentences of docstrings that begin with a word which keeps the reader waiting for the thing."""
+    files = [file for folder in WRITTEN for file in sorted((root / folder).rglob("*.py"))]
+    return [
+        f"{file.relative_to(root)}: {' '.join(sentence.split())[:60]}"
+        for file in files
+        for text in docstrings(file)
+        for block in re.split(r"\n\s*\n|^\s*(?:- |\d+\. )", text, flags=re.MULTILINE)
+        for sentence in re.split(r"(?<=[.!?])\s+", block.strip())
+        if re.match(r"(?:Of|Those|That|What)\b(?!')", sentence) and not sentence.endswith("?")
+    ]
+
+
 CHECKS = {
     "imports go down": imports_that_go_up,
     "rooms import down": rooms_that_go_up,
@@ -135,6 +159,7 @@ CHECKS = {
     "torch.cuda only in the device layer": cuda_mentions,
     "small files": long_files,
     "names that say something": nameless_files,
+    "docstrings begin with the thing": inverted_docstrings,
 }
 BROKEN_TREES = {
     "imports go down": [
@@ -170,6 +195,12 @@ BROKEN_TREES = {
         {"megarl/utils/a.py": ""},
         {"converters/tensor_utils.py": ""},
     ],
+    "docstrings begin with the thing": [
+        {"megarl/a.py": '"""Of this module."""'},
+        {"tests/test_a.py": 'def f():\n    """Do it.\n\n    What is\n    left is done.\n    """'},
+        {"tools/a.py": 'class A:\n    """It is. Those are."""'},
+        {"benchmarks/a.py": 'X = 1\n"""- One.\n- That one."""'},
+    ],
 }
 SOUND_TREE = {
     "converters/a.py": "import torch",
@@ -178,6 +209,7 @@ SOUND_TREE = {
     "megarl/data/__init__.py": "from megarl.data.b import x",
     "megarl/data/b.py": "from converters.a import torch\nfrom . import c",
     "megarl/data/c.py": "from megatron_ext import device\n" * MAX_LINES,
+    "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"\ny = """Of a text"""\n',
     "megarl/train.py": "from megarl.data import x",
 }
 

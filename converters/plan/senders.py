@@ -33,7 +33,7 @@ class Senders:
       r modulo n, which is balanced if n divides the number of replicas. Where not, a piece is cut into
       p = n / gcd(n, replicas) parts, of which replica r asks for part i from holder (r p + i) modulo n. On shared nodes
       a piece is cut into n parts, since the replicas then do not see the same nearest holders.
-    - What cannot be cut, or not into equal parts, takes turns: the holders are counted from the tensor's turn on.
+    - A piece that cannot be cut into equal parts takes turns: the holders are counted from the tensor's turn on.
 
     The load of each of n holders of the same elements is so at most their mean, and one part for each destination and
     each shape of tensors that cannot be cut evenly.

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is one clear sentence, before or without anything of the output being left."""
+"""A checkpoint's fault is one clear sentence, before or without anything of the output being left."""
 
 import json
 import shutil

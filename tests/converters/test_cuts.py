@@ -10,7 +10,7 @@ from converters.layouts.cuts import cut, undividable
 
 
 def megatron_takes(heads: int, groups: int, head_dim: int, parts: int) -> bool:
-    """What megatron-core's TransformerConfig, SelfAttention and ColumnParallelLinear assert."""
+    """Assertions that megatron-core's TransformerConfig, SelfAttention and ColumnParallelLinear make."""
     rows = (heads + 2 * groups) * head_dim
     return (
         heads % parts == 0 and heads % groups == 0 and (groups % parts == 0 or parts % groups == 0) and not rows % parts

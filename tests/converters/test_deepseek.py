@@ -51,7 +51,7 @@ def test_released_models_have_their_number_of_parameters(name: str, released: fl
 
 
 def test_released_deepseek_v3_has_its_number_of_parameters() -> None:
-    # What the released checkpoint has in FP8 and in bf16, and the model card's 671B without the prediction layer.
+    # Parameters in FP8 and in bf16 of the released checkpoint, and the model card's 671B without the prediction layer.
     assert parameters(architecture_of("DeepSeek-V3")) == 680_571_043_840 + 3_918_786_560
     without = architecture_of("DeepSeek-V3", num_nextn_predict_layers=0)
     assert parameters(without) == pytest.approx(671.03e9, rel=1e-5)

@@ -110,7 +110,7 @@ def test_types_alone_do_not_make_another_model(tmp_path):
     (rounded,) = further.values
     expected = (versions["finer"].double() - numbers.double()).abs().nan_to_num()
     assert rounded.largest == expected.max().item()
-    # That is less than half a step of bf16 for some elements only.
+    # This is less than half a step of bf16 for some elements only.
     assert not rounded.is_rounding
     (tmp_path / "rounded").mkdir()
     save_file({"weight": versions["finer"].bfloat16()}, tmp_path / "rounded/model.safetensors")

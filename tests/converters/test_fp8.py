@@ -74,7 +74,7 @@ def same_bits(tensor: torch.Tensor, expected: np.ndarray) -> bool:
 
 
 def random_weight(seed: int, shape: tuple[int, int], dtype: torch.dtype, exponent: int = -5) -> torch.Tensor:
-    """Of very different sizes, with zeros and both signs of them."""
+    """Values of very different sizes, with zeros and both signs of them."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * 4)
     weight[torch.rand(shape, generator=generator) < 0.05] = 0.0

@@ -1,4 +1,4 @@
-"""What block FP8 cannot stand for is refused, and named."""
+"""Weights that block FP8 cannot stand for are refused, and named."""
 
 import pytest
 import torch

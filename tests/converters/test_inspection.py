@@ -1,4 +1,4 @@
-"""What a checkpoint is said to be, beside what transformers and the reference readers say."""
+"""Inspection: what a checkpoint is said to be, beside what transformers and the reference readers say."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What an interrupted run noted is believed where it is whole, of the same purpose, and true of the bytes."""
+"""Notes of an interrupted run are believed where they are whole, of the same purpose, and true of the bytes."""
 
 import json
 

@@ -19,7 +19,7 @@ from converters.plan import plan
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What a rank should hold: its tensor rank, the global layers of its chunks, its experts, its part of an expert."""
+    """Expectation of a rank: its tensor rank, the global layers of its chunks, its experts, its part of an expert."""
 
     tensor: int = 0
     chunks: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
@@ -77,7 +77,7 @@ def sizes_of(case: Case) -> ParallelSizes:
 def expected_tensors(
     hf: Mapping[str, Tensor], config: Mapping[str, Any], sizes: ParallelSizes, rank: Rank
 ) -> dict[str, Tensor]:
-    """What the rank should hold, by plain torch: stack, interleave, chunk. The local names of megatron-core."""
+    """Tensors that the rank should hold, by plain torch: stack, interleave, chunk. The local names of megatron-core."""
     tp, etp = sizes.tensor_model_parallel_size, sizes.expert_tensor_size
 
     def cut(tensor: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-Bridge ask of a checkpoint, by lists taken from them: megatron_lm_expectations.json."""
+"""Demands of Megatron-LM and Megatron-Bridge on a checkpoint, by lists of theirs: megatron_lm_expectations.json."""
 
 import argparse
 import ast
@@ -95,7 +95,7 @@ def arguments_of(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16)
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_flags_say_all_of_the_model(name: str) -> None:
-    """What Megatron-LM makes of them are the fields of the model, those included about which nothing is said."""
+    """Megatron-LM makes of them the fields of the model, those included about which nothing is said."""
     architecture, arguments = read_architecture(CONFIGS[name]), arguments_of(CONFIGS[name])
     assert beyond_megatron_lm(architecture) is None
     parsed = vars(megatron_lm_parser().parse_args(megatron_lm_flags(arguments).split()))

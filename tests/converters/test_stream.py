@@ -151,7 +151,7 @@ def test_what_was_written_is_read_and_not_written_again(work, tmp_path):
     partial = tmp_path / "out.partial"
     inside = {(file, offset): (nbytes, value) for _, *places in before for file, offset, nbytes, value in places}
     (file, offset), (nbytes, _) = max(inside.items(), key=lambda item: item[1])
-    # What has another content and its right checksum noted is taken for what the interrupted run wrote.
+    # A file that has another content and its right checksum noted is taken for what the interrupted run wrote.
     other = bytes(nbytes)
     with (partial / file).open("r+b") as opened:
         opened.seek(offset)

@@ -1,4 +1,4 @@
-"""What tests on GPUs share."""
+"""Parts that tests on GPUs share."""
 
 import importlib.util
 

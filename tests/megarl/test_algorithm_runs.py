@@ -92,7 +92,7 @@ def both_rewards_rise_and_the_kl_is_held(history: Sequence[dict[str, Any]]) -> N
     # Below the target the coefficient falls, above it rises.
     for line, coefficient, following in zip(steps, coefficients, coefficients[1:], strict=False):
         assert (following > coefficient) == (line["policy/kl_to_reference"] > 0.05)
-    # Of four responses to a held-out prompt the best is better than their mean, and both are better than before.
+    # The best of four responses to a held-out prompt is better than their mean, and both are better than before.
     for line in (before, steps[-1]):
         assert line["eval/accuracy"] < line["eval/pass_at_2"] < line["eval/pass_at_4"] == line["eval/best_at_4"]
     assert steps[-1]["eval/accuracy"] > before["eval/accuracy"] + 0.2

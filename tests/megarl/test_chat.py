@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def greedy(folder):
-    """What transformers answers to messages."""
+    """The answer of transformers to messages."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
     def answer(*contents):

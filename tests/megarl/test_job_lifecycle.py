@@ -18,7 +18,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.checkpoint_folder import complete_iterations
 
 CHECKPOINT, LAST_STEP = 5, 8
-# What may differ between two runs of the same numbers.
+# Metrics that may differ between two runs of the same numbers.
 TIMINGS = ("seconds/", "throughput/")
 START_TIMEOUT_S = 240
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_number
     interrupted = start(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command(output)], spawned)
     wait_for_line(output, interrupted, max(LAST_STEP, last + 1))
     check_that_it_ends_cleanly(interrupted, [signal.SIGINT, signal.SIGINT], 130)
-    # What a killed run cannot remove, the next one does.
+    # The next run removes what a killed one cannot.
     assert [leftovers(run.pid) for run in (killed, stopped, interrupted)] == [[], [], []]
     again = lines(output)[: len(uninterrupted)]
     assert len(again) == LAST_STEP + 1
@@ -169,5 +169,5 @@ def listeners(pid: int) -> list:
 
 
 def leftovers(pid: int) -> list[str]:
-    """What a run keeps in the places of segments and sockets, named after its process."""
+    """Names that a run keeps in the places of segments and sockets, named after its process."""
     return [path.name for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob(f"megarl-{pid}-*")]

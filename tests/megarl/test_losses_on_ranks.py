@@ -15,7 +15,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.packing import RaggedBatch, assign, pack
 
-# Of the largest gradient: what the order of sums in fp32 leaves.
+# Share of the largest gradient: what the order of sums in fp32 leaves.
 TOLERANCE = 1e-6
 WHOLE, PIECES = 1000, 20
 """Tokens of a micro-batch: all sequences in one, or hardly two."""

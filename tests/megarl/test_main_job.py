@@ -65,7 +65,7 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
 
 
 def begin_with_a_converted_checkpoint(config, converted):
-    """Of another layout than training has, and with no weights in model.path."""
+    """Convert to another layout than training has, and leave no weights in model.path."""
     layout = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
     convert_checkpoint(
         *(Path(config.model.path), converted, layout),

@@ -1,4 +1,4 @@
-"""What self-play makes of conversations and replies, and where training on examples ends."""
+"""Self-play: what it makes of conversations and replies, and where training on examples ends."""
 
 from functools import partial
 from types import SimpleNamespace

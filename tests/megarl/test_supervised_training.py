@@ -70,7 +70,7 @@ def check_that_it_resumes(command: str, folder: Path, step: int, tmp_path: Path,
 
 
 def numbers(line: dict[str, float]) -> dict[str, float]:
-    """What two runs have to have in common."""
+    """Metrics that two runs have to have in common."""
     return {name: value for name, value in line.items() if not name.startswith(("seconds/", "throughput/"))}
 
 

@@ -34,7 +34,7 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def address():
-    """That of a cluster of two nodes with one core each. What is started for it, and written, is gone afterwards."""
+    """Address of a cluster of two nodes with one core each. All started for it, and written, is gone afterwards."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     runtime._require_token()
     runtime._bind_to_loopback()
@@ -110,7 +110,7 @@ def check_door(job):
 
 
 def check_step(metrics):
-    # What was sampled was sampled with the trainer's weights, of the step before.
+    # Responses were sampled with the trainer's weights, of the step before.
     assert metrics["log_prob_difference/max"] < 1e-4
     assert metrics["policy/gradient_norm"] > 0
     assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)

@@ -1,4 +1,4 @@
-"""What the ranks of a parity test run: the same model and tokens under any parallel sizes."""
+"""Program of the ranks of a parity test: the same model and tokens under any parallel sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -69,7 +69,7 @@ def computed_logits(chunks: Sequence[torch.nn.Module], sizes: ParallelSizes) -> 
 
 
 def _logits(model: LanguageModel, hidden: Tensor) -> Tensor:
-    """What the head makes log-probabilities of, whole: this rank's columns of [tokens, vocabulary]."""
+    """Logits of the head, whole: this rank's columns of [tokens, vocabulary]."""
     head = model.output_layer
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
@@ -81,7 +81,7 @@ def _logits(model: LanguageModel, hidden: Tensor) -> Tensor:
 def of_each(
     rank: int, sizes: ParallelSizes, function: Callable[..., Any], folders: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """What `function`, `logits` or `gradients`, gives for each of several models: one launch of the ranks for all."""
+    """Results of `function`, `logits` or `gradients`, for each of several models: one launch of the ranks for all."""
     return {name: function(rank, sizes, folder) for name, folder in folders.items()}
 
 

@@ -154,7 +154,7 @@ def test_every_rank_refuses_what_is_damaged_and_nobody_runs_code(model: Path, sa
         texts = [rank[name] for rank in said]
         with pytest.raises(UserError, match=message):
             raise UserError(next(text for text in texts if text is not None))
-    # What is no part of the table of contents is left out, and the rest of it is right.
+    # An object that is no part of the table of contents is left out, and the rest of it is right.
     assert [rank["code in .metadata"] for rank in said] == [None, None]
     assert not list(tmp_path.rglob("executed"))
 
@@ -187,7 +187,7 @@ def test_whatever_happened_to_a_file_no_run_goes_on_from_it(model: Path, saved: 
 def resume_from_damaged(
     rank: int, sizes: ParallelSizes, model: Path, folder: Path
 ) -> dict[tuple[str, str], str | None]:
-    """What is said where a run resumes: by the controller before, and by the ranks."""
+    """Sentences where a run resumes: by the controller before, and by the ranks."""
     engine = make_engine(rank, sizes, model)
     said: dict[tuple[str, str], str | None] = {}
     damages = list(cases(folder))

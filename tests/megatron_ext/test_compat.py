@@ -1,8 +1,8 @@
 """Each workaround for megatron-core, by what goes wrong without it.
 
 Three are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
-of the rest, and latent attention and selective recompute without Transformer Engine. Those that are about checkpoints
-which are damaged or would run code are tested in test_checkpoint_damage.py.
+of the rest, and latent attention and selective recompute without Transformer Engine. Workarounds for checkpoints
+that are damaged or would run code are tested in test_checkpoint_damage.py.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def test_the_router_computes_without_transformer_engine() -> None:
 
 
 def output_layers_with_fusion(rank: int, sizes: ParallelSizes) -> list[str]:
-    """What making an output layer raises where the gradients of others are added up by a kernel; at first, and then."""
+    """Errors of making an output layer where a kernel adds up the gradients of others; at first, and then."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,

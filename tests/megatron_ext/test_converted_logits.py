@@ -96,7 +96,7 @@ def converted(folder: Path, target: Path) -> Converted:
     config = HuggingFaceCheckpoint(folder).config
     # transformers does not know kimi_k2, which is DeepSeek-V3 by another name.
     known = AutoConfig.for_model(**{**config, "model_type": config["model_type"].replace("kimi_k2", "deepseek_v3")})
-    # Of its kinds of attention only the eager one soft-caps.
+    # Only its eager attention soft-caps.
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=known, dtype=torch.float32, attn_implementation="eager"
     ).eval()

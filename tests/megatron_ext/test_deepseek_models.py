@@ -83,7 +83,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # A group is scored by its best two experts; megatron-core would take the best one.
     "deepseek_v3_mtp": ("deepseek_v3", {**V3, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 2}),
     "deepseek_v3_mtp_tied": ("deepseek_v3", {**V3, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}),
-    # Of another attention, with the same router and prediction layers.
+    # A model of another attention, with the same router and prediction layers.
     "glm4_moe_mtp": ("glm4_moe", {**V3, "num_nextn_predict_layers": 2, "head_dim": 8, "num_key_value_heads": 2}),
     "moonlight": ("deepseek_v3", {**V3, "q_lora_rank": None, "rms_norm_eps": 1e-5}),
     "kimi_k2": (

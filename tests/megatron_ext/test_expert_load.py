@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loads(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]) -> list[Tensor | None]:
-    """Of two steps, with predictions in between."""
+    """Loads of two steps, with predictions in between."""
     options = MegatronOptions(sizes, torch.float32, transformer=transformer, optimizer={"lr": 0.0})
     engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
     engine.load_huggingface(HuggingFaceCheckpoint(folder))

@@ -87,7 +87,7 @@ def test_what_megatron_saved_exports_to_the_model_it_was(
         original = HuggingFaceCheckpoint(models[name])
         found = exported(stored, models[name], tmp_path / str(number))
         assert found.shapes == original.shapes
-        # What follows the option bf16 was saved by the same model.
+        # With the option bf16 the same model was saved.
         dtype = torch.float32 if stored.parent.name == "as it is" else torch.bfloat16
         for tensor, shape in original.shapes.items():
             whole = Box.whole(shape)

@@ -44,7 +44,7 @@ def random_case(tokens: int, columns: int, vocab_size: int, seed: int = 0) -> Ca
 
 
 def gradients(result: LogProbs, case: Case) -> tuple[Tensor, Tensor]:
-    """Those of hidden states and weight, of a loss with log-probabilities and entropy."""
+    """Gradients of hidden states and weight, of a loss with log-probabilities and entropy."""
     hidden, weight, _, of_log_probs, of_entropy = case
     loss = (result.log_probs * of_log_probs).sum() + (result.entropy * of_entropy).sum()
     hidden_gradient, weight_gradient = torch.autograd.grad(loss, (hidden, weight))
@@ -265,7 +265,7 @@ def test_the_chunk_follows_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) 
 def cut_vocabulary(
     rank: int, sizes: ParallelSizes, columns: int, vocab_size: int, temperature: float
 ) -> tuple[LogProbs, tuple[Tensor, Tensor]]:
-    """What one rank computes with its part of the weight: values, its part of the hidden states' gradient, the
+    """Results of one rank with its part of the weight: values, its part of the hidden states' gradient, the
     gradient of its weight.
     """
     hidden, weight, labels, *of_tokens = random_case(13, columns, vocab_size)

@@ -76,7 +76,7 @@ def read(
     counts: tuple[int, ...],
     distributed: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """What each reader of weights finds who is the first after a train step of one of `counts` micro-batches."""
+    """Weights that each reader finds who is the first after a train step of one of `counts` micro-batches."""
     worker = TrainerWorker(rank)
     worker.engine = engine = make_engine(rank, sizes, folder, distributed)
     worker.weights = WeightSource(engine.architecture, sizes, rank, engine.local_tensors(), "local")
@@ -133,7 +133,7 @@ def batch_of(step: int, count: int) -> RaggedBatch:
 
 
 def written(worker: TrainerWorker) -> dict[str, Tensor]:
-    """What this rank writes into the bucket of a refit."""
+    """Bytes that this rank writes into the bucket of a refit."""
     dtypes = worker.weight_dtypes()
     shapes = {name: shape for name, shape in worker.engine.architecture.hf_shapes.items() if name in dtypes}
     (bucket,) = cut_into_buckets(shapes, dtypes, BUCKET_BYTES, segments=1)

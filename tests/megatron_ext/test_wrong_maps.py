@@ -1,4 +1,4 @@
-"""What the comparison of logits is worth: each of these mistakes keeps all shapes, and is far beyond its tolerance."""
+"""The worth of the comparison of logits: each of these mistakes keeps all shapes, and is far beyond its tolerance."""
 
 import re
 from collections.abc import Mapping

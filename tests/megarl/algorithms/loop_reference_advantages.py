@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Response:
-    """What is known of one response; lists have one element per trained token."""
+    """One response, as far as it is known; lists have one element per trained token."""
 
     group: int
     reward: float
@@ -36,7 +36,7 @@ class Response:
 
     @property
     def rewards(self) -> list[float]:
-        """Of every token; that of the response is the last one's."""
+        """Rewards of every token; that of the response is the last one's."""
         return [r + (self.reward if t == self.length - 1 else 0.0) for t, r in enumerate(self.token_rewards)]
 
 
@@ -180,7 +180,7 @@ def gae(responses: Sequence[Response], options: Options) -> Tokens:
 
 
 def gae_returns(responses: Sequence[Response], options: Options) -> Tokens:
-    """What the critic learns."""
+    """Targets that the critic learns."""
     advantages = gae_unwhitened(responses, options)
     return [[a + v for a, v in zip(row, r.values, strict=True)] for row, r in zip(advantages, responses, strict=True)]
 

@@ -11,7 +11,7 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch, pack
 
-# Of each sequence: the prompt's length, and which tokens after it are trained on.
+# Each sequence's cut: the prompt's length, and which tokens after it are trained on.
 sequences = st.lists(
     st.tuples(st.integers(1, 3), st.lists(st.booleans(), min_size=1, max_size=6)), min_size=1, max_size=7
 ).filter(lambda drawn: any(any(trained) for _, trained in drawn))

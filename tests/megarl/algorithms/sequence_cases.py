@@ -41,7 +41,7 @@ def random_sequences(shapes: Sequence[tuple[int, int]], seed: int, unit: int = 1
 
 
 def predictions(log_probs: Tensor, micro_batch: MicroBatch) -> LogProbs:
-    """Those of a micro-batch of `random_sequences`; not numbers where there is no target."""
+    """Log-probs of a micro-batch of `random_sequences`; not numbers where there is no target."""
     own = log_probs[micro_batch.labels[0]].masked_fill(~micro_batch.targets, float("nan"))
     return LogProbs(own, torch.zeros_like(own), own > 0)
 

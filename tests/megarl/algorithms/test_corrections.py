@@ -15,7 +15,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.ragged import Ragged
 from megarl.schema import CorrectionConfig
 
-# What verl calls a weight or a rejection, with its threshold, is here: kind, low, high. Its bands are of the inverse
+# A weight or rejection of verl, with its threshold, as it is called here: kind, low, high. Its bands are of the inverse
 # ratio, pi_rollout / pi_old.
 WEIGHTS = {
     "token/2.0": ("token_importance", None, 2.0),

@@ -24,7 +24,7 @@ def options_of_verl(name: str) -> dict[str, float | None]:
 
 
 def chosen_by_verl(case: verl.Case, name: str) -> Tensor | None:
-    """What verl drew (clip_cov) or took (kl_cov), as its gradient shows."""
+    """Tokens that verl drew (clip_cov) or took (kl_cov), as its gradient shows."""
     if name not in ("clip_cov", "kl_cov"):
         return None
     gradient = case.arrays[f"policy_loss/{name}/token_mean/is0/gradient"] * case.ragged.tokens
@@ -36,7 +36,7 @@ def chosen_by_verl(case: verl.Case, name: str) -> Tensor | None:
 
 
 def factor_of_verl(case: verl.Case, name: str, suffix: str) -> Tensor:
-    """What the importance weights of "is1" do to a token's loss; gmpo makes one of those of a response."""
+    """Effect of the importance weights of "is1" on a token's loss; gmpo makes one of those of a response."""
     weights = case.arrays["in/rollout_is_weights"]
     if suffix == "is0":
         return torch.ones_like(weights)

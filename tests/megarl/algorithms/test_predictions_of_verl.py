@@ -1,4 +1,4 @@
-"""What losses and rewards begin with: log-probs and entropies of logits, and the penalty of long responses."""
+"""Inputs of losses and rewards: log-probs and entropies of logits, and the penalty of long responses."""
 
 import pytest
 import torch

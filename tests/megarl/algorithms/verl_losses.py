@@ -58,7 +58,7 @@ class Case:
         return Ragged(self.mask.sum(1))
 
     def tokens(self, log_probs: Tensor, chosen: Tensor | None = None) -> Tokens:
-        """What a policy loss sees, with `log_probs` [T] to differentiate."""
+        """Input of a policy loss, with `log_probs` [T] to differentiate."""
         old, advantages = self.arrays["in/old_log_prob"], self.arrays["in/advantages"]
         return Tokens(log_probs, old, advantages, self.ragged, self.arrays["in/ref_log_prob"], chosen)
 
@@ -81,7 +81,7 @@ def case(name: str) -> Case:
 
 
 def lengths_of_step(lengths: Tensor) -> Tensor:
-    """Those of the responses of all four ranks, this rank's `lengths` [24] first."""
+    """Lengths of the responses of all four ranks, this rank's `lengths` [24] first."""
     others = STEP_RESPONSES - int((lengths > 0).sum())
     tokens = torch.arange(STEP_TOKENS - int(lengths.sum()))
     return torch.cat([lengths, torch.bincount(tokens % others)])

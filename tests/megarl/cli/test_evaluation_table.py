@@ -1,4 +1,4 @@
-"""What `megarl eval` prints."""
+"""The table that `megarl eval` prints."""
 
 import json
 

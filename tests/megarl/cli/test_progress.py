@@ -12,7 +12,7 @@ from megarl.planning.amounts import read_bytes, say_bytes, say_seconds
 
 
 def lines_of(steps: list[tuple[float, int]], total: int, *, quiet: bool = False) -> list[str]:
-    """What is written of a run that has done so many bytes at such times."""
+    """Lines written of a run that has done so many bytes at such times."""
     stream, now = io.StringIO(), 0.0
     with ByteProgress(quiet=quiet, console=Console(file=stream, width=200), clock=lambda: now) as progress:
         for now, done in steps:  # noqa: B007 (the clock reads it)

@@ -1,4 +1,4 @@
-"""What workers ask of the cluster, and what they find in their environment."""
+"""Placement: what workers ask of the cluster, and what they find in their environment."""
 
 import os
 
@@ -60,7 +60,7 @@ def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monk
         ({}, 2, 2, 2),
         ({}, 3, 4, 1),
         ({"engine_threads": 3}, 2, 2, 3),
-        # What the other cores of a cluster do is not known here.
+        # The load of a cluster's other cores is not known here.
         ({"address": "auto"}, 2, 1, 1),
         ({"address": "auto", "engine_cpus": 6}, 2, 2, 3),
     ],

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one label, with the backbone of the language model."""
+    """A classifier of one label, with the backbone of the language model."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("classifier")
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).save_pretrained(folder)

@@ -25,7 +25,7 @@ def recipes(tmp_path: Path) -> str:
 
 
 OPEN = {"quickstart_distillation": ["teachers.sums.path=t"]}
-"""What a recipe leaves open beside what all do."""
+"""Keys that a recipe leaves open beside what all do."""
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in recipes_folder().glob("*.yaml")))

@@ -1,4 +1,4 @@
-"""What training on preferences refuses, each with its reason."""
+"""Refusals of training on preferences, each with its reason."""
 
 from collections.abc import Callable
 from pathlib import Path

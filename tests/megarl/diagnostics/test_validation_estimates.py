@@ -53,7 +53,7 @@ def test_a_tie_is_shared_and_blocks_follow_each_other():
     split = [("a", 1.0), ("b", 0.0), ("a", 1.0), ("a", 1.0), ("c", 0.0)]
     assert majority_at(answers(split), 2) == 0.75
     assert majority_at(answers(split), 5) == 1.0
-    # What answers alike and scores differently counts with its mean.
+    # An answer that is the same and scored differently counts with its mean.
     assert majority_at(answers([("a", 1.0), ("a", 0.0), ("b", 9.0)]), 3) == 0.5
 
 

@@ -112,7 +112,7 @@ def test_symptoms_watch_what_is_logged_and_every_key_is_of_one():
 
 CORRECTED = [CorrectionConfig("token_importance", high=2.0)]
 COULD_ACT = (
-    # What is advised of a symptom, where it acts, and where it would change nothing or be refused.
+    # Advice for a symptom, where it acts, and where it would change nothing or be refused.
     ("entropy_collapse", "clip_high", {"updates_per_step": 2}, {}),
     ("entropy_collapse", "clip_high", {"ratio_to": "rollout"}, {"updates_per_step": 2, "policy_loss": "cispo"}),
     ("entropy_collapse", "kl_cov", {"updates_per_step": 2}, {}),

@@ -1,4 +1,4 @@
-"""What follows from an inventory, one obstacle at a time."""
+"""Findings that follow from an inventory, one obstacle at a time."""
 
 import dataclasses
 

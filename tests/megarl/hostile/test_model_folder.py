@@ -169,7 +169,7 @@ def test_a_folder_with_any_wrong_byte_is_taken_or_refused(judge, seed):
 
     def change(folder):
         name = draw.choice([CONFIG, WEIGHTS, "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-        # Of the weights the beginning, which describes them.
+        # Beginning of the weights, which describes them.
         size = min((folder / name).stat().st_size, 3000)
         overwrite(name, draw.randrange(size), bytes([draw.randrange(256)]))(folder)
 

@@ -1,4 +1,4 @@
-"""What the commands do with a folder that is finished, taken, or holds what a run reads; no process is started."""
+"""Commands on a folder that is finished, taken, or holds what a run reads; no process is started."""
 
 import os
 

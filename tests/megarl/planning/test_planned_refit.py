@@ -1,4 +1,4 @@
-"""What is planned: models by name, and how an engine is cut."""
+"""The refit that is planned: models by name, and how an engine is cut."""
 
 import json
 from math import prod
@@ -11,7 +11,7 @@ from megarl.config.folder import recipes_folder
 from megarl.planning.refit import engine_sizes, read_model
 
 PUBLISHED = {
-    # Of the models' cards; DeepSeek-V3 without the layer of multi-token prediction.
+    # Sizes of the models' cards; DeepSeek-V3 without the layer of multi-token prediction.
     "deepseek_v3": 671.03e9,
     "kimi_k2": 1026.41e9,
     "qwen3_235b": 235.09e9,

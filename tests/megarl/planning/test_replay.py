@@ -84,7 +84,7 @@ def test_what_is_relayed_goes_on_while_the_rest_arrives() -> None:
     alone = seconds(topology, [[8 * SECOND, 0]], [[0, 4 * SECOND], [0, 0]], bucket_bytes=SECOND // 2)
     # The last of the parts departs when all bytes have arrived.
     assert alone == pytest.approx(8 + 0.4 / RELAYS)
-    # Of one message no part can go on before all of it is there.
+    # No part of a message can go on before all of it is there.
     assert seconds(topology, [[0, SECOND]], [[0, 0], [SECOND, 0]]) == 1.1
 
 

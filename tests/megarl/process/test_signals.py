@@ -12,7 +12,7 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Those of a program in the foreground; afterwards the present ones."""
+    """Handlers of a program in the foreground; afterwards the present ones."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in CODES}
     yield
     for number, handler in before.items():

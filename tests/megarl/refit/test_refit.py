@@ -73,7 +73,7 @@ def repeat_and_lose_a_rank(open_run):
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
         metrics = train_step(job, Clock())
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 1)
-        # What the next tokens are sampled with is the second attempt, whole.
+        # The next tokens are sampled with the second attempt, whole.
         metrics = train_step(job, Clock())
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["log_prob_difference/max"] < 1e-4
@@ -89,7 +89,7 @@ def check_the_route(job):
     dtypes = job.trainer.weight_dtypes()
     route.check(dtypes)
     narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in route.recordings]
-    # What is recorded is enough: the rest may go through the loader.
+    # The recorded part is enough: the rest may go through the loader.
     partial = [replace(each, shard=replace(each.shard, placements=each.shard.placements[:1])) for each in narrow]
     with pytest.raises(UserError, match=r"keeps model.* as bfloat16 and the policy is trained in float32: set rollout"):
         check_recorded(partial, dtypes)
@@ -142,7 +142,7 @@ def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
 
 
 def permute_after_loading():
-    """What some kernels do: they read a weight in an order of their own."""
+    """As some kernels do: they read a weight in an order of their own."""
     from megarl.rollout.vllm.weight_transfer import SharedMemoryTransfer
 
     finish = SharedMemoryTransfer.finish_weight_update

@@ -10,10 +10,10 @@ from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.cuda_ipc import map_segment
 
 GPUS = {0: "GPU-aaaa", 1: "GPU-bbbb", 2: "GPU-cccc"}
-"""Those that the process that maps can see, by its own numbers."""
+"""GPUs that the process that maps can see, by its own numbers."""
 OWN = 2
 NUMBER_THERE = 7
-"""What the process that made the memory calls its GPU."""
+"""The GPU, as the process that made the memory calls it."""
 
 
 class Storage(torch.UntypedStorage):

@@ -12,7 +12,7 @@ TIMEOUT = timedelta(seconds=10)
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_gloo_listens_where_the_store_is_reached_from(host, monkeypatch):
-    # What engines have at loopback, though others have to reach them: it is not looked at.
+    # The address that engines have at loopback, though others have to reach them: it is not looked at.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")
     store = dist.TCPStore(host, 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
     assert point_to_point._own_address(store.host, store.port) in ("127.0.0.1", "::1")

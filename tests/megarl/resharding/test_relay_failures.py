@@ -79,7 +79,7 @@ def test_a_changed_bit_is_found_by_the_checksum_alone(set_up):
     stage.join()
     stage.destinations[1].break_at("packed", 2, "corrupt")
     for rank in stage.destinations:
-        # What it told comes back by way of others before its own error has ended the task that had it.
+        # Its news comes back by way of others before its own error has ended the task that had it.
         rank.break_at("told", 1, "linger")
     found = failures(stage.begin_refit(1))
     (receiver,) = [rank for rank, error in enumerate(found[2:]) if error.startswith(HEAD) and TAIL in error]

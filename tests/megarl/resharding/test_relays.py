@@ -1,4 +1,4 @@
-"""What several ranks of a node want: it enters the node once, and they pass it on."""
+"""Relays: bytes that several ranks of a node want enter it once, and are passed on."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a refit waits for on a device: its own stream, and the whole device once, before it touches a tensor."""
+"""A refit waits on a device for its own stream, and the whole device once, before it touches a tensor."""
 
 import secrets
 import threading

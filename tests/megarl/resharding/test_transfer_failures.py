@@ -13,7 +13,7 @@ SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
 JOINING = {"sources": "accept", "destinations": "connected"}
 MOVING = {"sources": ("packed", "announced"), "destinations": ("unpacked", "acknowledged")}
 TRANSFER = [(side, point, count) for side, points in MOVING.items() for point in points for count in (1, 3)]
-# What is said when the time is over after which a silent peer is given up: those that hear of a death never say it.
+# The sentence when the time is over after which a silent peer is given up: those that hear of a death never say it.
 GIVEN_UP = ("refit.timeout_s", "temporarily unavailable", "imed out")
 NEWS = (" is gone", "does not answer", "receiving from rank 0 failed")
 

@@ -319,7 +319,7 @@ class Stage:
         return [each.result(60) for each in self.begin_refit(version, with_checksum)]
 
     def compare(self, version):
-        """What differs on each destination."""
+        """Parameters that differ on each destination."""
         calls = self.begin(self.sources, "send", version) + self.begin(self.destinations, "compare", version)
         return [each.result(60) for each in calls][len(self.sources) :]
 
@@ -333,6 +333,6 @@ class Stage:
 
 
 def failures(calls, timeout_s=60):
-    """What each call raised, by type and message; "" where it did not."""
+    """Error that each call raised, by type and message; "" where it did not."""
     errors = [call.exception(timeout_s) for call in calls]
     return [f"{type(error).__name__}: {error}" if error else "" for error in errors]

@@ -1,4 +1,4 @@
-"""What a reward function can do to the process that calls it, and to scores that are not its own."""
+"""Reward functions against the process that calls them, and against scores that are not their own."""
 
 import asyncio
 import os

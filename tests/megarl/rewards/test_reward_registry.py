@@ -22,7 +22,7 @@ CASES = {
     "length_penalty": ({"free_tokens": 10, "max_tokens": 20}, "7", "7", -0.5),
     "repetition_penalty": ({"words": 1}, "7 7", "7", -0.5),
 }
-"""Of each built-in reward: options, response, ground truth, score."""
+"""Each built-in reward: options, response, ground truth, score."""
 
 
 def score(spec, solution, ground_truth):

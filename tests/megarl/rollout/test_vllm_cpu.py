@@ -1,6 +1,6 @@
 """The corrections of vLLM on a CPU, each beside what vLLM does without it.
 
-What they are for is tested on whole models in test_vllm_models.py (weights, rotary) and test_vllm_sampling.py (seeds).
+Their purpose is tested on whole models in test_vllm_models.py (weights, rotary) and test_vllm_sampling.py (seeds).
 """
 
 from types import SimpleNamespace

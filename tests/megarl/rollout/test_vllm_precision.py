@@ -28,7 +28,7 @@ def random_layer(outputs):
 
 
 def router_logits(hidden, weight):
-    """What vLLM's router says on a CPU, as vLLM leaves it and as it is in an engine of ours."""
+    """Logits of vLLM's router on a CPU, as vLLM leaves it and as it is in an engine of ours."""
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     from megarl.rollout.vllm import cpu, routers
@@ -51,7 +51,7 @@ def router_logits(hidden, weight):
 
 
 def head_logits(folder, hidden, weight, engine_args):
-    """What vLLM makes of hidden states with these arguments."""
+    """Logits that vLLM makes of hidden states with these arguments."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

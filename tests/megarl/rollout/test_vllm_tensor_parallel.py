@@ -46,7 +46,7 @@ def test_two_ranks(engines, folders, make_trainer, pool, assert_greedy):
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
     check_that_a_dead_worker_is_noticed(served, pool)
     engines.close()
-    # Those of an engine that another test starts at this moment have a name until all its ranks have mapped them.
+    # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
     assert eventually(lambda: _segments() <= before)
 
 

@@ -22,7 +22,7 @@ PROMPTS = [Prompt(0, "sums", [1], "1", {}), Prompt(1, "sums", [2], "2", {}), Pro
 class Engines:
     """Answer each prompt, the last one first, with a digit for each sample; the first sample never comes to an end.
 
-    What is called `between` two prompts may wait, or fail.
+    The function called `between` two prompts may wait, or fail.
     """
 
     def __init__(self, answers, between=lambda: None):
@@ -110,7 +110,7 @@ def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time(run)
 
 
 def waiting(seconds):
-    """What shows when scoring by `notes_and_waits` begins and ends, and two prompts with it."""
+    """Events that show when scoring by `notes_and_waits` begins and ends, and two prompts with them."""
     events = {"begun": threading.Event(), "ended": threading.Event()}
     return events, [Prompt(index, "sums", [1], "1", {**events, "seconds": seconds}) for index in range(2)]
 

@@ -1,4 +1,4 @@
-"""What the code logs is in the table: every text that reads like a metric's name."""
+"""Metrics that the code logs are in the table: every text that reads like a metric's name."""
 
 import ast
 import re
