@@ -16,7 +16,7 @@ from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
 from megarl.models.policy import read_model
 from megarl.output.places import LOGS
-from megarl.rollout.engine_arguments import engine_configuration
+from megarl.rollout import engine_configuration
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 

@@ -11,7 +11,7 @@ from megarl.models.policy import read_model
 from megarl.output.places import LOGS
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
-from megarl.rollout.engine_arguments import engine_configuration
+from megarl.rollout import engine_configuration
 from megarl.schema import MegarlConfig
 from megarl.stages.evaluate import evaluate
 

@@ -19,7 +19,7 @@ from megarl.output.places import LOGS
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
-from megarl.rollout.engine_arguments import engine_configuration
+from megarl.rollout import engine_configuration
 from megarl.rollout.protocol import Request
 from megarl.run.draws import Draw
 from megarl.run.preferences import pair_batch, with_reference

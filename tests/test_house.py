@@ -21,6 +21,13 @@ ROOMS = (
 WRITTEN = (*FLOORS, "benchmarks", "tools", "tests")
 """Folders whose docstrings are read by people."""
 MAX_LINES = 400
+ENGINE_FOLDERS = "megarl/rollout/"
+ENGINES_NAMED = {
+    "megarl/rollout/__init__.py": "the table of engines",
+    "megarl/schema/config.py": "the engine that is used where a recipe names none",
+    "megarl/config/renamed_keys.py": "keys of other frameworks are told what they are called here",
+}
+"""Files that name an engine, with the reason; of all others, only those in the engine's own folder do."""
 CUDA_HOME = ("megatron_ext/device.py", "/kernels/")
 
 
@@ -118,6 +125,33 @@ def imported_text(node: ast.Import | ast.ImportFrom) -> str:
     return " ".join(f"{start}{alias.name}" for alias in node.names)
 
 
+def engines_named(root: Path) -> list[str]:
+    """Places that import or name an engine, docstrings aside, and lie neither in its folder nor in the list."""
+    engines = [folder.name for folder in sorted((root / ENGINE_FOLDERS).glob("*/"))]
+    found = []
+    for file in source_files(root):
+        where = file.relative_to(root).as_posix()
+        others = [name for name in engines if not where.startswith(f"{ENGINE_FOLDERS}{name}/")]
+        if where not in ENGINES_NAMED:
+            found += [
+                f"{where}:{line} names {name}"
+                for line, text in spoken(ast.parse(file.read_text()))
+                for name in others
+                if name in text.lower()
+            ]
+    return found
+
+
+def spoken(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every import and every string of a file that does something: docstrings do nothing."""
+    idle = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node.lineno, imported_text(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in idle:
+            yield node.lineno, node.value
+
+
 def long_files(root: Path) -> list[str]:
     lengths = {file.relative_to(root).as_posix(): len(file.read_text().splitlines()) for file in source_files(root)}
     return [name for name, length in lengths.items() if length > MAX_LINES]
@@ -157,6 +191,7 @@ CHECKS = {
     "rooms import down": rooms_that_go_up,
     "no import cycles": import_cycle,
     "torch.cuda only in the device layer": cuda_mentions,
+    "engines are named in their folders": engines_named,
     "small files": long_files,
     "names that say something": nameless_files,
     "docstrings begin with the thing": inverted_docstrings,
@@ -189,6 +224,13 @@ BROKEN_TREES = {
         {"converters/a.py": "import torch.cuda.nvtx"},
         {"converters/a.py": "def f(x):\n    return x.cuda()"},
     ],
+    "engines are named in their folders": [
+        {"megarl/rollout/swift/engine.py": "", "megarl/cluster/a.py": "from megarl.rollout.swift import engine"},
+        {"megarl/rollout/swift/engine.py": "", "megarl/cluster/a.py": "def f():\n    import swift"},
+        {"megarl/rollout/swift/engine.py": "", "megarl/doctor/a.py": "PACKAGES = ('torch', 'swift-cpu')"},
+        {"megarl/rollout/swift/engine.py": "", "megarl/refit/a.py": "raise ValueError(f'{x}: SWIFT keeps them')"},
+        {"megarl/rollout/swift/engine.py": "", "megarl/rollout/other/a.py": "import swift"},
+    ],
     "small files": [{"megarl/a.py": "x = 1\n" * (MAX_LINES + 1)}],
     "names that say something": [
         {"megarl/utils.py": ""},
@@ -210,7 +252,8 @@ SOUND_TREE = {
     "megarl/data/b.py": "from converters.a import torch\nfrom . import c",
     "megarl/data/c.py": "from megatron_ext import device\n" * MAX_LINES,
     "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"\ny = """Of a text"""\n',
-    "megarl/train.py": "from megarl.data import x",
+    "megarl/rollout/swift/engine.py": "import swift\nNAME = 'swift'",
+    "megarl/train.py": '"""As swift does."""\nfrom megarl.data import x',
 }
 
 

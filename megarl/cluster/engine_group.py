@@ -16,6 +16,7 @@ from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.route import Route
 from megarl.resharding.loader.buckets import Bucket
+from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Generation, Request
 from megarl.schema import ClusterConfig, RolloutConfig
 
@@ -30,14 +31,16 @@ class EngineGroup(WorkerGroup):
         place = engine_place(cluster, config)
         super().__init__("engine", config.replicas, place, logs, calls_at_once=_CALLS_AT_ONCE)
         self._config = config
+        self._kind = engine_kind(config.engine)
 
     def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call]:
         """Begin to start all engines; they are up when `wait_started` returns.
 
         Without `load_weights` their first weights come by a refit.
         """
-        arguments = (self._config.engine, model_path, self._config.engine_args, load_weights)
-        self.make("megarl.rollout", "make_engine", [arguments] * len(self))
+        given = self._config.engine_args
+        arguments = (model_path, given if load_weights else {**given, **self._kind.without_weights})
+        self.make(*self._kind.engine_class, [arguments] * len(self))
         return self.begin("start")
 
     def wait_started(self, calls: Sequence[Call]) -> None:

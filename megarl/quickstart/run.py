@@ -24,6 +24,7 @@ from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, overrides_for
 from megarl.quickstart.models import MODELS, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
+from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
 from megarl.sft import sft
@@ -65,7 +66,7 @@ def _run(options: argparse.Namespace, output: Path) -> int:
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             validate(job)
             train(job)
-        with _phase(console, seconds, "check", "a fresh vLLM engine loads the export"):
+        with _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"):
             confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
     return _report(console, job, output, confirmed, seconds)
 
@@ -144,7 +145,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     results: dict[str, Any] = {
         "first accuracy": accuracies[0],
         "last accuracy": accuracies[-1],
-        "accuracy of the export in a fresh vLLM": confirmed,
+        f"accuracy of the export in a fresh {_engine(job)}": confirmed,
         "largest log-prob difference, engine - trainer": max(
             line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
         ),
@@ -180,15 +181,19 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
     console.print()
     if agrees:
         console.print(
-            f"The export was loaded by vLLM afresh and gives the same held-out accuracy, {confirmed:.4f}.",
+            f"The export was loaded by {_engine(job)} afresh and gives the same held-out accuracy, {confirmed:.4f}.",
             soft_wrap=True,
         )
         return 0
     console.print(
-        f"The export gives accuracy {confirmed:.4f} in a fresh vLLM, but training ended with {accuracies[-1]:.4f}: "
-        "the exported model is not the trained one."
+        f"The export gives accuracy {confirmed:.4f} in a fresh {_engine(job)}, but training ended with "
+        f"{accuracies[-1]:.4f}: the exported model is not the trained one."
     )
     return 1
+
+
+def _engine(job: MegarlConfig) -> str:
+    return engine_kind(job.rollout.engine).title
 
 
 def _refit_path(history: list[dict[str, Any]]) -> str:

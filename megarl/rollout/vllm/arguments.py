@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.rollout.engine_arguments import check_engine_arguments
 from megarl.rollout.vllm import cpu
+from megarl.rollout.vllm.kind import VLLM
 from megatron_ext import device
 
 _ENVIRONMENT: Mapping[str, str] = {
@@ -73,7 +73,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     from megarl.rollout.vllm.weight_transfer import BACKEND
 
     required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
-    check_engine_arguments("vllm", given)
+    VLLM.check(given)
     _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
     # vLLM's own choice for a model in fp32 is bfloat16.

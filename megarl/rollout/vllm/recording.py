@@ -23,9 +23,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.recorded import Recording, fill_padding, record
 from megarl.rollout.vllm import cpu
-
-SUPPORTED_VERSIONS = ("0.32",)
-"""Versions of vLLM in which the tables below were compared with the sources."""
+from megarl.rollout.vllm.kind import VLLM
 
 
 def _multiplies_raw_weight(module: Any) -> str | None:
@@ -60,10 +58,10 @@ _DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
 
 def check_version() -> None:
     """Raise UserError if this vLLM is not one whose handling of weights is known."""
-    if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED_VERSIONS:
+    if not VLLM.knows_layouts_of(vllm.__version__):
         raise UserError(
             f"vLLM {vllm.__version__} is installed, and how it keeps weights is known for"
-            f" {', '.join(SUPPORTED_VERSIONS)} only: install one of these"
+            f" {', '.join(VLLM.layout_versions)} only: install one of these"
         )
 
 

