@@ -13,7 +13,7 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.recorded import Recording, recorded_layout
 from converters.plan import Plan
-from megarl.resharding.direct.streams import DTypes, Streams, incoming, outgoing
+from megarl.resharding.direct.messages_by_peer import DTypes, MessagesByPeer, incoming, outgoing
 from resharding.models import ENGINE, TRAINER
 
 DTYPE = torch.bfloat16
@@ -66,12 +66,12 @@ class Scenario:
         hf = self.architecture.hf_dtypes(DTYPE)
         return {placement.local_name: hf[placement.hf_name] for placement in layout.placements(rank)}
 
-    def outgoing(self, destination: Layout, rank: int) -> Streams:
-        """Streams that a source rank sends to fill `destination`, by destination rank."""
+    def outgoing(self, destination: Layout, rank: int) -> MessagesByPeer:
+        """MessagesByPeer that a source rank sends to fill `destination`, by destination rank."""
         return outgoing(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes)
 
-    def incoming(self, destination: Layout, rank: int) -> Streams:
-        """Streams that a rank of `destination` gets, by source rank."""
+    def incoming(self, destination: Layout, rank: int) -> MessagesByPeer:
+        """MessagesByPeer that a rank of `destination` gets, by source rank."""
         return incoming(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes).direct
 
     def _dtypes(self, destination: Layout) -> list[DTypes]:

@@ -14,7 +14,7 @@ from converters.layouts.recorded import Recording
 from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
 from megarl.resharding.direct.connections import Address
-from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Generation, Request
@@ -77,9 +77,9 @@ class EngineGroup(WorkerGroup):
         """Sample on after `pause`."""
         self.call("resume")
 
-    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Let every engine map the shared-memory segments of a refit."""
-        self.call("connect", list(segments), segment_bytes)
+        self.call("map_segments", list(segments), segment_bytes)
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
@@ -98,9 +98,9 @@ class EngineGroup(WorkerGroup):
         """
         return self.call("record_layout", dict(hf_shapes), dict(hf_dtypes))
 
-    def open_transfer(self, route: Route) -> list[Address]:
-        """Prepare all workers of all engines to be written along `route`; see `Engine.open_transfer`."""
-        stored = ray.put(route)
+    def open_transfer(self, spec: TransferSpec) -> list[Address]:
+        """Prepare all workers of all engines to be written along `spec`; see `Engine.open_transfer`."""
+        stored = ray.put(spec)
         opening = self.begin_each("open_transfer", [(stored, replica) for replica in range(len(self))])
         return list(chain.from_iterable(self.wait(opening)))
 

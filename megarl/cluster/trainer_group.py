@@ -15,9 +15,9 @@ from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.resharding.direct.route import Route
+from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.schema import ClusterConfig
 from megatron_ext.log_probs import LogProbs
@@ -112,9 +112,9 @@ class TrainerGroup(WorkerGroup):
         """The type of every HF tensor of the model."""
         return dict(chain.from_iterable(part.items() for part in self.call("weight_dtypes")))
 
-    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Let every rank map the shared-memory segments of a refit."""
-        self.call("connect", list(segments), segment_bytes)
+        self.call("map_segments", list(segments), segment_bytes)
 
     def write(self, bucket: Bucket) -> None:
         """Let every rank write its part of a bucket."""
@@ -129,11 +129,11 @@ class TrainerGroup(WorkerGroup):
         """By which names the tensors of the model are known, and the collective backend of the device they are on."""
         return self.call("model_form")[0]
 
-    def open_transfer(self, route: Route, transport: str, engine_workers: int, timeout_s: float) -> Meeting:
-        """Prepare all ranks to send their parts of `route`; where their receivers meet them."""
-        doors = self.call("open_transfer", ray.put(route))
+    def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
+        """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
+        listeners = self.call("open_transfer", ray.put(spec))
         store = self.wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
-        return Meeting(transport, secrets.token_bytes(32), doors, store, engine_workers, timeout_s)
+        return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write the model as a HuggingFace checkpoint."""

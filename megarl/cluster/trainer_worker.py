@@ -18,9 +18,9 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
-from megarl.resharding.direct.route import Route  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
-from megarl.resharding.direct.transports.ends import Meeting  # noqa: E402
+from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
+from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E402
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
@@ -116,20 +116,20 @@ class TrainerWorker:
         """The type of every HF tensor of which this rank sends a part."""
         return self.weights.dtypes()
 
-    def connect(self, segments: list[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: list[str], segment_bytes: int) -> None:
         """Map the shared-memory segments that buckets are written to."""
-        self.weights.connect(segments, segment_bytes)
+        self.weights.map_segments(segments, segment_bytes)
 
     def write(self, bucket: Bucket) -> None:
         """Write this rank's boxes of a bucket into its segment."""
         self.engine.complete_weights()
         self.weights.write(bucket)
 
-    def open_transfer(self, route: Route) -> Address:
-        """Prepare to send this rank's part of the route; where receivers find it."""
+    def open_transfer(self, spec: TransferSpec) -> Address:
+        """Prepare to send this rank's part of the spec; where receivers find it."""
         self.close_transfer()
         host = ray.util.get_node_ip_address()
-        self.sender = Sender(self.rank, route.outgoing(self.rank), self.engine.local_tensors(), host)
+        self.sender = Sender(self.rank, spec.outgoing(self.rank), self.engine.local_tensors(), host)
         return self.sender.address
 
     def open_store(self, timeout_s: float) -> Address:
@@ -138,11 +138,11 @@ class TrainerWorker:
         self.store = open_store(host, timedelta(seconds=timeout_s))
         return host, self.store.port
 
-    def join_transfer(self, meeting: Meeting) -> None:
-        """Wait for the receivers. See `Sender.join`."""
+    def connect_transfer(self, rendezvous: Rendezvous) -> None:
+        """Wait for the receivers. See `Sender.connect`."""
         assert self.sender is not None
         with self._closing_on_error():
-            self.sender.join(meeting)
+            self.sender.connect(rendezvous)
 
     def send(self, version: int, with_checksum: bool) -> int:
         """Send the present weights as `version`; the number of bytes. See `Sender.send`."""

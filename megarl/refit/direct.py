@@ -14,7 +14,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, wait_together
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.route import Route, check_recorded
+from megarl.resharding.direct.transfer_spec import TransferSpec, check_recorded
 from megarl.resharding.direct.transports import MAPPED
 from megarl.schema import RefitConfig
 
@@ -24,7 +24,7 @@ class NoDirectPathError(Exception):
 
 
 class DirectPath:
-    """Moves weights along a route from the trainer's ranks to the workers of engines that are all alike.
+    """Moves weights along a spec from the trainer's ranks to the workers of engines that are all alike.
 
     Raises NoDirectPathError where an engine cannot say where it keeps every tensor, and UserError where engine and
     policy are not the same model.
@@ -42,7 +42,7 @@ class DirectPath:
         trainer_nodes, engine_nodes = trainer.nodes(), engines.nodes()
         usual = MAPPED[backend] if len({*trainer_nodes, *engine_nodes}) == 1 else "point_to_point"
         self.transport = usual if config.transport == "auto" else config.transport
-        self._route = Route(
+        self._spec = TransferSpec(
             architecture,
             trainer.parallel,
             module_names,
@@ -51,16 +51,16 @@ class DirectPath:
             _topology(trainer_nodes, engine_nodes, len(recordings)),
             config.bucket_bytes,
         )
-        self._route.check(dtypes)
+        self._spec.check(dtypes)
 
-    def join(self) -> None:
-        """Let the ranks meet; an earlier meeting is left."""
+    def connect(self) -> None:
+        """Let the ranks meet; an earlier rendezvous is left."""
         timeout_s = self._config.timeout_s
-        workers = len(self._engines) * len(self._route.recordings)
-        meeting = self._trainer.open_transfer(self._route, self.transport, workers, timeout_s)
-        meeting = replace(meeting, relay_doors=self._engines.open_transfer(self._route))
-        joining = [group.begin("join_transfer", meeting) for group in (self._trainer, self._engines)]
-        self._together(*joining)
+        workers = len(self._engines) * len(self._spec.recordings)
+        rendezvous = self._trainer.open_transfer(self._spec, self.transport, workers, timeout_s)
+        rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
+        connecting = [group.begin("connect_transfer", rendezvous) for group in (self._trainer, self._engines)]
+        self._together(*connecting)
 
     def send(self, version: int) -> int:
         """Give all weights to engines that have begun an update. The number of bytes."""
@@ -73,9 +73,9 @@ class DirectPath:
         return sorted(set(chain.from_iterable(self._engines.wait(comparing))))
 
     def close(self) -> None:
-        """Free the buckets, until the next `join`."""
+        """Free the buckets, until the next `connect`."""
         self._trainer.call("close_transfer")
-        self._engines.call("leave_transfer")
+        self._engines.call("close_transfer")
 
     def _send(self, version: int, receiving: Sequence[Call]) -> int:
         sending = self._trainer.begin("send", version, self._config.verify == "checksum")

@@ -40,20 +40,20 @@ class LoaderPath:
     def close(self) -> None:
         """Free the segments, until the next time."""
         if self._is_open:
-            self._connect([], 0)
+            self._map_segments([], 0)
             self._is_open = False
 
     def _open(self) -> None:
         size = max(bucket.size_bytes for bucket in self._buckets)
         segments = [Segment(size) for _ in range(_SEGMENTS)]
         try:
-            self._connect([segment.handle() for segment in segments], size)
+            self._map_segments([segment.handle() for segment in segments], size)
         finally:
             # Mapped memory lives on, and ends with the last process that mapped it.
             for segment in segments:
                 segment.close()
         self._is_open = True
 
-    def _connect(self, segments: list[str], segment_bytes: int) -> None:
-        self._trainer.connect(segments, segment_bytes)
-        self._engines.connect(segments, segment_bytes)
+    def _map_segments(self, segments: list[str], segment_bytes: int) -> None:
+        self._trainer.map_segments(segments, segment_bytes)
+        self._engines.map_segments(segments, segment_bytes)

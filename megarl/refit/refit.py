@@ -110,7 +110,7 @@ class Refit:
             if planned is None or not isinstance(failure.error, TransferError):
                 raise
             repeated = True
-            planned.join()
+            planned.connect()
             size = self._transaction(version, planned)
         return {"refit/direct": float(planned is not None), "refit/repeated": float(repeated), "refit/bytes": size}
 
@@ -127,7 +127,7 @@ class Refit:
         return size
 
     def _confirm(self, planned: DirectPath, version: int) -> None:
-        planned.join()
+        planned.connect()
         if differing := planned.differing(version):
             planned.close()
             self._stay_named(f"the engine does not keep {differing[0]} as it was loaded")

@@ -9,8 +9,8 @@ import torch
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
 from megarl.resharding.direct.connections import Address
-from megarl.resharding.direct.route import Route
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -74,7 +74,7 @@ class Engine(Protocol):
     engine serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights
     come either through the engine's loader, with `write` of every bucket, or by `receive` straight into the parameters,
     for which the engine has to say where it keeps them (`record_layout`) and to meet the trainer's ranks
-    (`join_transfer`). Every method but `close` raises EngineDiedError once the engine has failed.
+    (`connect_transfer`). Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Go on after `pause`."""
 
-    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Map the shared-memory segments of coming buckets; afterwards their names are not needed any more."""
 
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -122,13 +122,13 @@ class Engine(Protocol):
         Raises UserError for a version of the engine of which this is not known.
         """
 
-    def open_transfer(self, route: Route, replica: int) -> list[Address]:
-        """Prepare to be written along `route` as engine number `replica`; an earlier transfer is left.
+    def open_transfer(self, spec: TransferSpec, replica: int) -> list[Address]:
+        """Prepare to be written along `spec` as engine number `replica`; an earlier transfer is left.
 
         For each worker, where its neighbours find it if it passes something on to them.
         """
 
-    def join_transfer(self, meeting: Meeting) -> None:
+    def connect_transfer(self, rendezvous: Rendezvous) -> None:
         """Meet the trainer's ranks, and the workers that pass something on.
 
         Raises TransferError if one of them does not come.
@@ -138,14 +138,14 @@ class Engine(Protocol):
         """Let all weights of the update be written by the trainer's ranks.
 
         Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
-        the transfer is to be joined anew.
+        the transfer is to be connected anew.
         """
 
     def compare(self, version: int) -> set[str]:
         """The parameters that `receive` would change; nothing is written. Raises TransferError as `receive`."""
 
-    def leave_transfer(self) -> None:
-        """Free what belongs to the transfer that was joined, if any."""
+    def close_transfer(self) -> None:
+        """Free what belongs to the transfer, if there is one."""
 
     def commit_update(self, version: int) -> None:
         """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.

@@ -16,10 +16,10 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes
 from converters.topology import Topology
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.resharding.direct.route import Route
 from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import MAPPED
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import device, parallel
@@ -51,12 +51,12 @@ class PolicyRank:
     def form(self):
         return module_names(), device.backend()
 
-    def open(self, route):
-        self._sender = Sender(0, route.outgoing(0), self._engine.local_tensors(), LOOPBACK)
+    def open(self, spec):
+        self._sender = Sender(0, spec.outgoing(0), self._engine.local_tensors(), LOOPBACK)
         return self._sender.address
 
-    def join(self, meeting):
-        self._sender.join(meeting)
+    def connect(self, rendezvous):
+        self._sender.connect(rendezvous)
 
     def send(self, version):
         return self._sender.send(version, with_checksum=True)
@@ -105,15 +105,15 @@ def write_and_compare(first, second, **arguments):
         names, backend = trainer.form()
         recordings = engine.record_layout(architecture.hf_shapes, dtypes)
         topology = Topology.apart(1, len(recordings))
-        route = Route(architecture, ONE, names, recordings, 1, topology, bucket_bytes=2**16)
-        route.check(dtypes)
-        doors = [trainer.open(route)]
-        key, relay_doors = secrets.token_bytes(16), engine.open_transfer(route, 0)
-        meeting = Meeting(MAPPED[backend], key, doors, None, len(recordings), 60.0, relay_doors)
+        spec = TransferSpec(architecture, ONE, names, recordings, 1, topology, bucket_bytes=2**16)
+        spec.check(dtypes)
+        listeners = [trainer.open(spec)]
+        key, relay_listeners = secrets.token_bytes(16), engine.open_transfer(spec, 0)
+        rendezvous = Rendezvous(MAPPED[backend], key, listeners, None, len(recordings), 60.0, relay_listeners)
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(trainer.join, meeting)
-            engine.join_transfer(meeting)
-            joining.result(60)
+            connecting = pool.submit(trainer.connect, rendezvous)
+            engine.connect_transfer(rendezvous)
+            connecting.result(60)
         hf_names = list(architecture.hf_shapes)
         update(trainer, engine, hf_names, 1)
         assert greedy(engine) == expected

@@ -104,7 +104,7 @@ def check_door(job):
     """Receivers find the rank at the address that its machine has for others."""
     (rank_node,) = job.trainer.nodes()
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    ((host, _),) = job.trainer.open_transfer(job.refit._planned._route, "point_to_point", 1, timeout_s=5.0).doors
+    ((host, _),) = job.trainer.open_transfer(job.refit._planned._spec, "point_to_point", 1, timeout_s=5.0).listeners
     assert sorted(hosts.values()) == sorted(HOSTS)
     assert host == hosts[rank_node]
 

@@ -8,7 +8,7 @@ from functools import partial
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megatron_ext.loopback import open_store
 from resharding.party import Destination, Party
 from resharding.processes import DEADLINE_S
@@ -26,17 +26,17 @@ class Direct:
         self._party, self._destination = party, destination
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
-        streams = derive(layout, party.number)
-        moved = sum(message.size_bytes for stream in streams.values() for message in stream)
+        messages = derive(layout, party.number)
+        moved = sum(message.size_bytes for each in messages.values() for message in each)
         self.moved_bytes = moved if party.is_source else 0
         self._run: Callable[[], object]
         if party.is_source:
-            sender = Sender(party.number, streams, party.tensors, _LOOPBACK)
-            sender.join(self._meeting(transport, sender))
+            sender = Sender(party.number, messages, party.tensors, _LOOPBACK)
+            sender.connect(self._rendezvous(transport, sender))
             self._run = partial(sender.send, _VERSION, with_checksum=with_checksum)
         else:
-            receiver = Receiver(party.number, streams, party.written[destination], self._meeting(transport, None))
-            receiver.join()
+            receiver = Receiver(party.number, messages, party.written[destination], self._rendezvous(transport, None))
+            receiver.connect()
             self._run = partial(receiver.receive, _VERSION)
 
     def run(self) -> None:
@@ -51,13 +51,13 @@ class Direct:
         """Names of tensors with a wrong value."""
         return self._party.wrong(self._destination)
 
-    def _meeting(self, transport: str, sender: Sender | None) -> Meeting:
+    def _rendezvous(self, transport: str, sender: Sender | None) -> Rendezvous:
         party, port = self._party, None
         if TRANSPORTS[transport].needs_store and party.place.rank == 0:
             self._store = open_store(_LOOPBACK, timedelta(seconds=DEADLINE_S))
             port = self._store.port
         said = party.exchange((secrets.token_bytes(16), port, sender and sender.address))
         key, port, _ = said[0]
-        doors = [address for *_, address in said[: party.sources]]
+        listeners = [address for *_, address in said[: party.sources]]
         store = (_LOOPBACK, port) if port else None
-        return Meeting(transport, key, doors, store, len(party.workers), DEADLINE_S)
+        return Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)

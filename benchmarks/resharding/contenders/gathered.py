@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters.plan import Plan
-from megarl.resharding.direct.transports.ends import BUCKETS
+from megarl.resharding.direct.transports.endpoint import BUCKETS
 from resharding.contenders import whole_tensors
 from resharding.contenders.hand_over import HandOver, Makes
 from resharding.contenders.whole_tensors import NO_COPIES, Bucket, Copies, box_of, packed, packed_bytes

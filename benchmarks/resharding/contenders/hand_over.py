@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.resharding.direct.transports.ends import BUCKETS
+from megarl.resharding.direct.transports.endpoint import BUCKETS
 from megarl.resharding.shared_memory import Segment, map_segment
 from resharding.party import Party
 from resharding.processes import hear, say

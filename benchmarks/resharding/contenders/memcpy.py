@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from megarl.resharding.direct.transports.ends import BUCKETS
+from megarl.resharding.direct.transports.endpoint import BUCKETS
 from megarl.resharding.shared_memory import Segment, map_segment
 from resharding.party import Party
 from resharding.processes import hear, heard_of, say
@@ -19,9 +19,9 @@ class Memcpy:
         layout = party.layout("engine")
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
         first = party.sources if party.is_source else 0
-        streams = derive(layout, party.number)
+        messages = derive(layout, party.number)
         self._cuts = {
-            first + peer: list(_cuts([message.size_bytes for message in stream])) for peer, stream in streams.items()
+            first + peer: list(_cuts([message.size_bytes for message in each])) for peer, each in messages.items()
         }
         self._memory = {peer: torch.zeros(cuts[-1].stop, dtype=torch.uint8) for peer, cuts in self._cuts.items()}
         for memory in self._memory.values():

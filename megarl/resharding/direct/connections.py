@@ -1,6 +1,6 @@
 """Connections between the ranks of a refit: few small messages about the large ones, and the first news of a death.
 
-They are TCP, on loopback where all ranks are on one machine. Both ends prove that they know the key of the meeting
+They are TCP, on loopback where all ranks are on one machine. Both ends prove that they know the key of the rendezvous
 before anything of the other is unpickled. No read and no write waits longer than the deadline that was set when the
 connection was made; the end of a peer's process is seen at once.
 """
@@ -105,7 +105,7 @@ def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
     return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
 
 
-class Door:
+class Listener:
     """Where peers connect: any free port of `host`."""
 
     def __init__(self, host: str) -> None:
@@ -140,7 +140,7 @@ class Door:
 
 
 def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
-    """Connect to the door of `peer`. Raises TransferError if it does not answer, or with another key."""
+    """Connect to the listener of `peer`. Raises TransferError if it does not answer, or with another key."""
     try:
         connection = _connection(socket.create_connection(address, timeout_s), timeout_s)
         answer_challenge(connection, key)
@@ -151,23 +151,23 @@ def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
 
 
 @contextmanager
-def telling(links: Mapping[int, Link]) -> Iterator[None]:
+def notify_peers_on_error(links: Mapping[int, Link]) -> Iterator[None]:
     """Tell all peers why if what is done inside fails, so that none of them has to wait for its deadline."""
     try:
         yield
     except BaseException as error:
         # Before anybody is told: what comes back from peers is a consequence, and has to look younger.
         vars(error)[_RAISED_S] = time.monotonic()
-        tell(links, reason_of(error))
+        notify_failure(links, reason_of(error))
         raise
 
 
 def raised_s(error: BaseException | None) -> float:
-    """When an error passed `telling`, on the clock of this process; infinity for one that did not."""
+    """When an error passed `notify_peers_on_error`, on the clock of this process; infinity for one that did not."""
     return vars(error).get(_RAISED_S, math.inf)
 
 
-def tell(links: Mapping[int, Link], reason: str) -> None:
+def notify_failure(links: Mapping[int, Link], reason: str) -> None:
     """Tell all peers that are still there that this rank has failed."""
     for link in list(links.values()):
         with suppress(TransferError):

@@ -11,33 +11,33 @@ from functools import partial
 
 from torch import Tensor
 
-from megarl.resharding.direct.announcements import Announcement
-from megarl.resharding.direct.arrivals import Arrivals
 from megarl.resharding.direct.connections import Address, raised_s, reason_of
+from megarl.resharding.direct.messages_by_peer import DestinationMessages
 from megarl.resharding.direct.receiver import Receiver
+from megarl.resharding.direct.relay_readiness import RelayReadiness
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.streams import DestinationStreams
 from megarl.resharding.direct.transports import MAPPED
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.wire import Announcement
 from megatron_ext import device
 
 _LOOPBACK = "127.0.0.1"
 
 
 class Destination:
-    """The part of destination rank `rank` in every refit: `streams` says what comes into its `tensors` and goes on.
+    """The part of destination rank `rank` in every refit: `messages` says what comes into its `tensors` and goes on.
 
-    It meets its peers in `join`; after an error of any method only `close` is left. Raises ValueError where something
-    would be passed on that sources do not send.
+    It meets its peers in `connect`; after an error of any method only `close` is left. Raises ValueError where
+    something would be passed on that sources do not send.
     """
 
-    def __init__(self, rank: int, streams: DestinationStreams, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, rank: int, messages: DestinationMessages, tensors: Mapping[str, Tensor]) -> None:
         self._rank = rank
-        self._streams = streams
+        self._messages = messages
         self._tensors = tensors
-        self._arrivals = Arrivals(streams)
-        self._to_neighbours = Sender(rank, streams.relays_out, tensors, _LOOPBACK)
-        self._inside: Meeting | None = None
+        self._readiness = RelayReadiness(messages)
+        self._to_neighbours = Sender(rank, messages.relays_out, tensors, _LOOPBACK)
+        self._inside: Rendezvous | None = None
         self._from_sources: Receiver | None = None
         self._from_neighbours: Receiver | None = None
 
@@ -46,21 +46,21 @@ class Destination:
         """Where neighbours find this rank."""
         return self._to_neighbours.address
 
-    def join(self, meeting: Meeting) -> None:
-        """Meet all sources and neighbours. Raises TransferError as `Sender.join` and `Receiver.join`."""
-        streams = self._streams
-        self._inside = inside = _inside_nodes(meeting)
-        self._arrivals.timeout_s = meeting.timeout_s
-        self._from_sources = Receiver(self._rank, streams.direct, self._tensors, meeting, self._note)
-        joining: list[Callable[[], object]] = [self._from_sources.join]
-        if streams.relays_in:
-            self._from_neighbours = Receiver(self._rank, streams.relays_in, self._tensors, inside)
-            joining.append(self._from_neighbours.join)
-        if streams.relays_out:
-            joining.append(partial(self._to_neighbours.join, inside))
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Meet all sources and neighbours. Raises TransferError as `Sender.connect` and `Receiver.connect`."""
+        messages = self._messages
+        self._inside = inside = _inside_nodes(rendezvous)
+        self._readiness.timeout_s = rendezvous.timeout_s
+        self._from_sources = Receiver(self._rank, messages.direct, self._tensors, rendezvous, self._note)
+        connecting: list[Callable[[], object]] = [self._from_sources.connect]
+        if messages.relays_in:
+            self._from_neighbours = Receiver(self._rank, messages.relays_in, self._tensors, inside)
+            connecting.append(self._from_neighbours.connect)
+        if messages.relays_out:
+            connecting.append(partial(self._to_neighbours.connect, inside))
         else:
             self._to_neighbours.close()
-        self._at_once(joining)
+        self._at_once(connecting)
 
     def receive(self, version: int) -> None:
         """Write everything that belongs to `version`. Raises TransferError as `Receiver.receive`."""
@@ -86,12 +86,12 @@ class Destination:
         assert self._from_sources is not None
         # Nothing that was asked of the device before may read or write the tensors any more.
         device.synchronize()
-        self._arrivals.expect()
+        self._readiness.expect()
         moving: list[Callable[[], object]] = [partial(take, self._from_sources)]
         if self._from_neighbours is not None:
             moving.append(partial(take, self._from_neighbours))
-        if self._streams.relays_out:
-            moving.append(partial(self._to_neighbours.send_chosen, version, self._arrivals.choose))
+        if self._messages.relays_out:
+            moving.append(partial(self._to_neighbours.send_chosen, version, self._readiness.choose))
         self._at_once(moving)
 
     def _at_once(self, tasks: Sequence[Callable[[], object]]) -> None:
@@ -114,25 +114,25 @@ class Destination:
         if error is None:
             return False
         reason = reason_of(error)
-        self._arrivals.fail(reason)
-        if self._streams.relays_out and self._inside is not None:
-            self._to_neighbours.abandon(self._inside, reason)
+        self._readiness.fail(reason)
+        if self._messages.relays_out and self._inside is not None:
+            self._to_neighbours.abort(self._inside, reason)
         for receiver in (self._from_sources, self._from_neighbours):
             if receiver is not None:
-                receiver.abandon(reason)
+                receiver.abort(reason)
         return True
 
     def _note(self, source: int, announcement: Announcement) -> None:
-        self._arrivals.add((source, announcement.number), with_checksum=announcement.checksum is not None)
+        self._readiness.add((source, announcement.number), with_checksum=announcement.checksum is not None)
 
 
-def _inside_nodes(meeting: Meeting) -> Meeting:
-    """The meeting of neighbours, in which destination ranks send."""
+def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:
+    """The rendezvous of neighbours, in which destination ranks send."""
     return replace(
-        meeting,
+        rendezvous,
         transport=MAPPED[device.backend()],
-        doors=meeting.relay_doors,
+        listeners=rendezvous.relay_listeners,
         store=None,
-        relay_doors=(),
+        relay_listeners=(),
         senders="engine worker",
     )

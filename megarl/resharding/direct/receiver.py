@@ -7,22 +7,22 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from megarl.resharding.direct.announcements import Acknowledgement, Announcement, Hello, Joined
 from megarl.resharding.direct.connections import (
     Link,
     TransferError,
     as_they_come,
     connect,
+    notify_failure,
+    notify_peers_on_error,
     ready,
     ready_now,
-    tell,
-    telling,
 )
 from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import Block, blocks, differing, unpack
-from megarl.resharding.direct.streams import Streams
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.ends import Meeting, Pull, ReceivingEnd
+from megarl.resharding.direct.transports.endpoint import Pull, RecvEndpoint, Rendezvous
+from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megatron_ext import device
 
 Taken: TypeAlias = Callable[[int, Announcement], None]
@@ -37,43 +37,43 @@ class _Incoming:
 
 
 class Receiver:
-    """The part of destination rank `rank` in every refit: `streams` says what it gets from whom, into its `tensors`.
+    """The part of destination rank `rank` in every refit: `messages` says what it gets from whom, into its `tensors`.
 
-    It meets the sources in `join`; after an error of any method only `close` is left.
+    It meets the sources in `connect`; after an error of any method only `close` is left.
     """
 
     def __init__(
         self,
         rank: int,
-        streams: Streams,
+        messages: MessagesByPeer,
         tensors: Mapping[str, Tensor],
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         taken: Taken = lambda _source, _announcement: None,
     ) -> None:
         self._rank = rank
         self._taken = taken
-        self._streams = streams
+        self._messages = messages
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._links: dict[int, Link] = {}
-        self._abandoned = ""
-        self._end: ReceivingEnd | None = None
+        self._aborted = ""
+        self._endpoint: RecvEndpoint | None = None
         self._views: dict[tuple[int, int, int], list[Block]] = {}
         self._stream = device.SideStream()
 
-    def join(self) -> None:
+    def connect(self) -> None:
         """Meet all sources. Raises TransferError if one does not answer or has another plan."""
-        meeting = self._meeting
-        with telling(self._links):
+        rendezvous = self._rendezvous
+        with notify_peers_on_error(self._links):
             self._connect()
-            if self._abandoned:
-                raise TransferError(self._abandoned)
-            largest = max((message.size_bytes for stream in self._streams.values() for message in stream), default=0)
-            self._end = TRANSPORTS[meeting.transport].receiving(meeting, self._rank, largest)
+            if self._aborted:
+                raise TransferError(self._aborted)
+            largest = largest_bytes(self._messages)
+            self._endpoint = TRANSPORTS[rendezvous.transport].receiving(rendezvous, self._rank, largest)
             source_of = {link: source for source, link in self._links.items()}
-            for link, offer in as_they_come(source_of, object, meeting.timeout_s):
-                self._end.join(source_of[link], offer)
-                link.send(Joined())
+            for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
+                self._endpoint.connect(source_of[link], offer)
+                link.send(Connected())
 
     def receive(self, version: int) -> None:
         """Write everything that the sources send as `version`; returns when all of it came, each message once.
@@ -89,29 +89,30 @@ class Receiver:
         self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming))))
         return names
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        self._abandoned = reason
-        # Links that are made from here on, `join` tells.
-        tell(self._links, reason)
+        self._aborted = reason
+        # `connect` notifies over links that are made from here on.
+        notify_failure(self._links, reason)
 
     def close(self) -> None:
         """End the links and let go of all memory."""
         for link in self._links.values():
             link.close()
         self._views = {}
-        if self._end is not None:
-            self._end.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _connect(self) -> None:
-        meeting, errors = self._meeting, []
-        for source, stream in self._streams.items():
+        rendezvous, errors = self._rendezvous, []
+        key, timeout_s = rendezvous.key, rendezvous.timeout_s
+        for source, messages in self._messages.items():
             # Also after an error: those that wait for this rank are to be told.
             try:
-                link = connect(meeting.doors[source], meeting.key, f"{meeting.senders} {source}", meeting.timeout_s)
+                link = connect(rendezvous.listeners[source], key, f"{rendezvous.senders} {source}", timeout_s)
                 self._links[source] = link
                 # At once: sources talk to one rank after the other.
-                link.send(Hello(self._rank, digest(stream)))
+                link.send(Hello(self._rank, digest(messages)))
             except TransferError as error:
                 errors.append(error)
         if errors:
@@ -119,16 +120,16 @@ class Receiver:
 
     def _take_all(self, version: int, take: Callable[[_Incoming], None]) -> None:
         """Call `take` with each message of all sources, as they come."""
-        assert self._end is not None
-        missing = {source: set(range(len(stream))) for source, stream in self._streams.items()}
+        assert self._endpoint is not None
+        missing = {source: set(range(len(messages))) for source, messages in self._messages.items()}
         announced: deque[tuple[int, Announcement]] = deque()
         pulled: deque[_Incoming] = deque()
-        with telling(self._links), self._stream.entered():
+        with notify_peers_on_error(self._links), self._stream.entered():
             while pulled or announced or any(missing.values()):
                 announced += self._announcements(missing, version, wait=not pulled and not announced)
-                while announced and len(pulled) < self._end.pulls_at_once:
+                while announced and len(pulled) < self._endpoint.pulls_at_once:
                     source, announcement = announced.popleft()
-                    pull = self._end.pull(source, announcement.bucket, announcement.size_bytes)
+                    pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes)
                     pulled.append(_Incoming(source, announcement, pull))
                 incoming = pulled.popleft()
                 take(incoming)
@@ -140,7 +141,7 @@ class Receiver:
     ) -> Iterator[tuple[int, Announcement]]:
         """Yield the announcements that have come, each with its source; at least one if it may `wait`."""
         open_links = {self._links[source]: source for source, numbers in missing.items() if numbers}
-        for link in ready(open_links, self._meeting.timeout_s) if wait else ready_now(open_links):
+        for link in ready(open_links, self._rendezvous.timeout_s) if wait else ready_now(open_links):
             source, announcement = open_links[link], link.receive(Announcement)
             number = announcement.number
             if announcement.version != version or number not in missing[source]:
@@ -148,7 +149,7 @@ class Receiver:
                     f"{link.peer} sent message {number} of version {announcement.version}, and version {version} lacks "
                     f"its messages {sorted(missing[source])[:3]}"
                 )
-            if announcement.size_bytes != self._streams[source][number].size_bytes:
+            if announcement.size_bytes != self._messages[source][number].size_bytes:
                 raise TransferError(f"{link.peer} sent message {number} with {announcement.size_bytes} bytes")
             missing[source].remove(number)
             yield source, announcement
@@ -168,6 +169,6 @@ class Receiver:
         number = incoming.announcement.number
         key = incoming.source, number, bucket.data_ptr()
         if key not in self._views:
-            message = self._streams[incoming.source][number]
+            message = self._messages[incoming.source][number]
             self._views[key] = blocks(message, bucket, self._tensors, "destination")
         return self._views[key]

@@ -8,25 +8,25 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
-from megarl.resharding.direct.announcements import Acknowledgement, Announcement, Hello, Joined
 from megarl.resharding.direct.connections import (
     Address,
-    Door,
     Failure,
     Link,
+    Listener,
     TransferError,
     as_they_come,
     connect,
+    notify_failure,
+    notify_peers_on_error,
     ready,
-    tell,
-    telling,
 )
 from megarl.resharding.direct.messages import Message, digest
+from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import Block, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
-from megarl.resharding.direct.streams import Streams
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.ends import BUCKETS, Meeting, SendingEnd
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
+from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megatron_ext import device
 
 Outgoing: TypeAlias = tuple[int, int]
@@ -44,18 +44,18 @@ class _Packed:
 
 
 class Sender:
-    """The part of sending rank `rank` in every refit: `streams` says what it sends to whom, out of its `tensors`.
+    """The part of sending rank `rank` in every refit: `messages` says what it sends to whom, out of its `tensors`.
 
-    It meets its receivers in `join`; after an error of any method only `close` is left.
+    It meets its receivers in `connect`; after an error of any method only `close` is left.
     """
 
-    def __init__(self, rank: int, streams: Streams, tensors: Mapping[str, Tensor], host: str) -> None:
+    def __init__(self, rank: int, messages: MessagesByPeer, tensors: Mapping[str, Tensor], host: str) -> None:
         self._rank = rank
-        self._streams = streams
+        self._messages = messages
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._door = Door(host)
+        self._listener = Listener(host)
         self._links: dict[int, Link] = {}
-        self._end: SendingEnd | None = None
+        self._endpoint: SendEndpoint | None = None
         self._name = ""
         self._timeout_s = 0.0
         self._outgoing: dict[Outgoing, _Packed] = {}
@@ -66,27 +66,27 @@ class Sender:
     @property
     def address(self) -> Address:
         """Where receivers find this rank."""
-        return self._door.address
+        return self._listener.address
 
-    def join(self, meeting: Meeting) -> None:
+    def connect(self, rendezvous: Rendezvous) -> None:
         """Wait for all receivers and let them take part. Raises TransferError if one does not come."""
-        self._timeout_s = meeting.timeout_s
-        self._name = f"{meeting.senders} {self._rank}"
-        with telling(self._links):
+        self._timeout_s = rendezvous.timeout_s
+        self._name = f"{rendezvous.senders} {self._rank}"
+        with notify_peers_on_error(self._links):
             try:
-                for _ in self._streams:
-                    self._welcome(self._door.accept(meeting.key, meeting.timeout_s, self._links.values()))
+                for _ in self._messages:
+                    self._welcome(self._listener.accept(rendezvous.key, rendezvous.timeout_s, self._links.values()))
             finally:
-                # After an error, those that stand before the door are to know.
-                self._door.close()
-            largest = max((message.size_bytes for stream in self._streams.values() for message in stream), default=0)
-            self._end = TRANSPORTS[meeting.transport].sending(meeting, self._rank, largest)
+                # After an error, those that stand before the listener are to know.
+                self._listener.close()
+            largest = largest_bytes(self._messages)
+            self._endpoint = TRANSPORTS[rendezvous.transport].sending(rendezvous, self._rank, largest)
             for link in self._links.values():
-                link.send(self._end.offer())
-            for _ in as_they_come(self._links.values(), Joined, meeting.timeout_s):
+                link.send(self._endpoint.offer())
+            for _ in as_they_come(self._links.values(), Connected, rendezvous.timeout_s):
                 pass
-            self._end.everyone_joined()
-        self._outgoing = self._in_order(len(meeting.doors), meeting.destinations)
+            self._endpoint.all_connected()
+        self._outgoing = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
     def send(self, version: int, *, with_checksum: bool) -> int:
         """Send everything, as it is now, as `version`; returns when all receivers have it. The number of bytes sent.
@@ -101,7 +101,7 @@ class Sender:
     def send_chosen(self, version: int, choice: Choice) -> int:
         """`send`, in the order that `choice` makes as it goes along; what it raises, receivers are told."""
         left = dict(self._outgoing)
-        with telling(self._links), self._stream.entered():
+        with notify_peers_on_error(self._links), self._stream.entered():
             for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
@@ -112,36 +112,36 @@ class Sender:
                 self._wait_for_bucket(bucket)
         return sum(packed.message.size_bytes for packed in self._outgoing.values())
 
-    def abandon(self, meeting: Meeting, reason: str) -> None:
+    def abort(self, rendezvous: Rendezvous, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        # Peers that have not come yet are not to be waited for; at a closed door nobody is.
+        # Peers that have not come yet are not to be waited for; at a closed listener nobody is.
         with suppress(TransferError):
-            connect(self.address, meeting.key, "itself", meeting.timeout_s).send(Failure(reason))
-        tell(self._links, reason)
+            connect(self.address, rendezvous.key, "itself", rendezvous.timeout_s).send(Failure(reason))
+        notify_failure(self._links, reason)
 
     def close(self) -> None:
         """End the links and free the buckets."""
-        self._door.close()
+        self._listener.close()
         for link in self._links.values():
             link.close()
         self._outgoing = {}
-        if self._end is not None:
-            self._end.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _welcome(self, link: Link) -> None:
         hello = link.receive(Hello)
         link.peer = f"engine worker {hello.destination}"
-        if hello.destination not in self._streams or hello.destination in self._links:
+        if hello.destination not in self._messages or hello.destination in self._links:
             raise TransferError(f"{self._name} has nothing for {link.peer}")
         self._links[hello.destination] = link
-        if hello.digest != digest(self._streams[hello.destination]):
+        if hello.digest != digest(self._messages[hello.destination]):
             raise TransferError(f"{self._name} and {link.peer} do not have the same plan")
 
     def _in_order(self, sources: int, destinations: int) -> dict[Outgoing, _Packed]:
         messages = {
             (destination, number): message
-            for destination, stream in self._streams.items()
-            for number, message in enumerate(stream)
+            for destination, messages in self._messages.items()
+            for number, message in enumerate(messages)
         }
         keys = list(messages)
         table = [(*key, message.size_bytes) for key, message in messages.items()]
@@ -150,15 +150,15 @@ class Sender:
         return {keys[index]: _Packed(messages[keys[index]]) for index in order}
 
     def _send(self, outgoing: Outgoing, version: int, bucket: int, with_checksum: bool) -> None:
-        assert self._end is not None
+        assert self._endpoint is not None
         destination, number = outgoing
         packed = self._outgoing[outgoing]
         if bucket not in packed.views:
-            packed.views[bucket] = blocks(packed.message, self._end.buckets[bucket], self._tensors, "source")
+            packed.views[bucket] = blocks(packed.message, self._endpoint.buckets[bucket], self._tensors, "source")
         checksum = pack(packed.views[bucket], with_checksum=with_checksum)
         self._stream.synchronize()
         size = packed.message.size_bytes
-        self._end.push(bucket, size, destination)
+        self._endpoint.push(bucket, size, destination)
         self._readers[bucket] = link = self._links[destination]
         link.send(Announcement(version, number, bucket, size, checksum))
 

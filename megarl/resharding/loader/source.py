@@ -43,7 +43,7 @@ class WeightSource:
         """The type of every HF tensor of which this rank sends a part."""
         return {name: self._tensors[sent[0].source_name].dtype for name, sent in self._transfers.items()}
 
-    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Map the segments that buckets are written to."""
         self._segments = [map_segment(path, segment_bytes) for path in segments]
 

@@ -5,30 +5,30 @@ from typing import Any
 from converters.layouts.recorded import local_tensors
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.destination import Destination
-from megarl.resharding.direct.route import Route
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.rollout.vllm.recording import after_direct_write, loaded_parameters
 
 
 class DirectWriter:
-    """Worker `worker` of engine `replica`, as a destination of the `route`. After an error only `close` is left."""
+    """Worker `worker` of engine `replica`, as a destination of the `spec`. After an error only `close` is left."""
 
-    def __init__(self, model: Any, model_config: Any, route: Route, replica: int, worker: int) -> None:
+    def __init__(self, model: Any, model_config: Any, spec: TransferSpec, replica: int, worker: int) -> None:
         self._model = model
         self._model_config = model_config
-        rank = replica * len(route.recordings) + worker
-        tensors = local_tensors(loaded_parameters(model), route.recordings[worker].shard)
-        self._destination = Destination(rank, route.incoming(rank), tensors)
+        rank = replica * len(spec.recordings) + worker
+        tensors = local_tensors(loaded_parameters(model), spec.recordings[worker].shard)
+        self._destination = Destination(rank, spec.incoming(rank), tensors)
 
     @property
     def address(self) -> Address:
         """Where neighbours that pass something on find this worker."""
         return self._destination.address
 
-    def join(self, meeting: Meeting) -> None:
+    def connect(self, rendezvous: Rendezvous) -> None:
         """Meet the trainer's ranks, and the workers that pass something on. Raises TransferError as `Destination`."""
         try:
-            self._destination.join(meeting)
+            self._destination.connect(rendezvous)
         except BaseException:
             self.close()
             raise

@@ -11,8 +11,8 @@ import torch
 from converters.errors import UserError
 from converters.layouts.recorded import Recording
 from megarl.resharding.direct.connections import Address, TransferError
-from megarl.resharding.direct.route import Route
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
@@ -75,8 +75,8 @@ class VllmEngine:
         """See `Engine.resume`."""
         self._call(self._resume)
 
-    def connect(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """See `Engine.connect`."""
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """See `Engine.map_segments`."""
         init_info = {"paths": list(segments), "segment_bytes": segment_bytes}
         self._call(self._workers, "init_weight_transfer_engine", init_info)
 
@@ -84,13 +84,13 @@ class VllmEngine:
         """See `Engine.begin_update`."""
         self._call(self._begin_update, version, names)
 
-    def open_transfer(self, route: Route, replica: int) -> list[Address]:
+    def open_transfer(self, spec: TransferSpec, replica: int) -> list[Address]:
         """See `Engine.open_transfer`."""
-        return self._call(self._workers, "open_transfer", route, replica)
+        return self._call(self._workers, "open_transfer", spec, replica)
 
-    def join_transfer(self, meeting: Meeting) -> None:
-        """See `Engine.join_transfer`."""
-        self._call(self._transfer, "join_transfer", meeting)
+    def connect_transfer(self, rendezvous: Rendezvous) -> None:
+        """See `Engine.connect_transfer`."""
+        self._call(self._transfer, "connect_transfer", rendezvous)
 
     def receive(self, version: int) -> None:
         """See `Engine.receive`."""
@@ -100,9 +100,9 @@ class VllmEngine:
         """See `Engine.compare`."""
         return set().union(*self._call(self._transfer, "compare_transfer", version))
 
-    def leave_transfer(self) -> None:
-        """See `Engine.leave_transfer`."""
-        self._call(self._workers, "leave_transfer")
+    def close_transfer(self) -> None:
+        """See `Engine.close_transfer`."""
+        self._call(self._workers, "close_transfer")
 
     def write(self, bucket: Bucket) -> None:
         """See `Engine.write`."""
@@ -218,7 +218,7 @@ class VllmEngine:
         if version <= self._version:
             raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
         if self._update is not None:
-            self._workers("abandon_weight_update")
+            self._workers("abort_weight_update")
         self._update = WeightUpdate(version, names)
 
     def _write(self, bucket: Bucket) -> None:

@@ -12,8 +12,8 @@ from vllm.platforms import current_platform
 from converters.layout import Shape
 from converters.layouts.recorded import Recording
 from megarl.resharding.direct.connections import Address, TransferError
-from megarl.resharding.direct.route import Route
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.rollout.vllm import cpu, recording, routers, weight_transfer
 from megarl.rollout.vllm.direct_writing import DirectWriter
 
@@ -31,7 +31,7 @@ class WorkerExtension:
 
     _direct_writer: DirectWriter | None = None
 
-    def abandon_weight_update(self) -> None:
+    def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
         if self._weight_update_active:  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
@@ -40,19 +40,19 @@ class WorkerExtension:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`recording.record_model`)."""
         return recording.record_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
-    def open_transfer(self, route: Route, replica: int) -> Address:
+    def open_transfer(self, spec: TransferSpec, replica: int) -> Address:
         """Prepare to be written straight into the parameters; where neighbours that pass something on find this one."""
-        self.leave_transfer()
+        self.close_transfer()
         model, config, worker = self.get_model(), self.model_config, self.rank  # type: ignore[attr-defined]
-        self._direct_writer = DirectWriter(model, config, route, replica, worker)
+        self._direct_writer = DirectWriter(model, config, spec, replica, worker)
         return self._direct_writer.address
 
-    def join_transfer(self, meeting: Meeting) -> str | None:
-        """See `DirectWriter.join`."""
+    def connect_transfer(self, rendezvous: Rendezvous) -> str | None:
+        """See `DirectWriter.connect`."""
         try:
-            self._writer().join(meeting)
+            self._writer().connect(rendezvous)
         except TransferError as error:
-            self.leave_transfer()
+            self.close_transfer()
             return str(error)
         return None
 
@@ -61,7 +61,7 @@ class WorkerExtension:
         try:
             self._writer().receive(version)
         except TransferError as error:
-            self.leave_transfer()
+            self.close_transfer()
             return str(error)
         return None
 
@@ -70,10 +70,10 @@ class WorkerExtension:
         try:
             return self._writer().compare(version)
         except TransferError as error:
-            self.leave_transfer()
+            self.close_transfer()
             return str(error)
 
-    def leave_transfer(self) -> None:
+    def close_transfer(self) -> None:
         """Free what a transfer holds."""
         if self._direct_writer is not None:
             self._direct_writer.close()
@@ -81,5 +81,5 @@ class WorkerExtension:
 
     def _writer(self) -> DirectWriter:
         if self._direct_writer is None:
-            raise TransferError("the engine has not joined a transfer")
+            raise TransferError("the engine is not connected for a transfer")
         return self._direct_writer

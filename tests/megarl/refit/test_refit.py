@@ -19,7 +19,7 @@ from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.refit.probe import ProbeError
 from megarl.refit.refit import Refit
-from megarl.resharding.direct.route import check_recorded
+from megarl.resharding.direct.transfer_spec import check_recorded
 from megarl.run.job import open_job
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -85,19 +85,19 @@ def repeat_and_lose_a_rank(open_run):
 
 def check_the_route(job):
     """Engines that are not of this policy are refused before anything moves."""
-    route = job.refit._planned._route
+    spec = job.refit._planned._spec
     dtypes = job.trainer.weight_dtypes()
-    route.check(dtypes)
-    narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in route.recordings]
+    spec.check(dtypes)
+    narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in spec.recordings]
     # The recorded part is enough: the rest may go through the loader.
     partial = [replace(each, shard=replace(each.shard, placements=each.shard.placements[:1])) for each in narrow]
     with pytest.raises(UserError, match=r"keeps model.* as bfloat16 and the policy is trained in float32: set rollout"):
         check_recorded(partial, dtypes)
     with pytest.raises(UserError, match="as bfloat16"):
-        replace(route, recordings=narrow).check(dtypes)
+        replace(spec, recordings=narrow).check(dtypes)
     other = read_architecture({**read_json(job.model.folder / CONFIG), "vocab_size": 80})
     with pytest.raises(UserError, match="embed_tokens"):
-        replace(route, architecture=other).check(dtypes)
+        replace(spec, architecture=other).check(dtypes)
     # By name nothing could check it later, so that it is asked of the engine's own loader first.
     message = r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
     with pytest.raises(UserError, match=message):
@@ -118,7 +118,7 @@ def probe_and_lose_the_engine(open_run):
         with pytest.raises(ProbeError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
             job.refit(2)
         check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
-        job.refit._planned.join()
+        job.refit._planned.connect()
         run_in(job.engines, 0, break_at, "unpacked", 1, "kill")
         job.refit(7)
 

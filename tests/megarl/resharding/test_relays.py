@@ -15,10 +15,10 @@ from transfer_ranks import Scene
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.recorded import Recording
 from converters.topology import Topology
-from megarl.resharding.direct.arrivals import Arrivals
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.route import Route
-from megarl.resharding.direct.streams import DestinationStreams, incoming, outgoing
+from megarl.resharding.direct.messages_by_peer import DestinationMessages, incoming, outgoing
+from megarl.resharding.direct.relay_readiness import RelayReadiness
+from megarl.resharding.direct.transfer_spec import TransferSpec
 
 TWO_ENGINES = Scene(
     make_config("qwen3"),
@@ -50,7 +50,7 @@ SCENES = {
 }
 
 
-def streams_of(scene):
+def messages_of(scene):
     ranks = range(scene.plan.destination_ranks)
     return [incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes) for rank in ranks]
 
@@ -58,13 +58,13 @@ def streams_of(scene):
 @pytest.mark.parametrize("name", SCENES)
 def test_every_refit_brings_all_weights_of_its_version(set_up, name):
     stage = set_up(SCENES[name])
-    stage.join()
+    stage.connect()
     for version in (0, 1, 2):
         stage.call(stage.sources, "fill", version)
         sent = stage.refit(version)[: len(stage.sources)]
         assert stage.wrong(version) == [[]] * len(stage.destinations)
-    direct = [streams.direct for streams in streams_of(stage.scene)]
-    assert sum(sent) == sum(message.size_bytes for each in direct for stream in each.values() for message in stream)
+    direct = [messages.direct for messages in messages_of(stage.scene)]
+    assert sum(sent) == sum(message.size_bytes for each in direct for messages in each.values() for message in messages)
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -72,9 +72,9 @@ def test_what_a_node_needs_enters_it_once(name):
     scene = SCENES[name]
     plan, topology = scene.plan, scene.topology
     entering = Counter()
-    for rank, streams in enumerate(streams_of(scene)):
-        for stream in streams.direct.values():
-            pieces = [piece for message in stream for piece in message.pieces]
+    for rank, each in enumerate(messages_of(scene)):
+        for messages in each.direct.values():
+            pieces = [piece for message in messages for piece in message.pieces]
             entering[topology.destination_node[rank]] += sum(piece.size_bytes for piece in pieces)
     for node in set(topology.destination_node) - set(topology.source_node):
         wanted = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in plan.destination.hf_shapes.items()}
@@ -102,9 +102,9 @@ def test_both_ends_of_a_relay_derive_the_same_messages(name):
     kinds = (torch.float32, torch.bfloat16)
     dtypes = [dict.fromkeys(each, kinds[worker]) for worker, each in enumerate(scene.dtypes)]
     every = [incoming(plan, rank, dtypes, scene.bucket_bytes) for rank in range(plan.destination_ranks)]
-    out = {(rank, to): stream for rank, each in enumerate(every) for to, stream in each.relays_out.items()}
+    out = {(rank, to): messages for rank, each in enumerate(every) for to, messages in each.relays_out.items()}
     assert out
-    assert out == {(of, rank): stream for rank, each in enumerate(every) for of, stream in each.relays_in.items()}
+    assert out == {(of, rank): messages for rank, each in enumerate(every) for of, messages in each.relays_in.items()}
 
 
 def masks(shapes, messages, box_of):
@@ -120,26 +120,26 @@ def masks(shapes, messages, box_of):
 @cache
 def coming_and_leaving(rank):
     scene = replace(TWO_ENGINES, bucket_bytes=2000)
-    streams, shapes = streams_of(scene)[rank], scene.plan.destination.local_shapes(rank % scene.workers)
-    coming = masks(shapes, numbered(streams.direct), lambda piece: (piece.destination_name, piece.destination_box))
-    leaving = masks(shapes, numbered(streams.relays_out), lambda piece: (piece.source_name, piece.source_box))
-    return streams, coming, leaving
+    messages, shapes = messages_of(scene)[rank], scene.plan.destination.local_shapes(rank % scene.workers)
+    coming = masks(shapes, numbered(messages.direct), lambda piece: (piece.destination_name, piece.destination_box))
+    leaving = masks(shapes, numbered(messages.relays_out), lambda piece: (piece.source_name, piece.source_box))
+    return messages, coming, leaving
 
 
-def numbered(streams):
-    return {(peer, number): message for peer, stream in streams.items() for number, message in enumerate(stream)}
+def numbered(messages):
+    return {(peer, number): message for peer, messages in messages.items() for number, message in enumerate(messages)}
 
 
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_nothing_is_passed_on_before_it_is_there(data):
-    streams, coming, leaving = coming_and_leaving(data.draw(st.integers(0, 3)))
-    arrivals = Arrivals(streams)
+    messages, coming, leaving = coming_and_leaving(data.draw(st.integers(0, 3)))
+    readiness = RelayReadiness(messages)
     for order in (data.draw(st.permutations(list(coming))), list(coming)):
-        arrivals.expect()
+        readiness.expect()
         waiting, here = data.draw(st.permutations(list(leaving))), {}
         for incoming_ in order:
-            arrivals.add(incoming_, with_checksum=True)
+            readiness.add(incoming_, with_checksum=True)
             for name, mask in coming[incoming_].items():
                 here[name] = here[name] | mask if name in here else mask
             ready = [
@@ -148,28 +148,28 @@ def test_nothing_is_passed_on_before_it_is_there(data):
                 if all(name in here and not (mask & ~here[name]).any() for name, mask in leaving[each].items())
             ]
             for each in ready:
-                assert arrivals.choose(waiting) == (each, True)
+                assert readiness.choose(waiting) == (each, True)
                 waiting.remove(each)
             with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to pass on"):
-                arrivals.choose(waiting)
+                readiness.choose(waiting)
         assert not waiting
-    arrivals.fail("no more")
-    assert arrivals.choose(leaving)
-    arrivals.expect()
-    arrivals.fail("no more")
+    readiness.fail("no more")
+    assert readiness.choose(leaving)
+    readiness.expect()
+    readiness.fail("no more")
     with pytest.raises(TransferError, match="no more"):
-        arrivals.choose(leaving)
+        readiness.choose(leaving)
 
 
 def test_what_does_not_come_is_not_passed_on():
-    streams = streams_of(TWO_ENGINES)[0]
+    messages = messages_of(TWO_ENGINES)[0]
     with pytest.raises(ValueError, match="is passed on and does not come"):
-        Arrivals(DestinationStreams({}, {}, streams.relays_out))
+        RelayReadiness(DestinationMessages({}, {}, messages.relays_out))
 
 
 def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
     stage = set_up(TWO_ENGINES)
-    stage.join()
+    stage.connect()
     stage.refit(0)
 
     assert stage.compare(1) == [set()] * 4
@@ -197,17 +197,19 @@ def test_a_route_passes_on_where_it_makes_a_difference(topology, node_once):
     layout = TWO_ENGINES.plan.destination
     workers = zip(range(2), TWO_ENGINES.dtypes, strict=True)
     recordings = [Recording(layout.shard(worker), dtypes, [], {}) for worker, dtypes in workers]
-    route = Route(TWO_ENGINES.architecture, TWO_ENGINES.source, "local", recordings, 2, topology, bucket_bytes=1400)
-    assert route.node_once == node_once
-    parts = [route.incoming(rank) for rank in range(4)]
-    plain = replace(route.plan, node_once=False)
+    spec = TransferSpec(
+        TWO_ENGINES.architecture, TWO_ENGINES.source, "local", recordings, 2, topology, bucket_bytes=1400
+    )
+    assert spec.node_once == node_once
+    parts = [spec.incoming(rank) for rank in range(4)]
+    plain = replace(spec.plan, node_once=False)
     directly = [incoming(plain, rank, TWO_ENGINES.dtypes, 1400) for rank in range(4)]
-    sent = [route.outgoing(rank) for rank in range(2)]
+    sent = [spec.outgoing(rank) for rank in range(2)]
     assert all(each.direct[source] == sent[source][rank] for rank, each in enumerate(parts) for source in each.direct)
     if node_once:
         assert any(each.relays_out for each in parts)
         messages = [
-            message for each in parts for streams in vars(each).values() for message in numbered(streams).values()
+            message for each in parts for messages in vars(each).values() for message in numbered(messages).values()
         ]
         assert max(message.size_bytes for message in messages) <= 700
     else:

@@ -12,16 +12,16 @@ from transfer_ranks import LOOPBACK, DestinationRank, Scene, SourceRank
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
 from megarl.resharding.direct import receiver, sender
-from megarl.resharding.direct.announcements import Acknowledgement, Announcement
 from megarl.resharding.direct.connections import Link
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.wire import Acknowledgement, Announcement
 from megatron_ext import device
 
 SIZES = ParallelSizes(world_size=1)
 SCENE = Scene(make_config("qwen3"), SIZES, workers=2, topology=Topology([0], [0], [1, 1], [1, 2]))
 
 
-class Streams:
+class MessagesByPeer:
     """Notes what each thread asks for that has not been waited for, and what it waits for."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch):
-    noted = Streams()
+    noted = MessagesByPeer()
     monkeypatch.setattr(device, "SideStream", noted.stream)
     monkeypatch.setattr(device, "synchronize", noted.whole_device)
     monkeypatch.setattr(sender, "pack", noted.asks(sender.pack))
@@ -84,18 +84,20 @@ def test_only_the_own_stream_is_waited_for_message_by_message(streams):
     source = SourceRank(SCENE, 0)
     workers = [DestinationRank(SCENE, rank) for rank in range(SCENE.workers)]
     everyone = [source, *workers]
-    doors, relay_doors = [source.open()], [worker.open() for worker in workers]
-    meeting = Meeting(SCENE.transport, secrets.token_bytes(16), doors, None, len(workers), 20.0, relay_doors)
+    listeners, relay_listeners = [source.open()], [worker.open() for worker in workers]
+    rendezvous = Rendezvous(
+        SCENE.transport, secrets.token_bytes(16), listeners, None, len(workers), 20.0, relay_listeners
+    )
     with ThreadPoolExecutor(len(everyone)) as pool:
         try:
-            list(pool.map(lambda rank: rank.join(meeting), everyone))
+            list(pool.map(lambda rank: rank.connect(rendezvous), everyone))
             moves = [lambda: source.send(0), *(lambda worker=worker: worker.receive(0) for worker in workers)]
             list(pool.map(lambda move: move(), moves))
         finally:
             for rank in everyone:
                 rank.close()
     assert [worker.wrong(0) for worker in workers] == [[], []]
-    assert doors[0][0] == LOOPBACK
+    assert listeners[0][0] == LOOPBACK
     assert not streams.too_early, "announced or acknowledged before the device was done with it"
     assert not streams.outside
     assert streams.waits["device"] == len(everyone)

@@ -31,7 +31,7 @@ def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
     victim = stage.sources[1]
     victim.break_at("accept", 1, "kill")
     # The other source says nothing to the one worker, since it waits for the other worker, which does not come.
-    found = failures(stage.begin([*stage.sources, stage.destinations[0]], "join", stage.meeting()))
+    found = failures(stage.begin([*stage.sources, stage.destinations[0]], "connect", stage.rendezvous()))
     assert found[2] == "TransferError: trainer rank 1 is gone"
     assert found[0] == "TransferError: engine worker 0 failed: trainer rank 1 is gone"
 
@@ -39,7 +39,7 @@ def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
 @pytest.mark.parametrize(("side", "point", "count"), TRANSFER)
 def test_a_death_while_the_weights_move(set_up, side, point, count):
     stage = set_up(SCENE)
-    stage.join()
+    stage.connect()
     stage.refit(1)
     victim = getattr(stage, side)[0]
     victim.break_at(point, count, "kill")
@@ -49,7 +49,7 @@ def test_a_death_while_the_weights_move(set_up, side, point, count):
 @pytest.mark.parametrize(("side", "point"), [("sources", "packed"), ("destinations", "unpacked")])
 def test_a_death_while_the_weights_move_over_gloo(set_up, side, point):
     stage = set_up(replace(SCENE, transport="point_to_point"))
-    stage.join()
+    stage.connect()
     victim = getattr(stage, side)[0]
     victim.break_at(point, 3, "kill")
     check_that_all_hear_of_it(stage, stage.begin_refit(1), victim)
@@ -74,7 +74,7 @@ def check_that_all_hear_of_it(stage, calls, victim):
 @pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
 def test_a_rank_that_stands_still_is_given_up(set_up, transport, side, point):
     stage = set_up(replace(SCENE, timeout_s=1.5, transport=transport))
-    stage.join()
+    stage.connect()
     victim = getattr(stage, side)[0]
     victim.break_at(point, 3, "stop")
     ranks = [*stage.sources, *stage.destinations]
@@ -89,14 +89,14 @@ def test_a_rank_that_stands_still_is_given_up(set_up, transport, side, point):
 @pytest.mark.parametrize(("side", "point", "count"), [("sources", "packed", 2), ("destinations", "unpacked", 2)])
 def test_after_an_error_the_same_ranks_meet_again(set_up, side, point, count):
     stage = set_up(SCENE)
-    stage.join()
+    stage.connect()
     getattr(stage, side)[0].break_at(point, count, "fail")
     found = failures(stage.begin_refit(1))
     assert sum("RuntimeError: on purpose" in error for error in found) == 1
     assert sum("failed: on purpose" in error for error in found) >= 1
     assert all(found)
     assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 4
-    stage.join()
+    stage.connect()
     stage.refit(1)
     assert stage.wrong(0) == [[], []]
 
@@ -104,13 +104,13 @@ def test_after_an_error_the_same_ranks_meet_again(set_up, side, point, count):
 @pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
 def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, transport):
     stage = set_up(replace(SCENE, transport=transport))
-    stage.join()
+    stage.connect()
     stage.sources[1].break_at("packed", 4, "corrupt")
     found = failures(stage.begin_refit(1))
     assert any("of trainer rank 1 came with checksum" in error for error in found[2:])
     assert any("came with checksum" in error for error in found[:2])
     stage.call([*stage.sources, *stage.destinations], "close")
-    stage.join()
+    stage.connect()
     stage.sources[1].break_at("packed", 4, "corrupt")
     stage.refit(2, with_checksum=False)
     assert sum(map(len, stage.wrong(0))) == 1

@@ -9,7 +9,7 @@ from small_configs import make_config
 from transfer_ranks import Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.resharding.direct.streams import incoming, outgoing
+from megarl.resharding.direct.messages_by_peer import incoming, outgoing
 
 EVERY_CUT = ParallelSizes(
     world_size=4,
@@ -40,7 +40,7 @@ SCENES = {
 def test_every_refit_brings_the_weights_of_its_version(set_up, name):
     scene = SCENES[name]
     stage = set_up(scene)
-    stage.join()
+    stage.connect()
     for version in (0, 1, 2):
         stage.call(stage.sources, "fill", version)
         stage.refit(version)
@@ -55,12 +55,18 @@ def test_no_byte_moves_that_is_not_needed(name):
     sent = [outgoing(plan, rank, dtypes, scene.bucket_bytes) for rank in range(scene.source.world_size)]
     got = [incoming(plan, rank, dtypes, scene.bucket_bytes).direct for rank in range(plan.destination_ranks)]
     pairs = {
-        (source, destination): stream for source, streams in enumerate(sent) for destination, stream in streams.items()
+        (source, destination): messages
+        for source, messages in enumerate(sent)
+        for destination, messages in messages.items()
     }
     assert pairs == {
-        (source, destination): stream for destination, streams in enumerate(got) for source, stream in streams.items()
+        (source, destination): messages
+        for destination, messages in enumerate(got)
+        for source, messages in messages.items()
     }
-    bytes_sent = sum(piece.size_bytes for stream in pairs.values() for message in stream for piece in message.pieces)
+    bytes_sent = sum(
+        piece.size_bytes for messages in pairs.values() for message in messages for piece in message.pieces
+    )
     shards = [plan.destination.shard(worker) for worker in range(scene.workers)]
     needed = sum(placement.local_box.size for shard in shards for placement in shard.placements)
     assert bytes_sent == scene.replicas * needed * scene.dtype.itemsize
@@ -68,7 +74,7 @@ def test_no_byte_moves_that_is_not_needed(name):
 
 def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
     stage = set_up(SMALL)
-    stage.join()
+    stage.connect()
     stage.refit(0)
 
     assert stage.compare(1) == [set(), set()]
@@ -81,9 +87,9 @@ def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
 def test_a_peer_without_the_key_is_turned_away(set_up):
     scene = replace(SMALL, timeout_s=1.5)
     stage = set_up(scene)
-    meeting = stage.meeting()
-    wrong = replace(meeting, key=secrets.token_bytes(16))
-    calls = stage.begin(stage.sources, "join", meeting) + stage.begin(stage.destinations, "join", wrong)
+    rendezvous = stage.rendezvous()
+    wrong = replace(rendezvous, key=secrets.token_bytes(16))
+    calls = stage.begin(stage.sources, "connect", rendezvous) + stage.begin(stage.destinations, "connect", wrong)
     found = failures(calls)
     assert all(
         "TransferError: no peer came to" in error and "within 1.5 s (refit.timeout_s)" in error for error in found[:2]
@@ -93,9 +99,9 @@ def test_a_peer_without_the_key_is_turned_away(set_up):
 
 def test_ranks_with_different_plans_do_not_begin(set_up):
     stage, other = set_up(SMALL), set_up(replace(SMALL, bucket_bytes=500))
-    meeting = stage.meeting()
+    rendezvous = stage.rendezvous()
     other.call(other.destinations, "open")
-    calls = stage.begin(stage.sources, "join", meeting) + stage.begin(other.destinations, "join", meeting)
+    calls = stage.begin(stage.sources, "connect", rendezvous) + stage.begin(other.destinations, "connect", rendezvous)
     found = failures(calls)
     assert all("TransferError" in error for error in found)
     assert any("do not have the same plan" in error for error in found)
@@ -103,7 +109,7 @@ def test_ranks_with_different_plans_do_not_begin(set_up):
 
 def test_a_version_that_nobody_asked_for_is_refused(set_up):
     stage = set_up(SMALL)
-    stage.join()
+    stage.connect()
     calls = stage.begin(stage.sources, "send", 3) + stage.begin(stage.destinations, "receive", 4)
     assert any("of version 3, and version 4 lacks its messages [0, 1, 2]" in error for error in failures(calls))
     assert all("TransferError" in error for error in failures(calls))

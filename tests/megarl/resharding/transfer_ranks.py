@@ -25,13 +25,13 @@ from converters.topology import Topology
 from megarl.resharding.direct import connections
 from megarl.resharding.direct import receiver as receiving
 from megarl.resharding.direct import sender as sending
-from megarl.resharding.direct.announcements import Acknowledgement, Announcement
 from megarl.resharding.direct.connections import Link, TransferError
 from megarl.resharding.direct.destination import Destination
+from megarl.resharding.direct.messages_by_peer import incoming, outgoing
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.streams import incoming, outgoing
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.wire import Acknowledgement, Announcement
 from megatron_ext.loopback import open_store
 
 LOOPBACK = "127.0.0.1"
@@ -121,10 +121,10 @@ class SourceRank:
     def __init__(self, scene, rank):
         self._layout, self._rank, dtype = scene.plan.source, rank, scene.source_dtype
         self._tensors = {name: tensor.to(dtype) for name, tensor in shard_of(self._layout, rank, 0).items()}
-        self._streams = outgoing(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
+        self._messages = outgoing(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
 
     def open(self):
-        self._sender = Sender(self._rank, self._streams, self._tensors, LOOPBACK)
+        self._sender = Sender(self._rank, self._messages, self._tensors, LOOPBACK)
         return self._sender.address
 
     def store(self, timeout_s):
@@ -136,8 +136,8 @@ class SourceRank:
             self._tensors[name].copy_(tensor)
 
     @without_frames
-    def join(self, meeting):
-        self._sender.join(meeting)
+    def connect(self, rendezvous):
+        self._sender.connect(rendezvous)
 
     @without_frames
     def send(self, version, with_checksum=True):
@@ -159,15 +159,15 @@ class DestinationRank:
             name: torch.full(shape, torch.nan, dtype=scene.dtype)
             for name, shape in self._layout.local_shapes(worker).items()
         }
-        self._streams = incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
+        self._messages = incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
 
     def open(self):
-        self._destination = Destination(self._rank, self._streams, self._tensors)
+        self._destination = Destination(self._rank, self._messages, self._tensors)
         return self._destination.address
 
     @without_frames
-    def join(self, meeting):
-        self._destination.join(meeting)
+    def connect(self, rendezvous):
+        self._destination.connect(rendezvous)
 
     @without_frames
     def receive(self, version):
@@ -235,13 +235,13 @@ def _linger(*_, **_options):
 
 ACTIONS = {"linger": _linger, "kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
 POINTS = {
-    "accept": (sending.Door, "accept", None),
+    "accept": (sending.Listener, "accept", None),
     "packed": (sending, "pack", None),
     "announced": (Link, "send", Announcement),
     "connected": (receiving, "connect", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),
-    "told": (connections, "tell", None),
+    "notified": (connections, "notify_failure", None),
 }
 
 
@@ -295,19 +295,21 @@ class Stage:
     def call(self, ranks, method, *arguments):
         return [each.result(60) for each in self.begin(ranks, method, *arguments)]
 
-    def meeting(self, key=None):
+    def rendezvous(self, key=None):
         scene = self.scene
         store = self.sources[0].store(scene.timeout_s) if TRANSPORTS[scene.transport].needs_store else None
-        doors = self.call(self.sources, "open")
+        listeners = self.call(self.sources, "open")
         key = key or secrets.token_bytes(16)
-        relay_doors = self.call(self.destinations, "open")
-        return Meeting(scene.transport, key, doors, store, len(self.destinations), scene.timeout_s, relay_doors)
+        relay_listeners = self.call(self.destinations, "open")
+        return Rendezvous(
+            scene.transport, key, listeners, store, len(self.destinations), scene.timeout_s, relay_listeners
+        )
 
-    def begin_join(self, meeting=None):
-        meeting = meeting or self.meeting()
-        return self.begin(self.sources, "join", meeting) + self.begin(self.destinations, "join", meeting)
+    def begin_join(self, rendezvous=None):
+        rendezvous = rendezvous or self.rendezvous()
+        return self.begin(self.sources, "connect", rendezvous) + self.begin(self.destinations, "connect", rendezvous)
 
-    def join(self):
+    def connect(self):
         for each in self.begin_join():
             each.result(60)
 

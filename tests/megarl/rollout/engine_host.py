@@ -77,7 +77,7 @@ class Served:
         self.first, self.second = map(Weights, folders)
         segments = [Segment(SEGMENT_BYTES) for _ in range(2)]
         self._memories = [segment.memory for segment in segments]
-        engine.connect([segment.handle() for segment in segments], SEGMENT_BYTES)
+        engine.map_segments([segment.handle() for segment in segments], SEGMENT_BYTES)
         for segment in segments:
             segment.close()
 

@@ -30,7 +30,7 @@ def test_two_ranks(engines, folders, make_trainer, pool, assert_greedy):
     served.update(served.second, 1)
     assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
     trainer = make_trainer(served.engine, folders[0])
-    trainer.join()
+    trainer.connect()
     trainer.load(folders[1])
     assert trainer.compare(2) == set()
     trainer.load(folders[0])

@@ -11,7 +11,7 @@ from megarl.rollout.protocol import UpdateError
 
 def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.join()
+    trainer.connect()
     for folder in (folders[1], folders[0], folders[1]):
         trainer.load(folder)
         trainer.update(served.engine.version() + 1)
@@ -25,7 +25,7 @@ def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, 
 
 def test_a_comparison_says_whether_a_load_left_what_the_plan_would(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.join()
+    trainer.connect()
     trainer.load(folders[0])
     assert trainer.compare(7) == set()
     trainer.load(folders[1])
@@ -48,11 +48,11 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     served, folders, pool, make_trainer, assert_greedy, point, count, action, message
 ):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.join(timeout_s=1.5)
+    trainer.connect(timeout_s=1.5)
     trainer.load(folders[1])
     trainer.ranks[1].break_at(point, count, action)
     new = served.engine.version() + 1
-    names = list(trainer.route.architecture.hf_shapes)
+    names = list(trainer.spec.architecture.hf_shapes)
     served.engine.begin_update(new, names)
     generating = pool.submit(served.greedy, PROMPTS[0])
     trainer.begin_send(new)
@@ -66,7 +66,7 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     assert not generating.done()
     if action in ("fail", "corrupt"):
         # All ranks are there: they meet again.
-        trainer.join()
+        trainer.connect()
         trainer.update(new)
         weights = folders[1]
     else:
@@ -82,9 +82,9 @@ def test_what_an_engine_was_not_asked_for_it_refuses(served, folders, make_train
     with pytest.raises(UpdateError, match="receive without begin_update"):
         served.engine.receive(new)
     trainer = make_trainer(served.engine, folders[0])
-    served.engine.begin_update(new, list(trainer.route.architecture.hf_shapes))
+    served.engine.begin_update(new, list(trainer.spec.architecture.hf_shapes))
     with pytest.raises(UpdateError, match=f"version {new + 1} cannot be written"):
         served.engine.receive(new + 1)
-    with pytest.raises(TransferError, match="has not joined a transfer"):
+    with pytest.raises(TransferError, match="is not connected for a transfer"):
         served.engine.receive(new)
     served.update(served.first, new)

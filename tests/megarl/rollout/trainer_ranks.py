@@ -12,18 +12,18 @@ from converters.convert import read_into
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
-from megarl.resharding.direct.route import Route
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.transports.ends import Meeting
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 RANKS = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 
 
 class TrainerRank:
-    def __init__(self, route, rank):
-        self._shard = route.plan.source.shard(rank)
+    def __init__(self, spec, rank):
+        self._shard = spec.plan.source.shard(rank)
         self._tensors = {name: torch.zeros(shape) for name, shape in self._shard.local_shapes.items()}
-        self._streams, self._rank = route.outgoing(rank), rank
+        self._streams, self._rank = spec.outgoing(rank), rank
 
     def open(self):
         self._sender = Sender(self._rank, self._streams, self._tensors, LOOPBACK)
@@ -32,8 +32,8 @@ class TrainerRank:
     def load(self, folder):
         read_into(HuggingFaceCheckpoint(folder), self._shard.placements, self._tensors)
 
-    def join(self, meeting):
-        self._sender.join(meeting)
+    def connect(self, rendezvous):
+        self._sender.connect(rendezvous)
 
     def send(self, version):
         return self._sender.send(version, with_checksum=True)
@@ -50,7 +50,7 @@ _Process.register("rank", TrainerRank)
 
 
 class Trainer:
-    """The ranks, each in a process, and the route to `engine`, which is of the model in `folder`."""
+    """The ranks, each in a process, and the spec to `engine`, which is of the model in `folder`."""
 
     def __init__(self, engine, folder, pool):
         self._engine, self._pool, self._processes = engine, pool, []
@@ -58,24 +58,26 @@ class Trainer:
         shapes, dtypes = architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
         recordings = engine.record_layout(shapes, dtypes)
         topology = Topology.apart(RANKS.world_size, len(recordings))
-        self.route = Route(architecture, RANKS, "local", recordings, 1, topology, bucket_bytes=20_000)
-        self.route.check(dtypes)
+        self.spec = TransferSpec(architecture, RANKS, "local", recordings, 1, topology, bucket_bytes=20_000)
+        self.spec.check(dtypes)
         self.ranks = [self._start(rank) for rank in range(RANKS.world_size)]
 
     def _start(self, rank):
         process = _Process(ctx=multiprocessing.get_context("forkserver"))
         process.start()
         self._processes.append(process)
-        return process.rank(self.route, rank)
+        return process.rank(self.spec, rank)
 
-    def join(self, timeout_s=20.0):
-        doors = [rank.open() for rank in self.ranks]
-        workers = len(self.route.recordings)
-        relay_doors = self._engine.open_transfer(self.route, 0)
-        meeting = Meeting("shared_memory", secrets.token_bytes(16), doors, None, workers, timeout_s, relay_doors)
-        joining = [self._pool.submit(rank.join, meeting) for rank in self.ranks]
-        self._engine.join_transfer(meeting)
-        for each in joining:
+    def connect(self, timeout_s=20.0):
+        listeners = [rank.open() for rank in self.ranks]
+        workers = len(self.spec.recordings)
+        relay_listeners = self._engine.open_transfer(self.spec, 0)
+        rendezvous = Rendezvous(
+            "shared_memory", secrets.token_bytes(16), listeners, None, workers, timeout_s, relay_listeners
+        )
+        connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
+        self._engine.connect_transfer(rendezvous)
+        for each in connecting:
             each.result(60)
 
     def begin_send(self, version):
@@ -86,7 +88,7 @@ class Trainer:
             rank.load(folder)
 
     def update(self, version):
-        self._engine.begin_update(version, list(self.route.architecture.hf_shapes))
+        self._engine.begin_update(version, list(self.spec.architecture.hf_shapes))
         sending = self.begin_send(version)
         self._engine.receive(version)
         for each in sending:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megarl.resharding.direct.transports.ends import Transport
+from megarl.resharding.direct.transports.endpoint import Transport
 from megarl.resharding.direct.transports.mapped import CUDA_IPC, SHARED_MEMORY
 from megarl.resharding.direct.transports.point_to_point import POINT_TO_POINT
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.resharding import shared_memory
 from megarl.resharding.direct import cuda_ipc
-from megarl.resharding.direct.transports.ends import BUCKETS, Meeting, Pull, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Pull, Rendezvous, Transport
 
 
 class Segment(Protocol):
@@ -35,10 +35,10 @@ class Segments:
     map: Callable[[Any, int], Tensor]
 
 
-class MappedSending:
+class MappedSendEndpoint:
     """Two segments."""
 
-    def __init__(self, segments: Segments, meeting: Meeting, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
+    def __init__(self, segments: Segments, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
         self._segments = [segments.create(bucket_bytes) for _ in range(BUCKETS)]
         self.buckets: Sequence[Tensor] = [segment.memory for segment in self._segments]
 
@@ -49,34 +49,34 @@ class MappedSending:
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Nothing has to be moved."""
 
-    def everyone_joined(self) -> None:
-        """See `SendingEnd.everyone_joined`."""
+    def all_connected(self) -> None:
+        """See `SendEndpoint.all_connected`."""
         for segment in self._segments:
             segment.close()
         self._segments = []
 
     def close(self) -> None:
-        """See `SendingEnd.close`."""
-        self.everyone_joined()
+        """See `SendEndpoint.close`."""
+        self.all_connected()
         self.buckets = []
 
 
-class MappedReceiving:
+class MappedRecvEndpoint:
     """The segments of all sources."""
 
     pulls_at_once = 2**30
 
-    def __init__(self, segments: Segments, meeting: Meeting, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
+    def __init__(self, segments: Segments, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
         self._map = segments.map
         self._buckets: dict[int, list[Tensor]] = {}
 
-    def join(self, source: int, offer: Any) -> None:
+    def connect(self, source: int, offer: Any) -> None:
         """Map the source's segments."""
         bucket_bytes, handles = offer
         self._buckets[source] = [self._map(handle, bucket_bytes) for handle in handles]
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:  # noqa: ARG002
-        """See `ReceivingEnd.pull`."""
+        """See `RecvEndpoint.pull`."""
         return lambda: self._buckets[source][bucket]
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class MappedReceiving:
 
 
 def _mapped(segments: Segments) -> Transport:
-    return Transport(partial(MappedSending, segments), partial(MappedReceiving, segments))
+    return Transport(partial(MappedSendEndpoint, segments), partial(MappedRecvEndpoint, segments))
 
 
 SHARED_MEMORY = _mapped(Segments(shared_memory.Segment, shared_memory.map_segment))

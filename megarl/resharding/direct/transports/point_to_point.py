@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.ends import BUCKETS, Meeting, Pull, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Pull, Rendezvous, Transport
 from megatron_ext import device
 
 
-class PointToPointSending:
+class PointToPointSendEndpoint:
     """Two buckets, and the sends that are under way from them."""
 
-    def __init__(self, meeting: Meeting, rank: int, bucket_bytes: int) -> None:
-        self._timeout_s = meeting.timeout_s
-        self._sources = len(meeting.doors)
-        self._group = _join(meeting, rank)
+    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
+        self._timeout_s = rendezvous.timeout_s
+        self._sources = len(rendezvous.listeners)
+        self._group = _join(rendezvous, rank)
         self.buckets: Sequence[Tensor] = _buckets(bucket_bytes)
         self._under_way: list[Any] = [None] * BUCKETS
 
@@ -41,7 +41,7 @@ class PointToPointSending:
                 [self.buckets[bucket][:size_bytes]], self._sources + destination, bucket
             )
 
-    def everyone_joined(self) -> None:
+    def all_connected(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
@@ -50,18 +50,18 @@ class PointToPointSending:
         del self._group
 
 
-class PointToPointReceiving:
+class PointToPointRecvEndpoint:
     """Two buckets of its own, into which pulls go in turn."""
 
     pulls_at_once = BUCKETS
 
-    def __init__(self, meeting: Meeting, rank: int, bucket_bytes: int) -> None:
-        self._timeout = timedelta(seconds=meeting.timeout_s)
-        self._group = _join(meeting, len(meeting.doors) + rank)
+    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+        self._group = _join(rendezvous, len(rendezvous.listeners) + rank)
         self._buckets = _buckets(bucket_bytes)
         self._pulls = count()
 
-    def join(self, source: int, offer: Any) -> None:
+    def connect(self, source: int, offer: Any) -> None:
         """Nothing to do: the group is known."""
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:
@@ -86,14 +86,14 @@ def _buckets(size_bytes: int) -> list[Tensor]:
     return [torch.zeros(size_bytes, dtype=torch.uint8, device=device.device()) for _ in range(BUCKETS)]
 
 
-def _join(meeting: Meeting, rank: int) -> Any:
+def _join(rendezvous: Rendezvous, rank: int) -> Any:
     """The process group of all sources and destinations; returns when all of them have come."""
-    if meeting.store is None:
-        raise ValueError("a meeting without a store")
-    timeout = timedelta(seconds=meeting.timeout_s)
-    size = len(meeting.doors) + meeting.destinations
-    with _errors("meeting", rank):
-        store = dist.TCPStore(*meeting.store, is_master=False, timeout=timeout, wait_for_workers=False)
+    if rendezvous.store is None:
+        raise ValueError("a rendezvous without a store")
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    size = len(rendezvous.listeners) + rendezvous.destinations
+    with _errors("rendezvous", rank):
+        store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=timeout, wait_for_workers=False)
         return _GROUPS[device.backend()](store, rank, size, timeout)
 
 
@@ -131,4 +131,4 @@ def _errors(action: str, rank: int) -> Iterator[None]:
         raise TransferError(f"{action} rank {rank} failed: {error}") from error
 
 
-POINT_TO_POINT = Transport(PointToPointSending, PointToPointReceiving, needs_store=True)
+POINT_TO_POINT = Transport(PointToPointSendEndpoint, PointToPointRecvEndpoint, needs_store=True)

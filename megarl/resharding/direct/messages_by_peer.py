@@ -1,4 +1,4 @@
-"""The streams of a rank: its part of a plan, as the messages between it and each of its peers."""
+"""The messages between a rank and each of its peers, made from its own part of a plan."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,33 +11,37 @@ from megarl.resharding.direct.messages import Message, cut_into_messages
 
 DTypes = Mapping[str, torch.dtype]
 """Type of each tensor of a destination rank, by its name there."""
-Streams = Mapping[int, Sequence[Message]]
+MessagesByPeer = Mapping[int, Sequence[Message]]
 """The messages with each peer, by its rank."""
 
 
 @dataclass(frozen=True)
-class DestinationStreams:
-    """The streams of a destination rank."""
+class DestinationMessages:
+    """The messages of a destination rank.
 
-    direct: Streams
+    Example: `direct={0: [m0, m1]}, relays_in={5: [m2]}, relays_out={5: [m3]}` for rank 4, which gets two messages from
+    source 0 and exchanges parts with its neighbour, rank 5.
+    """
+
+    direct: MessagesByPeer
     """By source rank: what that sends to it."""
-    relays_in: Streams
-    """By destination rank: what that neighbour passes on to it."""
-    relays_out: Streams
-    """By destination rank: what it passes on to that neighbour, of that which comes directly."""
+    relays_in: MessagesByPeer
+    """By destination rank: what that neighbour relays to it."""
+    relays_out: MessagesByPeer
+    """By destination rank: what it relays to that neighbour, a part of what comes directly."""
 
 
-def outgoing(plan: Plan, source_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> Streams:
-    """Streams of a source rank, by destination rank; `dtypes` are those of each worker of a replica.
+def outgoing(plan: Plan, source_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> MessagesByPeer:
+    """The messages of a source rank, by destination rank; `dtypes` are those of each worker of a replica.
 
     Raises as `Plan.transfers_from` and `cut_into_messages`.
     """
-    by_destination = _sorted((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
+    by_destination = _by_peer((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
     return _messages(by_destination, lambda destination: dtypes[destination % len(dtypes)], bucket_bytes)
 
 
-def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> DestinationStreams:
-    """Streams that a destination rank gets and passes on: the same messages as its peers have; arguments as `outgoing`.
+def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> DestinationMessages:
+    """The messages that a destination rank gets and relays, the same as its peers have; arguments as `outgoing`.
 
     Raises as `Plan.destination_part` and `cut_into_messages`.
     """
@@ -52,25 +56,30 @@ def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket
         return dtypes[destination % len(dtypes)]
 
     own = dtypes_of(destination_rank)
-    direct = _sorted((transfer.source_rank, transfer) for transfer in part.transfers)
-    relays_in = _sorted((relay.source_rank, relay) for relay in in_order(part.relays_in))
-    relays_out = _sorted((relay.destination_rank, relay) for relay in in_order(part.relays_out))
-    return DestinationStreams(
+    direct = _by_peer((transfer.source_rank, transfer) for transfer in part.transfers)
+    relays_in = _by_peer((relay.source_rank, relay) for relay in in_order(part.relays_in))
+    relays_out = _by_peer((relay.destination_rank, relay) for relay in in_order(part.relays_out))
+    return DestinationMessages(
         _messages(direct, lambda _: own, bucket_bytes),
         _messages(relays_in, lambda _: own, bucket_bytes),
         _messages(relays_out, dtypes_of, bucket_bytes),
     )
 
 
+def largest_bytes(messages: MessagesByPeer) -> int:
+    """Size of the largest message, 0 without any: the size of a bucket that holds each."""
+    return max((message.size_bytes for with_peer in messages.values() for message in with_peer), default=0)
+
+
 def _messages(
     transfers_of: Mapping[int, Sequence[Transfer]], dtypes_of: Callable[[int], DTypes], bucket_bytes: int
-) -> Streams:
+) -> MessagesByPeer:
     return {
         peer: cut_into_messages(transfers, dtypes_of(peer), bucket_bytes) for peer, transfers in transfers_of.items()
     }
 
 
-def _sorted(transfers: Iterable[tuple[int, Transfer]]) -> dict[int, list[Transfer]]:
+def _by_peer(transfers: Iterable[tuple[int, Transfer]]) -> dict[int, list[Transfer]]:
     found: dict[int, list[Transfer]] = defaultdict(list)
     for peer, transfer in transfers:
         found[peer].append(transfer)

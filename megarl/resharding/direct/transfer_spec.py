@@ -1,4 +1,4 @@
-"""A route: all that a rank has to know to find its own part of every refit."""
+"""A spec: all that a rank has to know to find its own part of every refit."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from converters.layouts.recorded import Recording, recorded_layout
 from converters.plan import Plan
 from converters.topology import Topology
 from megarl.resharding.direct.messages import ALIGNMENT_BYTES
-from megarl.resharding.direct.streams import DestinationStreams, Streams, incoming, outgoing
+from megarl.resharding.direct.messages_by_peer import DestinationMessages, MessagesByPeer, incoming, outgoing
 
 
 @dataclass(frozen=True)
-class Route:
+class TransferSpec:
     """From a Megatron job to equal engines. Small, and travels between processes.
 
     `recordings` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
@@ -59,12 +59,12 @@ class Route:
         on_node = Counter(self.topology.destination_node)
         return any(ranks > 1 and source_nodes != {node} for node, ranks in on_node.items())
 
-    def outgoing(self, source_rank: int) -> Streams:
-        """Streams of a source rank, by destination rank."""
+    def outgoing(self, source_rank: int) -> MessagesByPeer:
+        """MessagesByPeer of a source rank, by destination rank."""
         return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
 
-    def incoming(self, destination_rank: int) -> DestinationStreams:
-        """Streams that a destination rank gets and passes on."""
+    def incoming(self, destination_rank: int) -> DestinationMessages:
+        """MessagesByPeer that a destination rank gets and passes on."""
         return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:

@@ -1,4 +1,4 @@
-"""Arrivals: when a rank has what it is to pass on."""
+"""Tracks which direct messages have arrived, so that a rank can relay what is in them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -7,21 +7,21 @@ from typing import TypeAlias
 
 from converters.boxes import Box
 from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.messages_by_peer import DestinationMessages
 from megarl.resharding.direct.sender import Outgoing
-from megarl.resharding.direct.streams import DestinationStreams
 
 Incoming: TypeAlias = tuple[int, int]
 """A message that comes directly: its source, and its number among those from it."""
 
 
-class Arrivals:
-    """Lets the thread that passes messages on wait for the one that receives what is in them, once in every refit.
+class RelayReadiness:
+    """Lets the thread that relays messages wait for the one that receives what is in them, once in every refit.
 
     Raises ValueError where something is to be passed on that does not come directly.
     """
 
-    def __init__(self, streams: DestinationStreams) -> None:
-        self._needs = _needs(streams)
+    def __init__(self, messages: DestinationMessages) -> None:
+        self._needs = _needs(messages)
         self.timeout_s = 0.0
         """How long to wait for any message."""
         self._changed = Condition()
@@ -63,16 +63,16 @@ class Arrivals:
                     raise TransferError(f"nothing came for {self.timeout_s:g} s (refit.timeout_s) to pass on")
 
 
-def _needs(streams: DestinationStreams) -> Mapping[Outgoing, set[Incoming]]:
+def _needs(messages: DestinationMessages) -> Mapping[Outgoing, set[Incoming]]:
     """For each message that is passed on, those that bring it."""
     coming: dict[str, list[tuple[Box, Incoming]]] = defaultdict(list)
-    for source, stream in streams.direct.items():
-        for number, message in enumerate(stream):
+    for source, from_source in messages.direct.items():
+        for number, message in enumerate(from_source):
             for piece in message.pieces:
                 coming[piece.destination_name].append((piece.destination_box, (source, number)))
     needs: dict[Outgoing, set[Incoming]] = {}
-    for destination, stream in streams.relays_out.items():
-        for number, message in enumerate(stream):
+    for destination, to_neighbour in messages.relays_out.items():
+        for number, message in enumerate(to_neighbour):
             needed = needs[destination, number] = set()
             for piece in message.pieces:
                 missing = piece.source_box.size

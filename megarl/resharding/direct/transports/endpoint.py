@@ -16,21 +16,21 @@ BUCKETS = 2
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Addresses by which the ranks of a transfer find each other; the same for all of them.
 
-    `doors` are those of the ranks that send, and `senders` is how errors call one; `relay_doors` are those of the
-    destination ranks, where they pass something on. `store` is the address of torch's key-value store, where one is
+    `listeners` are those of the ranks that send, and `senders` is how errors call one; `relay_listeners` are those of
+    the destination ranks, where they pass something on. `store` is the address of torch's key-value store, where one is
     needed. `timeout_s` is how long a rank waits for any sign of another.
     """
 
     transport: str
     key: bytes = field(repr=False)
-    doors: Sequence[Address]
+    listeners: Sequence[Address]
     store: Address | None
     destinations: int
     timeout_s: float
-    relay_doors: Sequence[Address] = ()
+    relay_listeners: Sequence[Address] = ()
     senders: str = "trainer rank"
 
 
@@ -38,7 +38,7 @@ Pull: TypeAlias = Callable[[], Tensor]
 """Waits for the bytes that are on their way, and gives the bucket that they are in (uint8)."""
 
 
-class SendingEnd(Protocol):
+class SendEndpoint(Protocol):
     """The end of a source rank, which has `BUCKETS` buckets (uint8, one dimension)."""
 
     buckets: Sequence[Tensor]
@@ -49,19 +49,19 @@ class SendingEnd(Protocol):
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
 
-    def everyone_joined(self) -> None:
+    def all_connected(self) -> None:
         """All receivers have taken up the offer."""
 
     def close(self) -> None:
         """Free the buckets."""
 
 
-class ReceivingEnd(Protocol):
+class RecvEndpoint(Protocol):
     """The end of a destination rank; it has at most `pulls_at_once` pulls in flight and ends them in their order."""
 
     pulls_at_once: int
 
-    def join(self, source: int, offer: Any) -> None:
+    def connect(self, source: int, offer: Any) -> None:
         """Take up the offer of a source."""
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:
@@ -73,8 +73,8 @@ class ReceivingEnd(Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """Makers of both ends: (meeting, rank, bytes of a bucket)."""
+    """Makers of both ends: (rendezvous, rank, bytes of a bucket)."""
 
-    sending: Callable[[Meeting, int, int], SendingEnd]
-    receiving: Callable[[Meeting, int, int], ReceivingEnd]
+    sending: Callable[[Rendezvous, int, int], SendEndpoint]
+    receiving: Callable[[Rendezvous, int, int], RecvEndpoint]
     needs_store: bool = False

@@ -12,7 +12,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Connected:
     """The destination has taken up the source's offer."""
 
 
