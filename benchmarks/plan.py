@@ -40,7 +40,7 @@ CASES = {
     "671B, TP16 FP8 x 16": f"{_DEEPSEEK} --engine-tp 16 --engine-dtype fp8 --replicas 16",
     "1T, 256 -> EP32 + DP attention FP8 x 4": f"{_KIMI} --engine-ep 32 --engine-dtype fp8 --replicas 4",
 }
-_RATIO_COLUMNS = ("case", "floor, s", "predicted, s", "x floor", "simulated, s", "x floor", "binding port")
+_RATIO_COLUMNS = ("case", "bound, s", "predicted, s", "x bound", "simulated, s", "x bound", "binding port")
 _BYTE_COLUMNS = ("case", "GB into a GPU", "GB through its NIC", "GB over its NVLink", "GB out of a trainer's NIC")
 _COST_COLUMNS = ("case", "command, s", "peak memory, MB", "own part, source, s", "own part, destination, s", "messages")
 _PORTS = {
@@ -50,13 +50,14 @@ _PORTS = {
     "nvlink_out": "NVLink",
 }
 _NOTES = """\
-- The floor is the largest of the bounds that `converters/cost/ports.py` writes out, with its assumptions: here the
+- The lower bound is the largest of the bounds that `converters/cost/ports.py` writes out, with its assumptions: here
+  the
   NICs of a node, through which everything that its GPUs need must come once. 400 Gbit/s and 450 GB/s of NVLink for
   each GPU and direction, 8 GPUs in a node.
 - Predicted is the time of the busiest port. Simulated is a replay of every message: at most 512 MB, one at a time
   through each port at its full rate, two buckets for each rank, packing and unpacking at 3,350 GB/s of memory, with
   no time for a message's latency, for switches or for the engines' pause. Every byte that is needed is moved once.
-- "x floor" compares with what no plan can beat, not with a measurement: none of this was run on a cluster.
+- "x bound" compares with what no plan can beat, not with a measurement: none of this was run on a cluster.
 - Trainer of the 671B: 512 GPUs, TP4 PP16 EP32 ETP1, 3 layers on the first stage and 2 on the last. Trainer of the 1T:
   256 GPUs, TP8 PP8 EP32 ETP1, 5 layers on the last.
 - The command is timed as a whole, with the start of Python; memory is its largest resident size. "Own part" is
@@ -161,11 +162,11 @@ def _ratios(results: list[Result]) -> Iterator[tuple[str, ...]]:
         facts = result.facts
         yield (
             result.name,
-            f"{facts['floor_seconds']:.3f}",
+            f"{facts['lower_bound_seconds']:.3f}",
             f"{facts['transfer_seconds']:.3f}",
-            f"{facts['transfer_over_floor']:.3f}",
+            f"{facts['transfer_over_lower_bound']:.3f}",
             f"{facts['simulated_seconds']:.3f}",
-            f"{facts['simulated_over_floor']:.3f}",
+            f"{facts['simulated_over_lower_bound']:.3f}",
             _PORTS[facts["binding_port"]["kind"]],
         )
 

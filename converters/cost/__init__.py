@@ -2,7 +2,7 @@
 
 from converters.cost.counting import traffic
 from converters.cost.formats import TensorFormat, formats
-from converters.cost.ports import Port, Ports, Rates, busiest_port, floor, floor_seconds, transfer_seconds
+from converters.cost.ports import Port, Ports, Rates, busiest_port, lower_bound_seconds, lower_bounds, transfer_seconds
 from converters.cost.traffic_matrix import Traffic
 
 __all__ = [
@@ -12,9 +12,9 @@ __all__ = [
     "TensorFormat",
     "Traffic",
     "busiest_port",
-    "floor",
-    "floor_seconds",
     "formats",
+    "lower_bound_seconds",
+    "lower_bounds",
     "traffic",
     "transfer_seconds",
 ]

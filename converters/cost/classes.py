@@ -17,7 +17,7 @@ Boxes = Mapping[Box, Mapping[int, int]]
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of one format with the same holders and the same workers that want them."""
+    """Tensors of one format with the same owners and the same workers that want them."""
 
     format: TensorFormat
     names: Sequence[str]

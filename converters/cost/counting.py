@@ -11,12 +11,12 @@ from converters.boxes import Box, first_overlap
 from converters.cost.classes import TensorClass, tensor_classes
 from converters.cost.formats import TensorFormat
 from converters.cost.traffic_matrix import Traffic
-from converters.garbage import no_search_for_garbage
+from converters.gc_pause import gc_paused
 from converters.plan import Plan
-from converters.plan.atoms import Atom, atoms
+from converters.plan.regions import Region, regions
 
 
-@no_search_for_garbage()
+@gc_paused()
 def traffic(plan: Plan, formats: Mapping[str, TensorFormat]) -> Traffic:
     """The bytes of all transfers and relays of `plan`, whose HF tensors are in `formats`.
 
@@ -41,7 +41,7 @@ class _Count:
         self._entering = [0] * plan.place.nodes
         self._leaving: dict[tuple[int, ...], int] = defaultdict(int)
         self._pieces = self._relays = 0
-        self._groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._peers: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def traffic(self) -> Traffic:
         """Traffic of all classes added so far."""
@@ -59,30 +59,30 @@ class _Count:
         )
 
     def add(self, tensors: TensorClass) -> None:
-        turns = [self._plan.turns[name] for name in tensors.names]
+        rotations = [self._plan.rotations[name] for name in tensors.names]
         for box, workers in tensors.wanted.items():
-            pieces = atoms(box, tensors.held.items())
+            pieces = regions(box, tensors.held.items())
             for number in range(max(workers.values())):
                 wanting = tuple(worker for worker, placements in workers.items() if placements > number)
                 for worker in wanting:
-                    self._needed[worker] += tensors.format.held(box) * len(turns)
-                for atom in pieces:
-                    if not atom.holders:
-                        raise ValueError(f"no source rank holds {atom.box} of {tensors.names[0]}")
-                    for group in self._groups_of(wanting):
-                        self._deliver(tensors.format, turns, atom, group)
+                    self._needed[worker] += tensors.format.held(box) * len(rotations)
+                for region in pieces:
+                    if not region.owners:
+                        raise ValueError(f"no source rank holds {region.box} of {tensors.names[0]}")
+                    for peers in self._peers_of(wanting):
+                        self._deliver(tensors.format, rotations, region, peers)
         for present, nodes in self._nodes_by_workers.items():
             for box in _disjoint([box for box, wanting in tensors.wanted.items() if not present.isdisjoint(wanting)]):
-                for atom in atoms(box, tensors.held.items()):
-                    self._bound(atom, nodes, tensors.format.least(atom.box) * len(turns))
+                for region in regions(box, tensors.held.items()):
+                    self._bound(region, nodes, tensors.format.least(region.box) * len(rotations))
 
-    def _groups_of(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _peers_of(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The groups of destination ranks that get the same together, for what `workers` of every replica want."""
-        if workers not in self._groups:
-            senders, size = self._plan.senders, self._plan.destination.ranks
+        if workers not in self._peers:
+            choice, size = self._plan.sender_choice, self._plan.destination.ranks
             ranks = [replica * size + worker for replica in range(self._plan.replicas) for worker in workers]
-            self._groups[workers] = list(dict.fromkeys(senders.group(rank, workers) for rank in ranks))
-        return self._groups[workers]
+            self._peers[workers] = list(dict.fromkeys(choice.node_peers(rank, workers) for rank in ranks))
+        return self._peers[workers]
 
     @cached_property
     def _nodes_by_workers(self) -> Mapping[frozenset[int], list[int]]:
@@ -95,28 +95,30 @@ class _Count:
             nodes[frozenset(on_node)].append(node)
         return nodes
 
-    def _deliver(self, tensor_format: TensorFormat, turns: Sequence[int], atom: Atom, group: tuple[int, ...]) -> None:
-        """Count how `group` gets `atom` of every tensor of a class."""
-        senders, ranks = self._plan.senders, self._ranks
-        # Turns matter only modulo the numbers of ranks that take turns.
-        period = lcm(len(group), *(len(senders.nearest(atom.holders, rank)) for rank in group))
-        repeated = Counter(turn % period for turn in turns) if period > 1 else {0: len(turns)}
-        for turn, tensors in repeated.items():
-            for delivery in senders.deliveries(turn, atom, group):
+    def _deliver(
+        self, tensor_format: TensorFormat, rotations: Sequence[int], region: Region, peers: tuple[int, ...]
+    ) -> None:
+        """Count how `peers` get `region` of every tensor of a class."""
+        choice, ranks = self._plan.sender_choice, self._ranks
+        # Rotations matter only modulo the numbers of ranks that take turns.
+        period = lcm(len(peers), *(len(choice.nearest(region.owners, rank)) for rank in peers))
+        repeated = Counter(rotation % period for rotation in rotations) if period > 1 else {0: len(rotations)}
+        for rotation, tensors in repeated.items():
+            for delivery in choice.deliveries(rotation, region, peers):
                 size = tensor_format.travelling(delivery.box) * tensors
                 self._direct[delivery.sender * ranks + delivery.receiver] += size
                 self._pieces += tensors
-                self._relays += tensors * len(delivery.passed_on)
-                for other in delivery.passed_on:
+                self._relays += tensors * len(delivery.relayed_to)
+                for other in delivery.relayed_to:
                     self._relayed[delivery.receiver * ranks + other] += size
 
-    def _bound(self, atom: Atom, nodes: Sequence[int], size: int) -> None:
-        """Count what each of `nodes` wants at least once, of which `atom` has `size` bytes."""
+    def _bound(self, region: Region, nodes: Sequence[int], size: int) -> None:
+        """Count what each of `nodes` wants at least once, of which `region` has `size` bytes."""
         for node in nodes:
             self._unique[node] += size
-            if all(self._plan.place.source_node[holder] != node for holder in atom.holders):
+            if all(self._plan.place.source_node[owner] != node for owner in region.owners):
                 self._entering[node] += size
-                self._leaving[atom.holders] += size
+                self._leaving[region.owners] += size
 
 
 def _disjoint(boxes: Sequence[Box]) -> Collection[Box]:

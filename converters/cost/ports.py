@@ -82,7 +82,7 @@ def transfer_seconds(traffic: Traffic, rates: Rates) -> float:
     return busiest_port(traffic, rates).seconds
 
 
-def floor(traffic: Traffic, rates: Rates) -> dict[str, float]:
+def lower_bounds(traffic: Traffic, rates: Rates) -> dict[str, float]:
     """Seconds that no plan can beat, by what forces them:
 
     - `node_in`: what the destinations of a node need, and no source of the node holds, comes in at least once, through
@@ -128,9 +128,9 @@ def _most_per_gpu(traffic: Traffic) -> float:
     )
 
 
-def floor_seconds(traffic: Traffic, rates: Rates) -> float:
-    """The largest of `floor`."""
-    return max(floor(traffic, rates).values())
+def lower_bound_seconds(traffic: Traffic, rates: Rates) -> float:
+    """The largest of `lower_bounds`."""
+    return max(lower_bounds(traffic, rates).values())
 
 
 def _per_gpu(place: Topology, gpus: np.ndarray, loads: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Plans: which rank sends which elements to which rank so that one layout becomes another."""
 
-from converters.plan.senders import Cutting
+from converters.plan.sender_choice import Cutting
 from converters.plan.transfers import Plan, Transfer, plan
 
 __all__ = ["Cutting", "Plan", "Transfer", "plan"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from converters.boxes import Box
-from converters.garbage import no_search_for_garbage
+from converters.gc_pause import gc_paused
 from converters.layout import Layout, Placement, Shape, check_tiling
-from converters.plan.atoms import DEFAULT_CUTTING, Cutting, atoms
-from converters.plan.holdings import Holdings, check_same_model, holdings, numbered
-from converters.plan.senders import Delivery, Senders
+from converters.plan.owners import Owners, check_same_model, numbered, owners_by_box
+from converters.plan.regions import DEFAULT_CUTTING, Cutting, regions
+from converters.plan.sender_choice import Delivery, SenderChoice
 from converters.topology import Topology
 
 
@@ -86,23 +86,23 @@ class Plan:
         return self.topology or Topology.apart(self.source.ranks, self.destination_ranks)
 
     @cached_property
-    def senders(self) -> Senders:
+    def sender_choice(self) -> SenderChoice:
         """Who sends what."""
-        return Senders(self.place, self.replicas, self.destination.ranks, self.node_once, self.cutting)
+        return SenderChoice(self.place, self.replicas, self.destination.ranks, self.node_once, self.cutting)
 
     @cached_property
-    def turns(self) -> Mapping[str, int]:
+    def rotations(self) -> Mapping[str, int]:
         """HF name -> how many tensors of the same shape come before it."""
         seen: Counter[Shape] = Counter()
-        turns = {}
+        rotations = {}
         for name, shape in self.source.hf_shapes.items():
-            turns[name] = seen[tuple(shape)]
+            rotations[name] = seen[tuple(shape)]
             seen[tuple(shape)] += 1
-        return turns
+        return rotations
 
     @cached_property
-    def _source(self) -> Holdings:
-        return holdings(range(self.source.ranks), self.source.placements)
+    def _source(self) -> Owners:
+        return owners_by_box(range(self.source.ranks), self.source.placements)
 
     def transfers_into(self, rank: int) -> list[Transfer]:
         """Transfers from sources to destination `rank`, in the order of its placements. Raises as `destination_part`.
@@ -111,7 +111,7 @@ class Plan:
         """
         return self.destination_part(rank).transfers
 
-    @no_search_for_garbage()
+    @gc_paused()
     def destination_part(self, rank: int) -> DestinationPart:
         """The part of destination `rank`: each of its elements is in one transfer, or one relay, into it.
 
@@ -124,37 +124,37 @@ class Plan:
         part = DestinationPart()
         for placement, number in numbered(shard.placements):
             wanting = wanted.get(placement.hf_name, {}).get(placement.hf_box, {})
-            group = self.senders.group(rank, _with_more(wanting, number))
-            for delivery in self._deliveries(self._source, placement, group):
+            peers = self.sender_choice.node_peers(rank, _with_more(wanting, number))
+            for delivery in self._deliveries(self._source, placement, peers):
                 if delivery.receiver == rank:
                     part.transfers.append(_transfer(self._source, delivery, placement))
-                    for other in delivery.passed_on:
+                    for other in delivery.relayed_to:
                         part.relays_out.append(_relay(delivery, placement, other, wanting[other % workers][number]))
-                elif rank in delivery.passed_on:
+                elif rank in delivery.relayed_to:
                     theirs = wanting[delivery.receiver % workers][number]
                     part.relays_in.append(_relay(delivery, theirs, rank, placement))
         return part
 
-    @no_search_for_garbage()
+    @gc_paused()
     def transfers_from(self, rank: int) -> list[Transfer]:
         """Transfers from source `rank`, by destination rank, and for each in the order of its `transfers_into`.
 
         Raises ValueError where no source rank holds an element that somebody wants beside those of `rank`.
         """
         names = {placement.hf_name for placement in self.source.placements(rank)}
-        source = holdings(range(self.source.ranks), self.source.placements_of(names))
+        source = owners_by_box(range(self.source.ranks), self.source.placements_of(names))
         workers = range(self.destination.ranks)
         placements = list(map(self.destination.placements_of(names), workers))
-        wanted = holdings(workers, placements.__getitem__)
-        # The ranks of a group ask the same of the sources, so it is found once for all of them.
-        of_groups: dict[tuple[str, Box, tuple[int, ...]], list[Delivery]] = {}
+        wanted = owners_by_box(workers, placements.__getitem__)
+        # Peers ask the same of the sources, so it is found once for all of them.
+        of_peers: dict[tuple[str, Box, tuple[int, ...]], list[Delivery]] = {}
 
-        def sent(placement: Placement, group: tuple[int, ...]) -> list[Delivery]:
-            key = placement.hf_name, placement.hf_box, group
-            if (found := of_groups.get(key)) is None:
-                found = [each for each in self._deliveries(source, placement, group) if each.sender == rank]
-                if len(group) > 1:
-                    of_groups[key] = found
+        def sent(placement: Placement, peers: tuple[int, ...]) -> list[Delivery]:
+            key = placement.hf_name, placement.hf_box, peers
+            if (found := of_peers.get(key)) is None:
+                found = [each for each in self._deliveries(source, placement, peers) if each.sender == rank]
+                if len(peers) > 1:
+                    of_peers[key] = found
             return found
 
         return [
@@ -163,25 +163,27 @@ class Plan:
             for placement, number in numbered(placements[destination % len(workers)])
             for delivery in sent(
                 placement,
-                self.senders.group(destination, _with_more(wanted[placement.hf_name][placement.hf_box], number)),
+                self.sender_choice.node_peers(
+                    destination, _with_more(wanted[placement.hf_name][placement.hf_box], number)
+                ),
             )
             if delivery.receiver == destination
         ]
 
-    def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Holdings:
+    def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Owners:
         """Who of a destination rank's neighbours wants the boxes of its `placements`; nothing where it has none."""
-        neighbours = self.senders.neighbours(rank)
+        neighbours = self.sender_choice.neighbours(rank)
         if len(neighbours) == 1:
             return {}
         workers = sorted({other % self.destination.ranks for other in neighbours})
-        return holdings(workers, self.destination.placements, boxes_of=placements)
+        return owners_by_box(workers, self.destination.placements, boxes_of=placements)
 
-    def _deliveries(self, source: Holdings, wanted: Placement, group: tuple[int, ...]) -> Iterator[Delivery]:
+    def _deliveries(self, source: Owners, wanted: Placement, peers: tuple[int, ...]) -> Iterator[Delivery]:
         held = source.get(wanted.hf_name, {})
-        for atom in atoms(wanted.hf_box, held.items()):
-            if not atom.holders:
-                raise ValueError(f"no source rank holds {atom.box} of {wanted.hf_name}")
-            yield from self.senders.deliveries(self.turns[wanted.hf_name], atom, group)
+        for region in regions(wanted.hf_box, held.items()):
+            if not region.owners:
+                raise ValueError(f"no source rank holds {region.box} of {wanted.hf_name}")
+            yield from self.sender_choice.deliveries(self.rotations[wanted.hf_name], region, peers)
 
 
 def _with_more(wanting: Mapping[int, Sequence[Placement]], number: int) -> Collection[int]:
@@ -189,7 +191,7 @@ def _with_more(wanting: Mapping[int, Sequence[Placement]], number: int) -> Colle
     return [worker for worker, placements in wanting.items() if len(placements) > number] if number else wanting
 
 
-def _transfer(source: Holdings, delivery: Delivery, wanted: Placement) -> Transfer:
+def _transfer(source: Owners, delivery: Delivery, wanted: Placement) -> Transfer:
     held = source[wanted.hf_name]
     placement = next(
         of_box[delivery.sender][0]

@@ -1,7 +1,7 @@
 """Predict a refit from config.json alone: what it moves, through which ports, and how long it takes.
 
-Counts the bytes of every rank, NIC and node for a trainer, its engines and a cluster, says how far from the floor that
-is which no plan can beat, and replays every message over the ports. Needs no GPU and no weights.
+Counts the bytes of every rank, NIC and node for a trainer, its engines and a cluster, says how far from the lower bound
+that is which no plan can beat, and replays every message over the ports. Needs no GPU and no weights.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long a refit will take: each stage by its busiest rank or port, the floor, and the replay."""
+"""How long a refit will take: each stage by its busiest rank or port, the lower bound, and the replay."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from converters.cost import Port, Ports, Traffic, busiest_port, floor
+from converters.cost import Port, Ports, Traffic, busiest_port, lower_bounds
 from megarl.planning.messages import Integers
 from megarl.planning.refit import EngineDType, PlannedRefit
 from megarl.planning.replay import MemoryRates, Replay, replay
@@ -107,24 +107,24 @@ class Forecast:
         return max(self.stages.values()) + ends
 
     @cached_property
-    def floor(self) -> dict[str, float]:
+    def lower_bounds(self) -> dict[str, float]:
         """Seconds that no plan can beat, by what forces them."""
-        return floor(self.traffic, self.refit.cluster.rates)
+        return lower_bounds(self.traffic, self.refit.cluster.rates)
 
     @property
-    def floor_seconds(self) -> float:
-        """The largest of `floor`."""
-        return max(self.floor.values())
+    def lower_bound_seconds(self) -> float:
+        """The largest of `lower_bounds`."""
+        return max(self.lower_bounds.values())
 
     @property
     def binding_port(self) -> Port:
         """The port that is busy for longest."""
         return busiest_port(self.traffic, self.refit.cluster.rates)
 
-    def over_floor(self, seconds: float) -> float:
-        """`seconds` in units of the floor; 1 where both are nothing."""
-        floor_seconds = self.floor_seconds
-        return seconds / floor_seconds if floor_seconds else 1.0 if not seconds else float("inf")
+    def over_lower_bound(self, seconds: float) -> float:
+        """`seconds` in units of the lower bound; 1 where both are nothing."""
+        lower_bound_seconds = self.lower_bound_seconds
+        return seconds / lower_bound_seconds if lower_bound_seconds else 1.0 if not seconds else float("inf")
 
     @property
     def extra_bytes_per_gpu(self) -> int:

@@ -71,7 +71,7 @@ def _draw_ports(axes: Axes, forecast: Forecast) -> None:
             )
             axes.stairs(seconds, gpus, color=_COLOURS[kind], linewidth=1.2, label=_NAMES[kind], baseline=None)
     marks = (
-        ("floor", forecast.floor_seconds, _INK, "--", "top"),
+        ("lower bound", forecast.lower_bound_seconds, _INK, "--", "top"),
         ("simulated", forecast.replay.seconds, "#b3261e", "-", "bottom"),
     )
     for name, height, colour, style, place in marks:

@@ -11,12 +11,12 @@ from megarl.planning.amounts import say_bytes, say_count
 from megarl.planning.forecast import Forecast
 
 _PORTS = {"nic_out": "NIC out of", "nic_in": "NIC into", "nvlink_out": "NVLink out of", "nvlink_in": "NVLink into"}
-FLOORS = {
+BOUNDS = {
     "node_in": "what a node needs comes in once, through all its NICs",
     "sources_out": "what only some GPUs of the trainer have goes out of their NICs once for each node",
     "gpu_in": "what a GPU needs comes through its NIC and its NVLink",
 }
-"""Each bound of `converters.cost.floor` in words."""
+"""Each bound of `converters.cost.lower_bounds` in words."""
 
 
 def facts(forecast: Forecast) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def facts(forecast: Forecast) -> dict[str, Any]:
             load.name: {"most": load.most, load.place: load.busiest, "mean": round(load.mean)}
             for load in forecast.loads
         },
-        "floor_seconds": forecast.floor_seconds,
-        "floor": forecast.floor,
+        "lower_bound_seconds": forecast.lower_bound_seconds,
+        "lower_bounds": forecast.lower_bounds,
         "stage_seconds": forecast.stages,
         "transfer_seconds": forecast.transfer_seconds,
         "predicted_seconds": forecast.predicted_seconds,
         "simulated_seconds": forecast.replay.seconds,
-        "transfer_over_floor": forecast.over_floor(forecast.transfer_seconds),
-        "simulated_over_floor": forecast.over_floor(forecast.replay.seconds),
+        "transfer_over_lower_bound": forecast.over_lower_bound(forecast.transfer_seconds),
+        "simulated_over_lower_bound": forecast.over_lower_bound(forecast.replay.seconds),
         "binding_port": {"kind": port.kind, "gpu": port.gpu, "seconds": port.seconds},
         "bucket_bytes": refit.bucket_bytes,
         "buckets": refit.buckets,
@@ -113,11 +113,11 @@ def _loads(forecast: Forecast) -> Table:
 
 
 def _times(forecast: Forecast) -> Table:
-    table = _table("Seconds", "", "s", "x floor", "of what")
-    bound, floor_seconds = max(forecast.floor.items(), key=lambda item: item[1])
+    table = _table("Seconds", "", "s", "x bound", "of what")
+    bound, lower_bound_seconds = max(forecast.lower_bounds.items(), key=lambda item: item[1])
     port, stages = forecast.binding_port, forecast.stages
     rows = (
-        ("floor", floor_seconds, FLOORS[bound]),
+        ("lower bound", lower_bound_seconds, BOUNDS[bound]),
         ("transfer, predicted", forecast.transfer_seconds, f"the busiest port: {_PORTS[port.kind]} GPU {port.gpu}"),
         ("  pack", stages["pack"], "the source that sends most, by its memory"),
         ("  network", stages["network"], "the busiest NIC"),
@@ -131,7 +131,7 @@ def _times(forecast: Forecast) -> Table:
         ("all, simulated", forecast.replay.seconds, f"{len(forecast.replay.packed):,} messages replayed"),
     )
     for name, seconds, what in rows:
-        table.add_row(name, f"{seconds:.3f}", f"{forecast.over_floor(seconds):.2f}", what)
+        table.add_row(name, f"{seconds:.3f}", f"{forecast.over_lower_bound(seconds):.2f}", what)
     return table
 
 

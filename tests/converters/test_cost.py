@@ -15,9 +15,9 @@ from converters.cost import (
     TensorFormat,
     Traffic,
     busiest_port,
-    floor,
-    floor_seconds,
     formats,
+    lower_bound_seconds,
+    lower_bounds,
     traffic,
     transfer_seconds,
 )
@@ -82,8 +82,8 @@ def test_bounds_count_every_element_that_a_node_wants_once(plan):
         unique[node] = sum(bytes_of[element] for element in wanted)
         entering[node] = sum(bytes_of[element] for element in wanted - here)
         for element in wanted - here:
-            holders = tuple(rank for rank in range(plan.source.ranks) if element in held[rank])
-            leaving[holders] = leaving.get(holders, 0) + bytes_of[element]
+            owners = tuple(rank for rank in range(plan.source.ranks) if element in held[rank])
+            leaving[owners] = leaving.get(owners, 0) + bytes_of[element]
     assert (counted.unique_needed == unique).all()
     assert (counted.entering == entering).all()
     assert counted.leaving == leaving
@@ -91,9 +91,9 @@ def test_bounds_count_every_element_that_a_node_wants_once(plan):
 
 @settings(max_examples=120)
 @given(plans())
-def test_no_plan_is_faster_than_the_floor(plan):
+def test_no_plan_is_faster_than_the_lower_bound(plan):
     counted = traffic(plan, element_formats(plan))
-    assert transfer_seconds(counted, RATES) >= floor_seconds(counted, RATES) * (1 - 1e-9)
+    assert transfer_seconds(counted, RATES) >= lower_bound_seconds(counted, RATES) * (1 - 1e-9)
 
 
 def small_traffic() -> Traffic:
@@ -125,15 +125,15 @@ def test_the_busiest_port_gives_the_time():
     assert transfer_seconds(small_traffic(), Rates(10, 0.1)) == 500.0
 
 
-def test_the_floor_by_hand():
-    assert floor(small_traffic(), Rates(10, 90)) == {
+def test_the_lower_bounds_by_hand():
+    assert lower_bounds(small_traffic(), Rates(10, 90)) == {
         "node_in": 1300 / 2 / 10,
         "sources_out": 900 / 10,
         "gpu_in": 1103 / 100,
     }
-    assert floor_seconds(small_traffic(), Rates(10, 90)) == 90
+    assert lower_bound_seconds(small_traffic(), Rates(10, 90)) == 90
     shared = replace(small_traffic(), leaving={(0,): 880, (1,): 900, (0, 1): 360})
-    assert floor(shared, Rates(10, 90))["sources_out"] == (880 + 900 + 360) / 2 / 10
+    assert lower_bounds(shared, Rates(10, 90))["sources_out"] == (880 + 900 + 360) / 2 / 10
 
 
 @pytest.mark.parametrize("rates", [(0, 1), (1, -1)])
@@ -218,7 +218,7 @@ def test_the_plan_of_a_mixture_of_experts_is_near_the_floor(engine, block_fp8):
     plan, architecture = small_plan(SMALL_DEEPSEEK, engine)
     counted = traffic(plan, formats(architecture, block_fp8=block_fp8))
     assert counted.direct.sum() + counted.relayed.sum() == counted.needed.sum()
-    assert transfer_seconds(counted, RATES) <= 1.1 * floor_seconds(counted, RATES)
+    assert transfer_seconds(counted, RATES) <= 1.1 * lower_bound_seconds(counted, RATES)
 
 
 def test_blocks_that_two_workers_share_travel_in_bfloat16():

@@ -85,19 +85,17 @@ def test_every_element_comes_from_one_of_its_nearest_holders(plan):
             return 0
         return 1 if place.source_node[source] == place.destination_node[rank] else 2
 
-    holders = {}
+    owners = {}
     for source in range(plan.source.ranks):
         for placement in plan.source.placements(source):
-            of_tensor = holders.setdefault(
-                placement.hf_name, torch.zeros(64, *plan.source.hf_shapes[placement.hf_name])
-            )
+            of_tensor = owners.setdefault(placement.hf_name, torch.zeros(64, *plan.source.hf_shapes[placement.hf_name]))
             of_tensor[(source, *placement.hf_box.slices())] = 1
     for rank in range(plan.destination_ranks):
         for each in plan.transfers_into(rank):
             values = coordinates({each.hf_name: plan.source.hf_shapes[each.hf_name]})
             tensors = held(plan.source, each.source_rank, {**coordinates(plan.source.hf_shapes), **values})
             for element in tensors[each.source_name][each.source_box.slices()].flatten():
-                having = holders[each.hf_name].flatten(1)[:, element - 1].nonzero().flatten().tolist()
+                having = owners[each.hf_name].flatten(1)[:, element - 1].nonzero().flatten().tolist()
                 assert distance(each.source_rank, rank) == min(distance(source, rank) for source in having)
 
 

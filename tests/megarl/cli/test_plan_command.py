@@ -56,9 +56,9 @@ def test_an_engine_on_one_gpu_gets_every_byte_of_the_model_once(model: str, caps
     assert facts["bytes_needed"] == facts["bytes_sent"] == 3 * BYTES
     assert facts["bytes_relayed"] == 0
     assert facts["loads"]["NIC in"]["most"] == BYTES
-    assert facts["floor_seconds"] == pytest.approx(BYTES / 50e9)
-    assert facts["transfer_over_floor"] == pytest.approx(1.0)
-    assert facts["floor_seconds"] <= facts["transfer_seconds"] <= facts["simulated_seconds"]
+    assert facts["lower_bound_seconds"] == pytest.approx(BYTES / 50e9)
+    assert facts["transfer_over_lower_bound"] == pytest.approx(1.0)
+    assert facts["lower_bound_seconds"] <= facts["transfer_seconds"] <= facts["simulated_seconds"]
     assert facts["extra_bytes_per_gpu"] == 2 * 512 * 10**6
 
 
@@ -99,7 +99,13 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
     words = ["--engine-tp", "4", "--replicas", "2", "--plot", "flow.png", "--bucket-bytes", "1MB"]
     assert main(["plan", "--model", model, *TRAINER, *words]) == 0
     said = capsys.readouterr().out
-    for part in ("16 GPUs: TP 2, PP 2, EP 4", "2 of 4 GPUs: TP 4", "NICs of a node in", "floor", "all, simulated"):
+    for part in (
+        "16 GPUs: TP 2, PP 2, EP 4",
+        "2 of 4 GPUs: TP 4",
+        "NICs of a node in",
+        "lower bound",
+        "all, simulated",
+    ):
         assert part in said
     assert "2.00 MB a GPU: 2 buckets of 1.00 MB" in said
     assert "drawn in flow.png" in said

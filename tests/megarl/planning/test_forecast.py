@@ -5,14 +5,14 @@ import pytest
 from small_traffic import traffic_of
 
 from converters.architectures import read_architecture
-from converters.cost import floor
+from converters.cost import lower_bounds
 from converters.layouts.megatron import ParallelSizes
 from converters.topology import Topology
 from megarl.planning.cluster import Cluster
 from megarl.planning.forecast import Forecast
 from megarl.planning.picture import draw_forecast
 from megarl.planning.refit import PlannedRefit
-from megarl.planning.report import FLOORS, facts
+from megarl.planning.report import BOUNDS, facts
 
 GB = 10**9
 CLUSTER = Cluster(gpus_per_node=2, nic_gbit_per_s=8, nvlink_gbyte_per_s=10, memory_gbyte_per_s=60)
@@ -81,16 +81,16 @@ def test_quantising_reads_twice_the_bytes() -> None:
 def test_ranks_of_one_gpu_move_nothing_through_ports() -> None:
     forecast = forecast_of(Topology.colocated(2, 2, gpus_per_node=2), [[GB, 0], [0, GB]])
     assert forecast.transfer_seconds == 0.0
-    assert forecast.over_floor(0.0) == 1.0
-    assert forecast.over_floor(1.0) == float("inf")
+    assert forecast.over_lower_bound(0.0) == 1.0
+    assert forecast.over_lower_bound(1.0) == float("inf")
     assert forecast.replay.seconds == pytest.approx(0.1)
 
 
-def test_every_bound_of_the_floor_has_its_words() -> None:
+def test_every_lower_bound_has_its_words() -> None:
     forecast = forecast_of(Topology.apart(1, 1), [[GB]])
-    assert forecast.floor == floor(forecast.traffic, CLUSTER.rates)
-    assert forecast.floor.keys() == FLOORS.keys()
-    assert facts(forecast)["floor_seconds"] == max(forecast.floor.values())
+    assert forecast.lower_bounds == lower_bounds(forecast.traffic, CLUSTER.rates)
+    assert forecast.lower_bounds.keys() == BOUNDS.keys()
+    assert facts(forecast)["lower_bound_seconds"] == max(forecast.lower_bounds.values())
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,4 +1,4 @@
-"""Senders and receivers in processes of their own: what arrives, and what is said when it cannot."""
+"""SenderChoice and receivers in processes of their own: what arrives, and what is said when it cannot."""
 
 import secrets
 from dataclasses import replace

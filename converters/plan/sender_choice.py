@@ -10,7 +10,7 @@ from functools import cached_property
 from math import gcd
 
 from converters.boxes import Box
-from converters.plan.atoms import Atom, Cutting
+from converters.plan.regions import Cutting, Region
 from converters.topology import Topology
 
 
@@ -21,21 +21,21 @@ class Delivery:
     box: Box
     sender: int
     receiver: int
-    passed_on: tuple[int, ...] = ()
+    relayed_to: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Senders:
+class SenderChoice:
     """Chooses for `replicas` equal destinations of `workers` ranks each.
 
-    - The nearest of a piece's holders send it: those on the same GPU, else on the same node, else all.
-    - The n nearest share the sending. Where sources and destinations have nodes of their own, replica r asks holder
+    - The nearest of a piece's owners send it: those on the same GPU, else on the same node, else all.
+    - The n nearest share the sending. Where sources and destinations have nodes of their own, replica r asks owner
       r modulo n, which is balanced if n divides the number of replicas. Where not, a piece is cut into
-      p = n / gcd(n, replicas) parts, of which replica r asks for part i from holder (r p + i) modulo n. On shared nodes
-      a piece is cut into n parts, since the replicas then do not see the same nearest holders.
-    - A piece that cannot be cut into equal parts takes turns: the holders are counted from the tensor's turn on.
+      p = n / gcd(n, replicas) parts, of which replica r asks for part i from owner (r p + i) modulo n. On shared nodes
+      a piece is cut into n parts, since the replicas then do not see the same nearest owners.
+    - A piece that cannot be cut into equal parts takes turns: the owners are counted from the tensor's rotation on.
 
-    The load of each of n holders of the same elements is so at most their mean, and one part for each destination and
+    The load of each of n owners of the same elements is so at most their mean, and one part for each destination and
     each shape of tensors that cannot be cut evenly.
     """
 
@@ -60,56 +60,56 @@ class Senders:
         """The destination ranks that may pass something on to a destination rank, itself included."""
         return self._node_ranks[self.topology.destination_node[destination]] if self.node_once else (destination,)
 
-    def group(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
+    def node_peers(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
         """Neighbours of a destination rank that are one of `workers`, which want the same."""
         neighbours = self.neighbours(destination)
         if len(neighbours) == 1:
             return neighbours
         return tuple(rank for rank in neighbours if rank % self.workers in workers)
 
-    def is_far(self, holders: Sequence[int], destination: int) -> bool:
-        """Whether none of `holders` is on the node of a destination rank."""
+    def is_remote(self, owners: Sequence[int], destination: int) -> bool:
+        """Whether none of `owners` is on the node of a destination rank."""
         node = self.topology.destination_node[destination]
-        return not self._shared_nodes or all(self.topology.source_node[holder] != node for holder in holders)
+        return not self._shared_nodes or all(self.topology.source_node[owner] != node for owner in owners)
 
-    def nearest(self, holders: tuple[int, ...], destination: int) -> tuple[int, ...]:
-        """Members of `holders` that are nearest to a destination rank."""
-        if not self._shared_nodes or len(holders) == 1:
-            return holders
+    def nearest(self, owners: tuple[int, ...], destination: int) -> tuple[int, ...]:
+        """Members of `owners` that are nearest to a destination rank."""
+        if not self._shared_nodes or len(owners) == 1:
+            return owners
         place = self.topology
         for side in ("gpu", "node"):
             here = getattr(place, f"destination_{side}")[destination]
             where = getattr(place, f"source_{side}")
-            if near := tuple(holder for holder in holders if where[holder] == here):
+            if near := tuple(owner for owner in owners if where[owner] == here):
                 return near
-        return holders
+        return owners
 
-    def deliveries(self, turn: int, atom: Atom, group: tuple[int, ...]) -> Iterator[Delivery]:
-        """How all of `group`, destination ranks of one node, get `atom`; `turn` counts tensors of the same shape.
+    def deliveries(self, rotation: int, region: Region, peers: tuple[int, ...]) -> Iterator[Delivery]:
+        """How all of `peers`, destination ranks of one node, get `region`; `rotation` counts tensors of the same shape.
 
-        Data from another node enters once: each rank of the group fetches one part and passes it on to the others.
+        Data from another node enters once: each of the peers fetches one part and relays it to the others.
         """
-        if len(group) == 1 or not self.is_far(atom.holders, group[0]):
-            for destination in group:
-                yield from self._fetch(turn, atom.box, atom.holders, destination, ())
+        if len(peers) == 1 or not self.is_remote(region.owners, peers[0]):
+            for destination in peers:
+                yield from self._fetch(rotation, region.box, region.owners, destination, ())
             return
-        for number, part in enumerate(self.cutting.cut(atom.box, len(group))):
-            chosen = (number + turn) % len(group)
-            others = group[:chosen] + group[chosen + 1 :]
-            yield from self._fetch(turn, part, atom.holders, group[chosen], others)
+        for number, part in enumerate(self.cutting.cut(region.box, len(peers))):
+            chosen = (number + rotation) % len(peers)
+            others = peers[:chosen] + peers[chosen + 1 :]
+            yield from self._fetch(rotation, part, region.owners, peers[chosen], others)
 
     def _fetch(
-        self, turn: int, box: Box, holders: tuple[int, ...], destination: int, passed_on: tuple[int, ...]
+        self, rotation: int, box: Box, owners: tuple[int, ...], destination: int, relayed_to: tuple[int, ...]
     ) -> Iterator[Delivery]:
-        nearest = self.nearest(holders, destination)
+        nearest = self.nearest(owners, destination)
         count = len(nearest)
         if count == 1:
-            yield Delivery(box, nearest[0], destination, passed_on)
+            yield Delivery(box, nearest[0], destination, relayed_to)
             return
         replica, worker = divmod(destination, self.workers)
         parts = count if self._shared_nodes else count // gcd(count, self.replicas)
         first = replica * parts
         if parts > 1:
-            first += turn + worker
+            first += rotation + worker
         for number, part in enumerate(self.cutting.cut(box, parts)):
-            yield Delivery(part, nearest[(first + number) % count], destination, passed_on)
+            yield Delivery(part, nearest[(first + number) % count], destination, relayed_to)

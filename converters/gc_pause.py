@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_search_for_garbage() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Do not look for garbage among hundreds of thousands of new records that all live: it takes most of the time.
 
     As a decorator of a function, for as long as the function runs.

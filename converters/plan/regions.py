@@ -1,4 +1,4 @@
-"""Atoms: boxes of which every element is held by the same ranks, and the parts that they are cut into."""
+"""Regions: boxes of which every element is held by the same ranks, and the parts that they are cut into."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ from converters.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
+class Region:
     """A box of an HF tensor, and all ranks that hold it, in ascending order."""
 
     box: Box
-    holders: tuple[int, ...]
+    owners: tuple[int, ...]
 
 
-def atoms(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Atom]:
-    """Cut `wanted` into atoms, given every box of the tensor that is held and by which ranks.
+def regions(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Region]:
+    """Cut `wanted` into regions, given every box of the tensor that is held and by which ranks.
 
-    An element that nobody holds is in an atom without holders. A box without elements has no atoms.
+    An element that nobody holds is in a region without owners. A box without elements has no regions.
     """
-    found = [Atom(wanted, ())] if wanted.size else []
+    found = [Region(wanted, ())] if wanted.size else []
     for box, ranks in held:
         common = box.intersect(wanted)
         if common is None:
             continue
-        split: list[Atom] = []
-        for atom in found:
-            piece = atom.box.intersect(common)
+        split: list[Region] = []
+        for region in found:
+            piece = region.box.intersect(common)
             if piece is None:
-                split.append(atom)
+                split.append(region)
                 continue
-            split.append(Atom(piece, tuple(sorted({*atom.holders, *ranks}))))
-            if piece != atom.box:
-                split.extend(Atom(rest, atom.holders) for rest in atom.box.subtract(piece))
+            split.append(Region(piece, tuple(sorted({*region.owners, *ranks}))))
+            if piece != region.box:
+                split.extend(Region(rest, region.owners) for rest in region.box.subtract(piece))
         found = split
     return found
 

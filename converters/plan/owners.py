@@ -1,4 +1,4 @@
-"""Holdings: the placements of several ranks, by the box of the HF tensor that they hold."""
+"""Owners: the placements of several ranks, by the box of the HF tensor that they hold."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -6,16 +6,16 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Placement, Shape
 
-Holdings = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
+Owners = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
 """HF name -> box of it -> rank -> the rank's placements of just this box, of which it seldom has several."""
 
 
-def holdings(
+def owners_by_box(
     ranks: Iterable[int],
     placements_of: Callable[[int], Sequence[Placement]],
     boxes_of: Sequence[Placement] | None = None,
-) -> Holdings:
-    """The holdings of `ranks`; if given, only of the boxes of the placements `boxes_of`."""
+) -> Owners:
+    """The owners among `ranks` of each box; if given, only of the boxes of the placements `boxes_of`."""
     found: dict[str, dict[Box, dict[int, list[Placement]]]] = {}
     for placement in boxes_of or ():
         found.setdefault(placement.hf_name, {})[placement.hf_box] = {}
