@@ -1,4 +1,7 @@
-"""The error that a user can act on."""
+"""The error that a user can act on, and the name that a wrong one was probably meant to be."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -14,3 +17,14 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.sentence}\n{self.details}" if self.details else self.sentence
+
+
+def nearest_names(name: str, known: Iterable[str], *, count: int = 1, at_least: float = 0.6) -> list[str]:
+    """The names of `known` that `name` probably stands for, nearest first, each at least so alike (0 to 1)."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=at_least)
+
+
+def did_you_mean(name: str, known: Iterable[str], shown_as: str = "{}") -> str:
+    """End of a sentence about the unknown `name`: "; did you mean NEAREST?", empty where nothing comes near."""
+    nearest = nearest_names(name, known)
+    return f"; did you mean {shown_as.format(nearest[0])}?" if nearest else ""

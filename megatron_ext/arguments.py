@@ -1,12 +1,11 @@
 """Options of Megatron by Megatron's own names: checked against the installed megatron-core, and given as flags."""
 
-import difflib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from converters.layouts.parallel_sizes import ParallelSizes
 from megatron_ext.dataclass_fields import DTYPES, FieldType, read_fields
 
@@ -57,8 +56,7 @@ def check_options(options: Mapping[str, Any], prefix: str = "megatron.") -> dict
     checked = {}
     for name, value in options.items():
         if name not in known:
-            nearest = nearest_name(name, known)
-            advice = f"; did you mean {prefix}{nearest}?" if nearest else ""
+            advice = did_you_mean(name, known, f"{prefix}{{}}")
             raise UserError(f"{prefix}{name}: the installed megatron-core has no such option{advice}")
         try:
             checked[name] = known[name].convert(value)
@@ -87,11 +85,6 @@ def _resolve(kind: FieldType, value: Any) -> Any:
     device.install()
     module, name = kind.enum
     return getattr(importlib.import_module(module), name)[value]
-
-
-def nearest_name(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """The name among `known` that `name` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def parse_flags(arguments: Sequence[str], hints: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -148,6 +141,6 @@ def _leading_values(words: Sequence[str]) -> Iterator[str]:
 def _unknown_flag(flag: str, name: str, known: Mapping[str, FieldType], hints: Mapping[str, str]) -> str:
     if name in hints:
         return f"{flag} is not an option of megatron-core; {hints[name]}"
-    nearest = nearest_name(name.removeprefix("no_") if name.startswith("no_") else name, known)
-    advice = f"; did you mean --{nearest.replace('_', '-')}?" if nearest else ""
+    flags = [known_name.replace("_", "-") for known_name in known]
+    advice = did_you_mean(name.removeprefix("no_").replace("_", "-"), flags, "--{}")
     return f"{flag}: neither megarl nor the installed megatron-core has such an option{advice}"

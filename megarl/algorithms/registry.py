@@ -1,10 +1,9 @@
 """Looking up an algorithm's part by its name."""
 
-import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 
 Function = TypeVar("Function")
 
@@ -16,8 +15,6 @@ def lookup(registry: Mapping[str, Function], key: str, name: str) -> Function:
     """
     if name in registry:
         return registry[name]
-    nearest = difflib.get_close_matches(name, registry, n=1)
     raise UserError(
-        f"{key}={name!r} is not known{f'; did you mean {nearest[0]!r}?' if nearest else ''}; "
-        f"it must be one of {', '.join(registry)}"
+        f"{key}={name!r} is not known{did_you_mean(name, registry)}; it must be one of {', '.join(registry)}"
     )

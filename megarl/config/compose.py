@@ -12,13 +12,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import check_keys
 from megarl.config.renamed_keys import OWNED
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
-from megatron_ext.arguments import check_options, nearest_name
+from megatron_ext.arguments import check_options
 
 PRESETS = ("algorithm",)
 """Groups of the configuration that have a folder of ready-made choices."""
@@ -77,8 +77,7 @@ def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequenc
         if error.missing_cfg_file not in (config_name, f"{config_name}.yaml"):
             raise UserError(f"recipe {config_name}: {error.args[0].splitlines()[0]}") from error
         names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-        nearest = nearest_name(config_name, names)
-        hint = f"; did you mean {nearest}?" if nearest else f"; there are {', '.join(names)}"
+        hint = did_you_mean(config_name, names) or f"; there are {', '.join(names)}"
         raise UserError(f"there is no recipe {config_name}{hint}") from error
     except RecursionError as error:
         raise UserError(f"recipe {config_name} cannot be composed: its defaults lead back to itself") from error

@@ -1,12 +1,11 @@
 """Every key of the configuration, and for a name that is none of them: which one was probably meant."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from converters.errors import UserError
+from converters.errors import UserError, nearest_names
 from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
@@ -85,8 +84,6 @@ def _nearest(key: str) -> list[str]:
     for keys in (schema_keys(), all_keys()):
         same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
         if same_leaf:
-            return difflib.get_close_matches(key, same_leaf, n=2, cutoff=0.0)
+            return nearest_names(key, same_leaf, count=2, at_least=0.0)
     neighbours = [known for known in all_keys() if known.rpartition(".")[0] == group]
-    return difflib.get_close_matches(key, neighbours, n=1, cutoff=0.75) or difflib.get_close_matches(
-        key, all_keys(), n=1
-    )
+    return nearest_names(key, neighbours, at_least=0.75) or nearest_names(key, all_keys())

@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
@@ -19,7 +19,6 @@ from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
-from megatron_ext.arguments import nearest_name
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
@@ -185,9 +184,7 @@ def _check_choice(key: str, value: str, names: Collection[str]) -> None:
     if value in EARLIER_VALUES.get(key, {}):
         raise UserError(f"{key}={value} is now called {key}={EARLIER_VALUES[key][value]}")
     if value not in names:
-        nearest = nearest_name(value, list(names))
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{hint}")
+        raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{did_you_mean(value, names)}")
 
 
 def _check_megatron(config: MegarlConfig) -> None:

@@ -1,18 +1,17 @@
 """Reward functions by name, and a user's own by file."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.rewards.scoring import RewardFunction
 
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -123,7 +122,7 @@ def load_reward(
 def _load_builtin(name: str, key: str) -> RewardFunction:
     if name not in REWARDS:
         raise UserError(
-            f"{key}={name!r} is not known{_did_you_mean(name, REWARDS)}; it must be one of {', '.join(REWARDS)} or "
+            f"{key}={name!r} is not known{did_you_mean(name, REWARDS)}; it must be one of {', '.join(REWARDS)} or "
             "path/to/file.py:name"
         )
     return _resolve(REWARDS[name].where)
@@ -147,7 +146,7 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(
-            f"{where}: the file has no {name!r}{_did_you_mean(name, functions)}; "
+            f"{where}: the file has no {name!r}{did_you_mean(name, functions)}; "
             f"its functions are {', '.join(functions) or 'none'}"
         )
     function = getattr(module, name)
@@ -167,7 +166,7 @@ def _check_arguments(function: RewardFunction, where: str, options: Mapping[str,
     for option in options:
         if option not in names and (not takes_any or option in (*GIVEN, GIVEN_IF_NAMED)):
             raise UserError(
-                f"{options_key}.{option} is no option of {where}{_did_you_mean(option, names)}; "
+                f"{options_key}.{option} is no option of {where}{did_you_mean(option, names)}; "
                 f"its options are {', '.join(names) or 'none'}"
             )
     try:
@@ -194,8 +193,3 @@ def _check_values(name: str, where: str, options: Mapping[str, Any], options_key
 def _resolve(where: str) -> Callable[..., Any]:
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""

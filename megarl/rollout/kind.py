@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.schema import RolloutConfig
-from megatron_ext.arguments import nearest_name
 from megatron_ext.dataclass_fields import FieldType, read_fields
 from megatron_ext.supported_options import Refusal, refuse
 
@@ -59,8 +58,7 @@ class EngineKind:
         known = self.arguments()
         for name in given if known else ():
             if name not in known:
-                nearest = nearest_name(name, known)
-                advice = f"; did you mean rollout.engine_args.{nearest}?" if nearest else ""
+                advice = did_you_mean(name, known, "rollout.engine_args.{}")
                 raise UserError(f"rollout.engine_args.{name}: the installed {self.title} has no such option{advice}")
         refuse(given, self.refused, "rollout.engine_args.")
 

@@ -1,9 +1,8 @@
 """Loggers by name."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
 from megarl.tracking.jsonl import JsonLinesLogger
 from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger
@@ -26,10 +25,8 @@ def open_tracker(names: Sequence[str], run: Run) -> Tracker:
     """
     for name in names:
         if name not in LOGGERS:
-            nearest = difflib.get_close_matches(name, LOGGERS, n=1)
             raise UserError(
-                f"tracking.loggers has {name!r}{f'; did you mean {nearest[0]!r}?' if nearest else ''}; "
-                f"the loggers are {', '.join(LOGGERS)}"
+                f"tracking.loggers has {name!r}{did_you_mean(name, LOGGERS)}; the loggers are {', '.join(LOGGERS)}"
             )
     run.output_dir.mkdir(parents=True, exist_ok=True)
     loggers: list[Logger] = []

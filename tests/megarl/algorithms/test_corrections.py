@@ -214,7 +214,7 @@ def test_metrics_of_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (CorrectionConfig("token_importanc", None, 2.0), r"'token_importanc' .* did you mean 'token_importance'"),
+        (CorrectionConfig("token_importanc", None, 2.0), r"'token_importanc' .* did you mean token_importance"),
         (CorrectionConfig("token_importance"), r"kind=token_importance needs a bound `high`"),
         (CorrectionConfig("icepop", None, 2.0), r"kind=icepop needs a bound `low`"),
         (CorrectionConfig("sequence_kl", 0.1, 2.0), r"kind=sequence_kl has no lower bound, but low=0.1"),

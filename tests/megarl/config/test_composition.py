@@ -142,7 +142,7 @@ REFUSED = {
         },
         "advantage=distillation is the teachers alone",
     ),
-    "an unknown loss": ({"algorithm": {"policy_loss": "cspo"}}, "did you mean 'cispo'|did you mean 'gspo'"),
+    "an unknown loss": ({"algorithm": {"policy_loss": "cspo"}}, "did you mean cispo|did you mean gspo"),
 }
 
 

@@ -69,7 +69,7 @@ def test_loggers_are_opened_by_name(tmp_path, capsys):
 
 
 def test_an_unknown_logger_is_refused_before_any_is_opened(tmp_path):
-    with pytest.raises(UserError, match=r"'tensorbord'; did you mean 'tensorboard'\?; the loggers are console"):
+    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\?; the loggers are console"):
         open_tracker(["jsonl", "tensorbord"], Run(tmp_path / "new", 0, 1))
     assert not (tmp_path / "new").exists()
 
