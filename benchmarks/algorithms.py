@@ -22,10 +22,9 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, Advantages, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.schema import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = AlgorithmConfig(gamma=0.99, gae_lambda=0.95)
+OPTIONS = {"gamma": 0.99, "gae_lambda": 0.95}
 # Per-token fields of ScoredResponses, made from random numbers in [0, 1).
 TOKEN_FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "token_rewards": lambda uniform: uniform / 100,
@@ -136,10 +135,14 @@ def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int)
             yield f"| {' | '.join(cells)} |"
 
 
+def _options(name: str) -> dict[str, float]:
+    return {option: OPTIONS[option] for option in ADVANTAGES[name].options if option in OPTIONS}
+
+
 def _ours(name: str, scored: ScoredResponses) -> Advantages:
     """Checks included, and without what an earlier run has found out and kept."""
     fields: dict[str, Any] = {each.name: getattr(scored, each.name) for each in dataclasses.fields(scored)}
-    return estimate(name, ScoredResponses(**fields | {"responses": Ragged(scored.responses.lengths)}), CONFIG)
+    return estimate(name, ScoredResponses(**fields | {"responses": Ragged(scored.responses.lengths)}), _options(name))
 
 
 def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Iterator[str]:
@@ -156,7 +159,9 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Ite
         scored, arguments = batch.scored(ours), verl_arguments(batch, ours)
         function = verl.get_adv_estimator_fn(theirs)
         padded = function(**arguments)[0][batch.mask]
-        difference = float((padded - estimate(ours, scored, CONFIG).advantages).abs().max() / padded.abs().max())
+        difference = float(
+            (padded - estimate(ours, scored, _options(ours)).advantages).abs().max() / padded.abs().max()
+        )
         assert difference < 1e-5, f"{theirs} and {ours} differ by {difference:.1e} of the largest value"
         del padded
         slow, fast = cost(partial(function, **arguments), runs), cost(partial(_ours, ours, scored), runs)
@@ -174,9 +179,9 @@ def verl_arguments(batch: Batch, ours: str) -> dict[str, Any]:
     rewards = torch.zeros_like(mask)
     rewards[torch.arange(len(mask)), batch.responses.lengths - 1] = batch.rewards
     every: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": mask}
-    by_group = {"index": batch.groups.numpy(), "config": AlgoConfig(gamma=CONFIG.gamma)}
+    by_group = {"index": batch.groups.numpy(), "config": AlgoConfig(gamma=OPTIONS["gamma"])}
     special: dict[str, Callable[[], dict[str, Any]]] = {
-        "gae": lambda: {"values": batch.padded("values"), "gamma": CONFIG.gamma, "lam": CONFIG.gae_lambda},
+        "gae": lambda: {"values": batch.padded("values"), "gamma": OPTIONS["gamma"], "lam": OPTIONS["gae_lambda"]},
         "remax": lambda: {"reward_baselines": batch.baselines},
         "reinforce_plus_plus": lambda: {"config": by_group["config"]},
         "optimal_token_baseline": lambda: {

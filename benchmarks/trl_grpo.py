@@ -14,6 +14,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from megarl.algorithms.parts import option_defaults
+from megarl.algorithms.policy_losses.surrogates import clipped
 from megarl.cli import recipe
 from megarl.rewards.registry import load_reward
 from megarl.run.job import open_tracker_of
@@ -71,6 +73,7 @@ def _by_stage(times: dict[str, float]) -> dict[str, float]:
 def grpo_config(config: MegarlConfig) -> GRPOConfig:
     """The same job in TRL's words."""
     optimizer, rollout, algorithm, loop = config.megatron, config.rollout, config.algorithm, config.loop
+    clip = {**option_defaults(clipped), **algorithm.policy_loss_options}
     return GRPOConfig(
         output_dir=config.output_dir,
         seed=loop.seed,
@@ -88,11 +91,11 @@ def grpo_config(config: MegarlConfig) -> GRPOConfig:
         adam_beta2=optimizer.get("adam_beta2", 0.999),
         weight_decay=optimizer.get("weight_decay", 0.0),
         max_grad_norm=optimizer.get("clip_grad", 1.0),
-        epsilon=algorithm.clip_low,
-        epsilon_high=algorithm.clip_high,
+        epsilon=clip["clip_low"],
+        epsilon_high=clip["clip_high"],
         beta=algorithm.kl_coefficient,
         loss_type="dapo",  # the mean over all tokens of the batch
-        scale_rewards="group" if algorithm.normalize_by_std else "none",
+        scale_rewards="group" if algorithm.advantage_options.get("normalize_by_std", True) else "none",
         router_aux_loss_coef=0.0,
         # The fastest of transformers' ways to run experts on a CPU: with its default a step took a fifth more CPU time.
         model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"},

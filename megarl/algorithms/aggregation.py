@@ -6,33 +6,48 @@ trained on counts nowhere. (verl leaves such responses out of its own denominato
 caller gives the size of the global batch.)
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.advantages.groups import Groups
+from megarl.algorithms.parts import option_types
+from megatron_ext.dataclass_fields import FieldType
 
 
-class Aggregation(Protocol):
-    """The numbers of trained tokens [N] of the responses of one optimizer step to weights."""
+@dataclass(frozen=True)
+class Aggregation:
+    """The numbers of trained tokens [N] of the responses of one optimizer step to the weights of these tokens."""
+
+    function: Callable[..., Tensor]
+    """(lengths[N], *, options) to weights; with `by_prompt` of (lengths[N], groups[N], *, options)."""
+    by_prompt: bool = False
 
     def __call__(
-        self, lengths: Tensor, *, aggregation_tokens: int | None = None, groups: Tensor | None = None
+        self, lengths: Tensor, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
     ) -> Tensor:
         """float32[sum(lengths)], in the order of the responses.
 
-        `aggregation_tokens` is the constant length of `seq_mean_token_sum_norm`, which alone needs it; `groups` long[N]
-        are any integers that responses to the same prompt share, which `prompt_mean` alone needs.
-
-        Raises UserError if there is no token at all.
+        `groups` long[N] are any integers that responses to the same prompt share. Raises UserError if there is no token
+        at all.
         """
-        ...
+        if not self.by_prompt:
+            return self.function(lengths, **(options or {}))
+        assert groups is not None, "the groups of the responses have to be given"
+        return self.function(lengths, groups, **(options or {}))
+
+    @cached_property
+    def options(self) -> Mapping[str, FieldType]:
+        """Name -> type of its options."""
+        return option_types(self.function)
 
 
-def token_mean(lengths: Tensor, **_others: object) -> Tensor:
+def token_mean(lengths: Tensor) -> Tensor:
     """Every token of the batch counts the same, 1 / sum(lengths): the form of DAPO's code. They sum to 1.
 
     The paper's equation 8 is this within each prompt, and the mean over prompts: `prompt_mean`.
@@ -40,17 +55,17 @@ def token_mean(lengths: Tensor, **_others: object) -> Tensor:
     return _per_response(1 / lengths.sum().double(), lengths)
 
 
-def token_sum(lengths: Tensor, **_others: object) -> Tensor:
+def token_sum(lengths: Tensor) -> Tensor:
     """1 for every token: the gradient grows with the batch."""
     return _per_response(torch.ones((), dtype=torch.float64, device=lengths.device), lengths)
 
 
-def seq_mean_token_sum(lengths: Tensor, **_others: object) -> Tensor:
+def seq_mean_token_sum(lengths: Tensor) -> Tensor:
     """1 / N: the mean over the responses of the sum over their tokens (REINFORCE on whole responses)."""
     return _per_response(1 / _responses(lengths), lengths)
 
 
-def seq_mean_token_mean(lengths: Tensor, **_others: object) -> Tensor:
+def seq_mean_token_mean(lengths: Tensor) -> Tensor:
     """1 / (N length_i): the mean over the responses of the mean over their tokens.
 
     GRPO (arXiv:2402.03300, equation 3); what losses of whole responses (gspo, gmpo, sppo) are defined with. They sum
@@ -59,30 +74,29 @@ def seq_mean_token_mean(lengths: Tensor, **_others: object) -> Tensor:
     return _per_response(1 / (_responses(lengths) * lengths.double()), lengths)
 
 
-def prompt_mean(lengths: Tensor, *, groups: Tensor | None = None, **_others: object) -> Tensor:
+def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
     """1 / (P L_p): the mean over the P prompts of the mean over the L_p tokens of all responses to each.
 
     DAPO (arXiv:2503.14476, equation 8), ScaleRL's prompt average (arXiv:2510.13786): a prompt with long responses
     counts as much as one with short ones. A prompt of which no token is trained on counts nowhere. They sum to 1.
     """
-    assert groups is not None, "the groups of the responses have to be given"
     of_prompt = Groups.of(groups)
     tokens = of_prompt.sum(lengths.double())
     prompts = (tokens > 0).sum()
     return _per_response(1 / (prompts * of_prompt.spread(tokens)), lengths)
 
 
-def seq_mean_token_sum_norm(lengths: Tensor, *, aggregation_tokens: int | None = None, **_others: object) -> Tensor:
-    """1 / (N aggregation_tokens): the sum over tokens divided by a constant, which favours no length.
+def seq_mean_token_sum_norm(lengths: Tensor, *, length: int | None = None) -> Tensor:
+    """1 / (N length): the sum over tokens divided by a constant, which favours no length.
 
-    Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `aggregation_tokens`, or if it is below 1.
+    Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `length`, or if it is below 1.
     """
-    if aggregation_tokens is None or aggregation_tokens < 1:
+    if length is None or length < 1:
         raise UserError(
             "algorithm.aggregation=seq_mean_token_sum_norm divides by a constant length, but algorithm."
-            f"aggregation_tokens is {aggregation_tokens}: set it to at least 1, usually rollout.max_response_tokens"
+            f"aggregation_options.length is {length}: set it to at least 1, usually rollout.max_response_tokens"
         )
-    return seq_mean_token_sum(lengths) / aggregation_tokens
+    return seq_mean_token_sum(lengths) / length
 
 
 def _responses(lengths: Tensor) -> Tensor:
@@ -97,10 +111,10 @@ def _per_response(weights: Tensor, lengths: Tensor) -> Tensor:
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {
-    "token_mean": token_mean,
-    "token_sum": token_sum,
-    "prompt_mean": prompt_mean,
-    "seq_mean_token_sum": seq_mean_token_sum,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "token_mean": Aggregation(token_mean),
+    "token_sum": Aggregation(token_sum),
+    "prompt_mean": Aggregation(prompt_mean, by_prompt=True),
+    "seq_mean_token_sum": Aggregation(seq_mean_token_sum),
+    "seq_mean_token_mean": Aggregation(seq_mean_token_mean),
+    "seq_mean_token_sum_norm": Aggregation(seq_mean_token_sum_norm),
 }

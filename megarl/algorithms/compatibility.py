@@ -1,18 +1,39 @@
 """Which values and parts of an algorithm make sense, alone and together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS, check_correction
 from megarl.algorithms.kl import KL_ESTIMATORS, UNBIASED
+from megarl.algorithms.parts import check_options, lookup, option_defaults
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.registry import lookup
+from megarl.algorithms.policy_losses.covariance import select_clip_cov
 from megarl.schema import AlgorithmConfig
+from megatron_ext.dataclass_fields import FieldType
 
 _AVERAGES_RESPONSES = "seq_mean_token_mean"
+_COVARIANCES = option_defaults(select_clip_cov)
+
+
+class PartWithOptions(Protocol):
+    """An entry of a registry whose options the configuration gives."""
+
+    @property
+    def options(self) -> Mapping[str, FieldType]:
+        """Name -> type."""
+        ...
+
+
+_PARTS_WITH_OPTIONS: Mapping[str, Mapping[str, PartWithOptions]] = {
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+}
+"""Key of `algorithm` -> its registry; the options are beside it, in KEY_options."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +47,31 @@ _NOT_NEGATIVE = _Condition(lambda value: value >= 0, "at least 0")
 _ABOVE_ZERO = _Condition(lambda value: value > 0, "above 0")
 _ABOVE_ONE = _Condition(lambda value: value > 1, "above 1")
 _SHARE = _Condition(lambda value: 0 < value <= 1, "above 0 and at most 1")
+_FROM_ZERO_TO_ONE = _Condition(lambda value: 0 <= value <= 1, "at least 0 and at most 1")
 _VALUES: dict[str, _Condition] = {
-    "clip_low": _NOT_NEGATIVE,
-    "clip_high": _NOT_NEGATIVE,
-    "dual_clip": _ABOVE_ONE,
-    "sapo_temperature_positive": _ABOVE_ZERO,
-    "sapo_temperature_negative": _ABOVE_ZERO,
-    "ratio_cap": _ABOVE_ZERO,
     "off_policy_mask": _NOT_NEGATIVE,
     "distillation_coefficient": _NOT_NEGATIVE_AND_FINITE,
-    "covariance_fraction": _SHARE,
-    "covariance_kl_coefficient": _NOT_NEGATIVE,
-    "sppo_eta": _ABOVE_ZERO,
-    "dro_beta": _ABOVE_ZERO,
     "kl_coefficient": _NOT_NEGATIVE,
     "kl_target": _ABOVE_ZERO,
     "kl_horizon": _ABOVE_ZERO,
     "entropy_coefficient": _Condition(lambda value: abs(value) < float("inf"), "a finite number"),
 }
+_OPTION_VALUES: dict[str, _Condition] = {
+    "gamma": _FROM_ZERO_TO_ONE,
+    "gae_lambda": _FROM_ZERO_TO_ONE,
+    "clip_low": _SHARE,
+    "clip_high": _ABOVE_ZERO,
+    "dual_clip": _ABOVE_ONE,
+    "temperature_positive": _ABOVE_ZERO,
+    "temperature_negative": _ABOVE_ZERO,
+    "ratio_cap": _ABOVE_ZERO,
+    "covariance_fraction": _SHARE,
+    "covariance_kl_coefficient": _NOT_NEGATIVE,
+    "eta": _ABOVE_ZERO,
+    "beta": _ABOVE_ZERO,
+    "length": _Condition(lambda value: value >= 1, "at least 1"),
+}
+"""Ranges of the options of parts."""
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
@@ -51,9 +79,8 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
     A number that is not a number is out of range.
     """
-    lookup(ADVANTAGES, "algorithm.advantage", config.advantage)
-    lookup(AGGREGATIONS, "algorithm.aggregation", config.aggregation)
-    lookup(POLICY_LOSSES, "algorithm.policy_loss", config.policy_loss)
+    for kind, registry in _PARTS_WITH_OPTIONS.items():
+        _check_part(kind, registry, config)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
     for name, known in (("kl_in", ("loss", "reward")), ("ratio_to", ("old", "rollout"))):
         if getattr(config, name) not in known:
@@ -63,18 +90,43 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         check(config)
 
 
+def option_keys() -> list[str]:
+    """Keys of the options of all parts."""
+    return sorted(
+        {
+            f"algorithm.{kind}_options.{option}"
+            for kind, registry in _PARTS_WITH_OPTIONS.items()
+            for part in registry.values()
+            for option in part.options
+        }
+    )
+
+
 def _check_values(config: AlgorithmConfig) -> None:
     for name, condition in _VALUES.items():
         value = getattr(config, name)
         if value is not None and not condition.holds(value):
             raise UserError(f"algorithm.{name} must be {condition.words}, not {value}")
-    if not config.covariance_low < config.covariance_high:
-        raise UserError(
-            f"algorithm.covariance_low={config.covariance_low} must be below covariance_high="
-            f"{config.covariance_high}: no token would have a covariance between the two"
-        )
     for correction in config.corrections:
         check_correction(correction)
+
+
+def _check_part(kind: str, registry: Mapping[str, PartWithOptions], config: AlgorithmConfig) -> None:
+    name, options, key = getattr(config, kind), getattr(config, f"{kind}_options"), f"algorithm.{kind}_options"
+    check_options(options, lookup(registry, f"algorithm.{kind}", name).options, key, f"{kind}={name}")
+    for option, value in options.items():
+        if option in _OPTION_VALUES and value is not None and not _OPTION_VALUES[option].holds(value):
+            raise UserError(f"{key}.{option} must be {_OPTION_VALUES[option].words}, not {value}")
+
+
+def _covariances_have_a_band(config: AlgorithmConfig) -> None:
+    options = {**_COVARIANCES, **config.policy_loss_options}
+    low, high = options["covariance_low"], options["covariance_high"]
+    if not low < high:
+        raise UserError(
+            f"algorithm.policy_loss_options.covariance_low={low} must be below covariance_high={high}: no token would "
+            "have a covariance between the two"
+        )
 
 
 def _kl_has_a_gradient(config: AlgorithmConfig) -> None:
@@ -157,15 +209,6 @@ def _kl_adapts_from_something(config: AlgorithmConfig) -> None:
         )
 
 
-def _dual_clip_is_taken(config: AlgorithmConfig) -> None:
-    takers = [name for name, loss in POLICY_LOSSES.items() if "dual_clip" in loss.options]
-    if config.dual_clip is not None and config.policy_loss not in takers:
-        raise UserError(
-            f"algorithm.dual_clip={config.dual_clip} has no meaning with policy_loss={config.policy_loss}: leave it"
-            f" out, or use one of {', '.join(takers)}"
-        )
-
-
 def _responses_stay_whole(config: AlgorithmConfig) -> None:
     if not POLICY_LOSSES[config.policy_loss].of_response:
         return
@@ -187,7 +230,7 @@ _CHECKS = (
     _kl_has_a_gradient,
     _unbiased_kl_is_one,
     _kl_adapts_from_something,
-    _dual_clip_is_taken,
+    _covariances_have_a_band,
     _responses_stay_whole,
     _several_updates_have_a_ratio,
     _ratios_are_taken_once,

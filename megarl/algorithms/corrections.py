@@ -18,8 +18,8 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms.kl import k2, k3
 from megarl.algorithms.metrics import Mean, Metrics
+from megarl.algorithms.parts import lookup
 from megarl.algorithms.ragged import Ragged
-from megarl.algorithms.registry import lookup
 from megarl.schema import CorrectionConfig
 
 # exp of more is no weight that means anything; verl's value.

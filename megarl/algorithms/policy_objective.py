@@ -13,7 +13,6 @@ from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.off_policy import largest, off_policy_metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
-from megarl.algorithms.policy_losses.policy_loss import keyword_names
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.trained_tokens import TrainedTokens
 from megarl.diagnostics.ratios import ratio_counts
@@ -62,15 +61,12 @@ class PolicyObjective:
         ratios are to; `log_probs` [T] are those under the policy as it is before this step. A loss that draws draws by
         `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
         """
-        selection = self._loss.selection
-        assert selection is not None, f"{self.algorithm.policy_loss} selects nothing"
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()
         anchor = batch.fields[self._anchor][trained] if self._anchor in batch.fields else log_probs
         tokens = Tokens(log_probs, anchor, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
-        options = {name: getattr(self.algorithm, name) for name in keyword_names(selection)}
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        chosen = selection(tokens, generator, **options)
+        chosen = self._loss.select(tokens, generator, self.algorithm.policy_loss_options)
         return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -91,7 +87,7 @@ class PolicyObjective:
         trained.check_finite("policy's log-prob", present)
         rollout = trained.field("rollout_log_probs")
         compared = present if self.algorithm.ratio_to == "rollout" else tokens.old_log_probs
-        policy = self._loss(tokens, {name: getattr(self.algorithm, name) for name in self._loss.options})
+        policy = self._loss(tokens, self.algorithm.policy_loss_options)
         loss, metrics = policy.loss, _metrics(tokens, trained.take(predictions.entropy).detach())
         metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
         if self._knows_the_old_policy:

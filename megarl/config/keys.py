@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError, nearest_names
+from megarl.algorithms.compatibility import option_keys
 from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
@@ -23,10 +24,10 @@ def schema_keys(group: type = MegarlConfig, prefix: str = "") -> Iterator[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """The keys of the schema, of Megatron and of the engines."""
+    """The keys of the schema, of the options of the algorithm's parts, of Megatron and of the engines."""
     megatron = (f"megatron.{name}" for name in megatron_fields() if name not in OWNED)
     engine = (f"rollout.engine_args.{name}" for kind in ENGINES.values() for name in kind.arguments())
-    return (*schema_keys(), *megatron, *engine)
+    return (*schema_keys(), *option_keys(), *megatron, *engine)
 
 
 def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: str = "") -> None:

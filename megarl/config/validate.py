@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
 from megarl.config.renamed_keys import EARLIER_VALUES
@@ -28,12 +27,6 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "refit.verify": ("checksum", "logprobs", "off"),
     "reward.on_error": ("stop", "drop"),
     "reward.on_timeout": ("stop", "drop", "zero"),
-    "algorithm.advantage": ADVANTAGES,
-    "algorithm.policy_loss": POLICY_LOSSES,
-    "algorithm.aggregation": AGGREGATIONS,
-    "algorithm.kl_estimator": KL_ESTIMATORS,
-    "algorithm.kl_in": ("loss", "reward"),
-    "algorithm.ratio_to": ("old", "rollout"),
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }
@@ -44,9 +37,6 @@ _AT_LEAST: Mapping[str, int] = {
     "reward.workers": 1,
     "reward.overlong_buffer_tokens": 0,
     "reward.overlong_penalty": 0,
-    "algorithm.gamma": 0,
-    "algorithm.gae_lambda": 0,
-    "algorithm.kl_coefficient": 0,
     "algorithm.kl_horizon": 1,
     "algorithm.refresh_reference_every": 0,
     "algorithm.max_refills": 0,
@@ -74,8 +64,6 @@ _AT_LEAST: Mapping[str, int] = {
 _ABOVE_ZERO = (
     "rollout.temperature",
     "rollout.top_p",
-    "algorithm.clip_low",
-    "algorithm.clip_high",
     "reward.timeout_s",
     "reward_model.beta",
     "loop.eval_temperature",
@@ -87,7 +75,7 @@ _ABOVE_ZERO = (
     "refit.log_prob_tolerance",
 )
 _AT_MOST: Mapping[str, int] = {
-    **dict.fromkeys(("rollout.top_p", "algorithm.clip_low", "algorithm.gamma", "algorithm.gae_lambda"), 1),
+    "rollout.top_p": 1,
     "reward.workers": 10_000,
     "cluster.rendezvous_port": 65535,
 }

@@ -1,9 +1,8 @@
 """Choices that are taken and can change nothing: a warning at the start of a run."""
 
 from megarl.algorithms import POLICY_LOSSES
+from megarl.algorithms.parts import option_defaults
 from megarl.schema import AlgorithmConfig
-
-_BOUNDS = ("clip_low", "clip_high", "dual_clip")
 
 
 def without_effect(config: AlgorithmConfig) -> list[str]:
@@ -25,7 +24,8 @@ def without_effect(config: AlgorithmConfig) -> list[str]:
     why = "with algorithm.updates_per_step=1 every ratio to the old policy is 1"
     if config.policy_loss != AlgorithmConfig().policy_loss:
         return [f"algorithm.policy_loss={config.policy_loss} is the plain policy gradient here, since {why}: {remedy}"]
-    changed = [name for name in _BOUNDS if getattr(config, name) != getattr(AlgorithmConfig(), name)]
+    defaults = option_defaults(loss.surrogate)
+    changed = [name for name, value in config.policy_loss_options.items() if value != defaults[name]]
     if not changed:
         return []
-    return [f"algorithm.{', '.join(changed)} never acts, since {why}: {remedy}"]
+    return [f"algorithm.policy_loss_options.{', '.join(changed)} never acts, since {why}: {remedy}"]

@@ -29,7 +29,7 @@ _WARNINGS = """
 A metric that stays bad for `tracking.warn_after_steps` steps is warned of, once, on the console; `warning/<symptom>` is
 1 from there on until it has been good for as many steps. The thresholds are keys of `tracking`, and `null` switches one
 off. A resumed run reads in `metrics.jsonl` what it has warned of already. Only what can act in the run is advised:
-`algorithm.clip_high` for instance where there are several updates to a rollout.
+`algorithm.policy_loss_options.clip_high` for instance where there are several updates to a rollout.
 
 | symptom | warned of where | what people look at and do |
 |---|---|---|"""

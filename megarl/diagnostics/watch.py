@@ -83,7 +83,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "the policy's entropy has collapsed",
         (
             Advice("it samples nearly the same response every time and finds nothing new"),
-            Advice("raise algorithm.clip_high", _clips_upward),
+            Advice("raise algorithm.policy_loss_options.clip_high", _clips_upward),
             Advice("raise algorithm.entropy_coefficient"),
             Advice("use algorithm.policy_loss=clip_cov", _clips_plainly),
             Advice("use algorithm.policy_loss=kl_cov", lambda config: _clips_plainly(config) and _has_ratios(config)),

@@ -24,47 +24,19 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """A name of `megarl.algorithms.ADVANTAGES`."""
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation (GRPO); off is Dr. GRPO's form."""
-    gamma: float = 1.0
-    """Discount per token, of estimators with returns (gae, reinforce_plus_plus, prime)."""
-    gae_lambda: float = 1.0
-    """Lambda of gae: 1 is the return minus the value, 0 the one-step error."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the advantage, by the names that docs/algorithms.md gives for it, such as gae_lambda."""
     policy_loss: str = "clip"
     """A name of `megarl.algorithms.POLICY_LOSSES`."""
-    clip_low: float = 0.2
-    """See `clip_high`."""
-    clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; of gmpo the log-ratio to [-clip_low, clip_high], of dppo
-    these are the largest divergences."""
-    dual_clip: float | None = None
-    """Bound, above 1, of the ratio where the advantage is negative; none without."""
-    sapo_temperature_positive: float = 1.0
-    """Temperature of SAPO's gate where the advantage is positive."""
-    sapo_temperature_negative: float = 1.05
-    """Temperature of SAPO's gate where the advantage is negative."""
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the policy loss, by the names that docs/algorithms.md gives for it, such as clip_high."""
     ratio_to: str = "old"
     """The policy that ratios and clips compare with: old, the trainer's own before the step's first update, or rollout,
     the engine's as it sampled."""
-    ratio_cap: float = 20.0
-    """Bound in dppo, to which the ratio that weighs a token's gradient is truncated; its paper wants it large."""
-    covariance_fraction: float = 2e-4
-    """Share of response tokens that clip_cov clips, or kl_cov holds by the KL."""
-    covariance_low: float = 1.0
-    """Lower bound in clip_cov: tokens are drawn from those with a covariance above this and below covariance_high."""
-    covariance_high: float = 5.0
-    """See `covariance_low`."""
-    covariance_kl_coefficient: float = 1.0
-    """Weight in kl_cov of |log-ratio to the old policy| at the chosen tokens."""
-    sppo_eta: float = 1.0
-    """Worth in sppo of one unit of win rate, as a log-ratio to the earlier self."""
-    dro_beta: float = 0.1
-    """Weight in dro of half the squared log-ratio to the old policy."""
     aggregation: str = "token_mean"
     """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
-    aggregation_tokens: int | None = None
-    """Constant length by which seq_mean_token_sum_norm divides every response's sum; by default
-    rollout.max_response_tokens."""
+    aggregation_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the aggregation, by the names that docs/algorithms.md gives for it."""
     kl_estimator: str = "k3"
     """A name of `megarl.algorithms.KL_ESTIMATORS`."""
     kl_coefficient: float = 0.0

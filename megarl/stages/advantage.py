@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,13 +102,13 @@ def advantage(
     responses = trained_responses(batch)
     known = {name: values[trained] for name, values in batch.fields.items()}
 
-    def called(index: int) -> str:
+    def describe(index: int) -> str:
         prompt = trajectories[index].prompt
         return f"response {index} of the step, to prompt {prompt.index} ({prompt.data_source})"
 
     for field in ("rollout_log_probs", "reference_log_probs"):
         if field in known:
-            check_finite(_LOG_PROBS[field], known[field], called, responses)
+            check_finite(_LOG_PROBS[field], known[field], describe, responses)
     kl = None
     if algorithm.kl_in == "reward" and kl_coefficient:
         kl = KL_ESTIMATORS[algorithm.kl_estimator](known["old_log_probs"], known["reference_log_probs"])
@@ -128,7 +129,7 @@ def advantage(
         process_rewards=known.get("process_rewards"),
         teacher_log_probs=known.get("teacher_log_probs"),
     )
-    estimated = estimate(algorithm.advantage, scored, algorithm, called)
+    estimated = estimate(algorithm.advantage, scored, algorithm.advantage_options, describe)
     advantages, to_teachers = estimated.advantages, None
     if scored.teacher_log_probs is not None:
         gain = distillation(scored).advantages
@@ -141,9 +142,10 @@ def advantage(
     if scored.process_rewards is not None:
         fields["outcomes"] = _placed(responses.spread(_outcomes(scored.rewards)), trained)
     batch = batch.with_fields(**fields)
+    options = _aggregation_options(config)
     parts = _mini_batches(trajectories, responses, algorithm.updates_per_step)
     return Prepared(
-        batches=[weighted(batch.select(part), algorithm.aggregation, config, groups[part]) for part in parts],
+        batches=[weighted(batch.select(part), algorithm.aggregation, groups[part], options) for part in parts],
         responses=responses,
         advantages=advantages,
         kl=None if kl is None else float(kl.mean()),
@@ -156,14 +158,21 @@ def trained_responses(batch: RaggedBatch) -> Ragged:
     return Ragged(torch.stack([each.sum() for each in batch.split_field("trained")]))
 
 
-def weighted(batch: RaggedBatch, aggregation: str, config: MegarlConfig, groups: Tensor | None = None) -> RaggedBatch:
+def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
+    """Options of the aggregation; a constant length is that of the longest response unless it is given."""
+    options = config.algorithm.aggregation_options
+    takes_length = "length" in AGGREGATIONS[config.algorithm.aggregation].options
+    return {"length": config.rollout.max_response_tokens, **options} if takes_length else options
+
+
+def weighted(
+    batch: RaggedBatch, aggregation: str, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
+) -> RaggedBatch:
     """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
 
-    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it.
+    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
     """
-    length = config.algorithm.aggregation_tokens or config.rollout.max_response_tokens
-    lengths = trained_responses(batch).lengths
-    weights = AGGREGATIONS[aggregation](lengths, aggregation_tokens=length, groups=groups)
+    weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, groups, options)
     return batch.with_fields(weights=_placed(weights, batch.fields["trained"]))
 
 

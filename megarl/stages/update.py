@@ -48,7 +48,7 @@ def _selected(
 
 def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, MetricValue]:
     """As `update`, of a value model: towards the field `returns`, not far from `old_values`."""
-    own = [weighted(batch, "token_mean", config) for batch in batches]
+    own = [weighted(batch, "token_mean") for batch in batches]
     return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, of="value")
 
 
@@ -60,7 +60,6 @@ def update_implicit_reward_model(
         weighted(
             batch.with_fields(reference_log_probs=batch.fields["implicit_reference_log_probs"]),
             "seq_mean_token_sum",
-            config,
         )
         for batch in batches
     ]

@@ -21,6 +21,9 @@ WHOLE, PIECES = 1000, 20
 """Tokens of a micro-batch: all sequences in one, or hardly two."""
 
 
+COVARIANCES = {"covariance_fraction": 0.3, "covariance_low": -5.0}
+
+
 def objectives() -> dict[str, PolicyObjective]:
     """Each loss with a KL, an entropy bonus and a correction that goes with it."""
     factors = {True: CorrectionConfig("sequence_importance", high=1.5), False: CorrectionConfig("icepop", 0.7, 1.5)}
@@ -32,8 +35,7 @@ def objectives() -> dict[str, PolicyObjective]:
                 kl_coefficient=0.1,
                 entropy_coefficient=0.01,
                 corrections=[factors[loss.of_response]],
-                covariance_fraction=0.3,
-                covariance_low=-5.0,
+                policy_loss_options={k: v for k, v in COVARIANCES.items() if k in POLICY_LOSSES[name].options},
             )
         )
         for name, loss in POLICY_LOSSES.items()

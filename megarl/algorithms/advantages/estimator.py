@@ -1,10 +1,11 @@
 """An advantage estimator, and what it asks for."""
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megarl.algorithms.advantages.scored import Advantages
+from megarl.algorithms.parts import option_types
+from megatron_ext.dataclass_fields import FieldType
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Estimator:
     """A way to estimate advantages."""
 
     function: Callable[..., Advantages]
-    """Maps ScoredResponses to Advantages; its keyword-only arguments are fields of AlgorithmConfig, by their names."""
+    """Maps ScoredResponses to Advantages; its options are keyword-only, with defaults."""
     needs: frozenset[str] = frozenset()
     """The optional fields of ScoredResponses that it cannot do without."""
     smallest_group: int = 1
@@ -21,7 +22,6 @@ class Estimator:
     """Whether `token_rewards`, in which a KL may be, change the advantages."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The fields of AlgorithmConfig that it reads."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+    def options(self) -> Mapping[str, FieldType]:
+        """Name -> type of its options."""
+        return option_types(self.function)

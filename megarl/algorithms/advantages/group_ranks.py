@@ -6,7 +6,7 @@ from megarl.algorithms.advantages.group_rewards import STD_EPSILON
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 
 
-def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
+def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantages:
     """The best response of a group, relative to the second best; all others 0. Raises the chance that one is right.
 
     A_best = (r_best - r_second) / (std_g + 1e-6), std_g unbiased; without `normalize_by_std` not divided
@@ -18,7 +18,7 @@ def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantage
     leads = scores[order[best]] - scores[order[best - 1]]
     advantages = torch.zeros_like(scores)
     advantages[order[best]] = leads / (groups.std(scores) + STD_EPSILON) if normalize_by_std else leads
-    return scored.alike(advantages)
+    return scored.same_for_all_tokens(advantages)
 
 
 def win_rate(scored: ScoredResponses) -> Advantages:
@@ -36,4 +36,4 @@ def win_rate(scored: ScoredResponses) -> Advantages:
     below = (alike.cumsum(0) - alike)[level] - groups.starts[of_group]
     wins = torch.zeros_like(scores)
     wins[order] = (below + 0.5 * alike[level]).double() / groups.sizes[of_group]
-    return scored.alike(wins - 0.5)
+    return scored.same_for_all_tokens(wins - 0.5)

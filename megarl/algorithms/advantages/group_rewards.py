@@ -17,14 +17,14 @@ def standardised(values: Tensor, groups: Groups, *, normalize_by_std: bool) -> T
     return centred / (groups.spread(groups.std(values)) + STD_EPSILON) if normalize_by_std else centred
 
 
-def grpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
+def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantages:
     """Scores relative to those of the other responses to the same prompt.
 
     A_i = (r_i - mean_g) / (std_g + 1e-6), mean and unbiased standard deviation (n - 1) over the group g of response
     i (DeepSeekMath, arXiv:2402.03300, section 4.1.2). Without `normalize_by_std` A_i = r_i - mean_g, as in Dr. GRPO
     (arXiv:2503.20783). verl gives the only response of a group its bare score; here such a group is refused.
     """
-    return scored.alike(standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std))
+    return scored.same_for_all_tokens(standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std))
 
 
 def rloo(scored: ScoredResponses) -> Advantages:
@@ -33,7 +33,7 @@ def rloo(scored: ScoredResponses) -> Advantages:
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
     n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
     """
-    return scored.alike(leave_one_out(scored.scores, scored.prompts))
+    return scored.same_for_all_tokens(leave_one_out(scored.scores, scored.prompts))
 
 
 def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
@@ -49,7 +49,7 @@ def opo(scored: ScoredResponses) -> Advantages:
     """
     groups, lengths = scored.prompts, scored.responses.lengths.double()
     baselines = groups.sum(lengths * scored.scores) / groups.sum(lengths).clamp(min=1)
-    return scored.alike(scored.scores - groups.spread(baselines))
+    return scored.same_for_all_tokens(scored.scores - groups.spread(baselines))
 
 
 def gpg(scored: ScoredResponses) -> Advantages:
@@ -63,7 +63,7 @@ def gpg(scored: ScoredResponses) -> Advantages:
     centred = scored.prompts.centred(scored.scores)
     teaching = scored.prompts.sum(centred.abs()) > 0
     alpha = len(centred) / scored.prompts.sizes[teaching].sum().clamp(min=1)
-    return scored.alike(alpha * centred)
+    return scored.same_for_all_tokens(alpha * centred)
 
 
 def max_rl(scored: ScoredResponses) -> Advantages:
@@ -80,4 +80,4 @@ def max_rl(scored: ScoredResponses) -> Advantages:
             ": use rewards from 0 to 1, and algorithm.kl_in=loss"
         )
     means = scored.prompts.spread(scored.prompts.mean(scored.scores))
-    return scored.alike(torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0))
+    return scored.same_for_all_tokens(torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0))

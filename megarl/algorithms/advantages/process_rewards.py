@@ -9,7 +9,7 @@ from megarl.algorithms.memory import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
-def prime(scored: ScoredResponses, *, gamma: float) -> Advantages:
+def prime(scored: ScoredResponses, *, gamma: float = 1.0) -> Advantages:
     """Leave-one-out advantages of the outcome, and of the implicit process rewards that are still to come.
 
     A_t = sum_(s >= t) gamma^(s-t) (p_s - b_i) + r_i - sum_(j != i) r_j / (n - 1), where p_s = beta log(pi_rm / pi_ref)

@@ -1,6 +1,8 @@
 """The advantage estimators by name, and how one is asked."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -10,8 +12,7 @@ from megarl.algorithms.advantages.estimator import Estimator
 from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 from megarl.algorithms.finite import check_finite
-from megarl.algorithms.registry import lookup
-from megarl.schema import AlgorithmConfig
+from megarl.algorithms.parts import lookup
 
 ADVANTAGES: Mapping[str, Estimator] = {
     "gae": Estimator(returns.gae, needs=frozenset({"values"})),
@@ -60,18 +61,21 @@ _PER_TOKEN = {
 
 
 def estimate(
-    name: str, scored: ScoredResponses, config: AlgorithmConfig, called: Callable[[int], str] | None = None
+    name: str,
+    scored: ScoredResponses,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    describe: Callable[[int], str] | None = None,
 ) -> Advantages:
-    """The advantages of the estimator `name`, with the options of `config` that it names.
+    """The advantages of the estimator `name` with `options` of its own.
 
-    `called` is what messages call the i-th response. Raises UserError for a name that is not known, a field that the
+    `describe` is what messages call the i-th response. Raises UserError for a name that is not known, a field that the
     estimator needs and the run does not have, no trained token at all, a group smaller than the estimator can do
     with, and a value that is not a finite number.
     """
     estimator = lookup(ADVANTAGES, "algorithm.advantage", name)
     _check_complete(name, estimator, scored)
-    _check_numbers(scored, called or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
-    return estimator.function(scored, **{option: getattr(config, option) for option in estimator.options})
+    _check_numbers(scored, describe or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
+    return estimator.function(scored, **options)
 
 
 def _check_complete(name: str, estimator: Estimator, scored: ScoredResponses) -> None:
@@ -91,16 +95,16 @@ def _check_complete(name: str, estimator: Estimator, scored: ScoredResponses) ->
         )
 
 
-def _check_numbers(scored: ScoredResponses, called: Callable[[int], str]) -> None:
+def _check_numbers(scored: ScoredResponses, describe: Callable[[int], str]) -> None:
     per_response = {what: getattr(scored, field) for field, what in _PER_RESPONSE.items()}
     per_response |= {f"reward {name!r}": values for name, values in scored.parts.items()}
     per_token = {field: (what, getattr(scored, field)) for field, what in _PER_TOKEN.items()}
     for what, values in per_response.items():
         if values is not None:
-            check_finite(what, values, called)
+            check_finite(what, values, describe)
     for what, values in per_token.values():
         if values is not None:
-            check_finite(what, values, called, scored.responses)
+            check_finite(what, values, describe, scored.responses)
 
 
 def _present(field: Tensor | Mapping[str, Tensor] | None) -> bool:

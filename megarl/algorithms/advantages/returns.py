@@ -29,7 +29,7 @@ def _rewards(scored: ScoredResponses, tokens: slice) -> Tensor:
     return scored.responses.add_at_last_token_(rewards, scored.rewards, tokens.start)
 
 
-def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float) -> Advantages:
+def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float = 1.0) -> Advantages:
     """Returns, whitened over all tokens of the batch, without groups (REINFORCE++, arXiv:2501.03262, section 3)."""
     return Advantages(whiten_(returns_to_go(scored, gamma)))
 
@@ -42,7 +42,7 @@ def remax(scored: ScoredResponses) -> Advantages:
     return Advantages(returns_to_go(replace(scored, rewards=scored.rewards - given(scored.baseline_rewards))))
 
 
-def gae(scored: ScoredResponses, *, gamma: float, gae_lambda: float) -> Advantages:
+def gae(scored: ScoredResponses, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
     """Generalised advantage estimation from the values of a critic, whitened over the batch.
 
     d_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token, A_t = d_t + gamma lambda A_(t+1)

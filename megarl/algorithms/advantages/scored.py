@@ -63,7 +63,7 @@ class ScoredResponses:
         """The responses by prompt."""
         return Groups.of(self.groups)
 
-    def alike(self, advantages: Tensor) -> Advantages:
+    def same_for_all_tokens(self, advantages: Tensor) -> Advantages:
         """The advantage of a response [N] at every one of its tokens."""
         return Advantages(self.responses.spread(advantages.to(self.rewards.dtype)))
 

@@ -13,10 +13,10 @@ def reinforce_plus_plus_baseline(scored: ScoredResponses) -> Advantages:
     A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
     (REINFORCE++ with baseline, arXiv:2501.03262, section 3.2).
     """
-    return scored.alike(whitened_by_token(scored.prompts.centred(scored.scores), scored.responses))
+    return scored.same_for_all_tokens(whitened_by_token(scored.prompts.centred(scored.scores), scored.responses))
 
 
-def gdpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
+def gdpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantages:
     """Several rewards, each normalised within its group by itself, so that none drowns the others.
 
     A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6) + q_i - mean_gq) over the named rewards k with the weights
@@ -35,4 +35,4 @@ def gdpo(scored: ScoredResponses, *, normalize_by_std: bool) -> Advantages:
             total += weight * standardised(bare, scored.prompts, normalize_by_std=normalize_by_std)
     if scored.penalties is not None:
         total += scored.prompts.centred(scored.penalties.double())
-    return scored.alike(whitened_by_token(total, scored.responses))
+    return scored.same_for_all_tokens(whitened_by_token(total, scored.responses))

@@ -17,15 +17,15 @@ def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
-def drawn_between(
+def select_clip_cov(
     tokens: Tokens,
     generator: torch.Generator,
     *,
-    clip_low: float,
-    clip_high: float,
-    covariance_fraction: float,
-    covariance_low: float,
-    covariance_high: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    covariance_fraction: float = 2e-4,
+    covariance_low: float = 1.0,
+    covariance_high: float = 5.0,
 ) -> Tensor:
     """A random covariance_fraction of the tokens, of those with covariance_low < covariance < covariance_high.
 
@@ -40,7 +40,7 @@ def drawn_between(
     return _marked(candidates[order[: _count(covariance_fraction, values)]], values)
 
 
-def largest(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: float) -> Tensor:  # noqa: ARG001
+def select_kl_cov(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: float = 2e-4) -> Tensor:  # noqa: ARG001
     """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
 
     KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is drawn.

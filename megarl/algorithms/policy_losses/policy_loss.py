@@ -1,13 +1,16 @@
 """A policy loss: a log-ratio of two policies, and a surrogate of it."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from megarl.algorithms.parts import option_types
 from megarl.algorithms.ragged import Ragged
+from megatron_ext.dataclass_fields import FieldType
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class PolicyLoss:
     ratio: Callable[[Tokens], Tensor]
     """The log-ratio of every token [T]."""
     surrogate: Callable[..., TokenLoss]
-    """(log_ratio[T], tokens, *, options) -> TokenLoss; the options are keyword-only, named as in AlgorithmConfig."""
+    """(log_ratio[T], tokens, *, options) -> TokenLoss; the options are keyword-only, with defaults."""
     of_response: bool = False
     """There is one ratio for all tokens of a response: the loss is defined for the mean over responses of the mean
     over their tokens."""
@@ -56,17 +59,22 @@ class PolicyLoss:
     """(tokens, generator, *, options) -> bool[T]: which of all the trained tokens of an optimizer step the loss treats
     apart; it then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
 
-    def __call__(self, tokens: Tokens, options: Mapping[str, float | None]) -> TokenLoss:
+    def __call__(self, tokens: Tokens, options: Mapping[str, Any]) -> TokenLoss:
         """The loss of every token, with those of `options` that the surrogate names."""
-        return self.surrogate(self.ratio(tokens), tokens, **{name: options[name] for name in self.options})
+        return self.surrogate(self.ratio(tokens), tokens, **_of(self.surrogate, options))
+
+    def select(self, tokens: Tokens, generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
+        """What `selection` chooses, with those of `options` that it names."""
+        assert self.selection is not None, "a loss without a selection"
+        return self.selection(tokens, generator, **_of(self.selection, options))
 
     @cached_property
-    def options(self) -> tuple[str, ...]:
-        """Which options the surrogate takes, by their names in AlgorithmConfig."""
-        return keyword_names(self.surrogate)
+    def options(self) -> Mapping[str, FieldType]:
+        """Name -> type of the options of the surrogate and of the selection."""
+        return option_types(self.surrogate, *([self.selection] if self.selection else []))
 
 
-def keyword_names(function: Callable[..., object]) -> tuple[str, ...]:
-    """The keyword-only parameters of `function`."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+def _of(function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `options` that `function` names."""
+    names = option_types(function)
+    return {name: value for name, value in options.items() if name in names}

@@ -14,9 +14,9 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.total_variation)),
     "dppo_kl": PolicyLoss(ratios.of_token, surrogates.within_divergence(surrogates.binary_kl)),
     "clip_cov": PolicyLoss(
-        ratios.of_token, surrogates.clipped_but_chosen, acts_on_policy=True, selection=covariance.drawn_between
+        ratios.of_token, surrogates.clip_cov_loss, acts_on_policy=True, selection=covariance.select_clip_cov
     ),
-    "kl_cov": PolicyLoss(ratios.of_token, surrogates.held_where_chosen, selection=covariance.largest),
+    "kl_cov": PolicyLoss(ratios.of_token, surrogates.kl_cov_loss, selection=covariance.select_kl_cov),
     "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood, has_ratio=False),
     "dro": PolicyLoss(ratios.of_token, surrogates.regularised_likelihood),
     "sppo": PolicyLoss(

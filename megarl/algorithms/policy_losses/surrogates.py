@@ -14,7 +14,7 @@ from megarl.algorithms.policy_losses.ratios import bounded_exp
 
 
 def clipped(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> TokenLoss:
     """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, where A < 0, at most -A c.
 
@@ -31,7 +31,7 @@ def clipped(
     return TokenLoss(loss, metrics)
 
 
-def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
+def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
 
     GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by
@@ -51,7 +51,9 @@ def likelihood(log_ratio: Tensor, tokens: Tokens) -> TokenLoss:
     return _weighted_likelihood(bounded_exp(log_ratio), tokens, {})
 
 
-def clipped_likelihood(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped_likelihood(
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> TokenLoss:
     """-A sg[clamp(r, 1 - clip_low, 1 + clip_high)] log pi: CISPO (arXiv:2506.13585, equation 4).
 
     Tokens beyond the bounds keep a gradient, with a bounded weight. Metrics: the tokens whose weight was bounded.
@@ -62,15 +64,15 @@ def clipped_likelihood(log_ratio: Tensor, tokens: Tokens, *, clip_low: float, cl
 
 
 def gated(
-    log_ratio: Tensor, tokens: Tokens, *, sapo_temperature_positive: float, sapo_temperature_negative: float
+    log_ratio: Tensor, tokens: Tokens, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> TokenLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
 
     The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
     configuration's to say.
     """
-    temperature = torch.full_like(tokens.advantages, sapo_temperature_negative)
-    temperature = temperature.masked_fill(tokens.advantages > 0, sapo_temperature_positive)
+    temperature = torch.full_like(tokens.advantages, temperature_negative)
+    temperature = temperature.masked_fill(tokens.advantages > 0, temperature_positive)
     gate = torch.sigmoid(temperature * (bounded_exp(log_ratio) - 1)) * 4 / temperature
     return TokenLoss(-tokens.advantages * gate, {})
 
@@ -86,7 +88,7 @@ def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callabl
     """
 
     def surrogate(
-        log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, ratio_cap: float
+        log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0
     ) -> TokenLoss:
         log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
         distance, positive = divergence(log_probs, old), tokens.advantages > 0
@@ -114,8 +116,8 @@ def binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return old * (old_log_probs - log_probs) + (1 - old) * (old_other / other).log()
 
 
-def clipped_but_chosen(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None
+def clip_cov_loss(
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> TokenLoss:
     """`clipped`, and no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
     assert tokens.chosen is not None
@@ -124,7 +126,7 @@ def clipped_but_chosen(
     return TokenLoss(result.loss.masked_fill(tokens.chosen, 0), metrics)
 
 
-def held_where_chosen(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: float) -> TokenLoss:
+def kl_cov_loss(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: float = 1.0) -> TokenLoss:
     """-A r, and at the chosen tokens + covariance_kl_coefficient |log r|: KL-Cov (arXiv:2505.22617, equation 14)."""
     assert tokens.chosen is not None
     held = covariance_kl_coefficient * log_ratio.abs() * tokens.chosen
@@ -133,18 +135,18 @@ def held_where_chosen(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coeffi
     )
 
 
-def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, sppo_eta: float) -> TokenLoss:
-    """(log ratio - sppo_eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
+def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, eta: float = 1.0) -> TokenLoss:
+    """(log ratio - eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
 
     The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
-    responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by sppo_eta A.
+    responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by eta A.
     """
-    return TokenLoss((log_ratio - sppo_eta * tokens.advantages).square(), {})
+    return TokenLoss((log_ratio - eta * tokens.advantages).square(), {})
 
 
-def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, dro_beta: float) -> TokenLoss:
-    """-A log pi + dro_beta / 2 (log r)^2: DRO's quadratic penalty in place of a clip (arXiv:2405.19107), per token."""
-    return TokenLoss(-tokens.advantages * tokens.log_probs + 0.5 * dro_beta * log_ratio.square(), {})
+def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, beta: float = 0.1) -> TokenLoss:
+    """-A log pi + beta / 2 (log r)^2: DRO's quadratic penalty in place of a clip (arXiv:2405.19107), per token."""
+    return TokenLoss(-tokens.advantages * tokens.log_probs + 0.5 * beta * log_ratio.square(), {})
 
 
 def _weighted_likelihood(weight: Tensor, tokens: Tokens, metrics: Mapping[str, Tensor]) -> TokenLoss:

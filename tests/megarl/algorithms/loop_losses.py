@@ -53,7 +53,7 @@ def gmpo(new, old, advantages, reference, chosen, o):
 def sapo(new, old, advantages, reference, chosen, o):
     losses = []
     for n, q, a in zip(new, old, advantages, strict=True):
-        tau = o["sapo_temperature_positive"] if a > 0 else o["sapo_temperature_negative"]
+        tau = o["temperature_positive"] if a > 0 else o["temperature_negative"]
         losses.append(-a * sigmoid(tau * (torch.exp(n - q) - 1)) * 4 / tau)
     return losses
 
@@ -96,12 +96,12 @@ def policy_gradient(new, old, advantages, reference, chosen, o):
 
 
 def dro(new, old, advantages, reference, chosen, o):
-    return [-a * n + o["dro_beta"] / 2 * (n - q) ** 2 for n, q, a in zip(new, old, advantages, strict=True)]
+    return [-a * n + o["beta"] / 2 * (n - q) ** 2 for n, q, a in zip(new, old, advantages, strict=True)]
 
 
 def sppo(new, old, advantages, reference, chosen, o):
     moved = sum(n - r for n, r in zip(new, reference, strict=True))
-    return [(moved - o["sppo_eta"] * a) ** 2 for a in advantages]
+    return [(moved - o["eta"] * a) ** 2 for a in advantages]
 
 
 LOOPS = {

@@ -55,7 +55,7 @@ def peers(responses: Sequence[Response], i: int) -> list[Response]:
     return [other for other in responses if other.group == responses[i].group]
 
 
-def alike(responses: Sequence[Response], values: Sequence[float]) -> Tokens:
+def same_for_all_tokens(responses: Sequence[Response], values: Sequence[float]) -> Tokens:
     return [[value] * response.length for response, value in zip(responses, values, strict=True)]
 
 
@@ -84,7 +84,7 @@ def grpo(responses: Sequence[Response], options: Options) -> Tokens:
     for i, response in enumerate(responses):
         scores = [other.score for other in peers(responses, i)]
         of_response.append(standardised(response.score, scores, options.normalize_by_std))
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def rloo(responses: Sequence[Response], options: Options) -> Tokens:
@@ -92,7 +92,7 @@ def rloo(responses: Sequence[Response], options: Options) -> Tokens:
     for i, response in enumerate(responses):
         others = [other.score for other in peers(responses, i) if other is not response]
         of_response.append(response.score - math.fsum(others) / len(others))
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def reinforce_plus_plus(responses: Sequence[Response], options: Options) -> Tokens:
@@ -114,7 +114,7 @@ def opo(responses: Sequence[Response], options: Options) -> Tokens:
         weight = sum(other.length for other in group)
         baseline = math.fsum(other.length * other.score for other in group) / weight if weight else 0.0
         of_response.append(response.score - baseline)
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def gpg(responses: Sequence[Response], options: Options) -> Tokens:
@@ -129,7 +129,7 @@ def max_rl(responses: Sequence[Response], options: Options) -> Tokens:
     for i, response in enumerate(responses):
         mean = statistics.fmean(other.score for other in peers(responses, i))
         of_response.append((response.score - mean) / mean if mean > 0 else 0.0)
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def grpo_pass_k(responses: Sequence[Response], options: Options) -> Tokens:
@@ -139,7 +139,7 @@ def grpo_pass_k(responses: Sequence[Response], options: Options) -> Tokens:
         lead = max(0.0, response.score - max(others))
         std = statistics.stdev([*others, response.score])
         of_response.append(lead / (std + 1e-6) if options.normalize_by_std else lead)
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def gdpo(responses: Sequence[Response], options: Options) -> Tokens:
@@ -152,7 +152,7 @@ def gdpo(responses: Sequence[Response], options: Options) -> Tokens:
             total += weight * standardised(value / weight, values, options.normalize_by_std)
         total += response.penalty - statistics.fmean(other.penalty for other in peers(responses, i))
         of_response.append(total)
-    return whiten(alike(responses, of_response))
+    return whiten(same_for_all_tokens(responses, of_response))
 
 
 def win_rate(responses: Sequence[Response], options: Options) -> Tokens:
@@ -161,7 +161,7 @@ def win_rate(responses: Sequence[Response], options: Options) -> Tokens:
         group = peers(responses, i)
         wins = sum(1.0 if response.score > o.score else 0.5 if response.score == o.score else 0.0 for o in group)
         of_response.append(wins / len(group) - 0.5)
-    return alike(responses, of_response)
+    return same_for_all_tokens(responses, of_response)
 
 
 def gae_unwhitened(responses: Sequence[Response], options: Options) -> Tokens:

@@ -43,7 +43,8 @@ def random_batch(
     }
     fields = {name: values.masked_fill(~trained, float("nan")) for name, values in inside.items()}
     groups = torch.arange(len(lengths)) % 3
-    weights = AGGREGATIONS[aggregation](lengths, aggregation_tokens=8, groups=groups).double()
+    options = {"length": 8} if "length" in AGGREGATIONS[aggregation].options else {}
+    weights = AGGREGATIONS[aggregation](lengths, groups, options).double()
     fields["weights"] = torch.zeros(total, dtype=torch.float64).masked_scatter(trained, weights)
     fields["place"] = torch.arange(total)
     sizes = torch.tensor([prompt + len(mask) for prompt, mask in shapes])

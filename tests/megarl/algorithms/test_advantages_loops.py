@@ -13,7 +13,6 @@ from torch import Tensor
 from megarl.algorithms import recurrence
 from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.schema import AlgorithmConfig
 
 TOKEN_FIELDS = (
     "token_rewards",
@@ -103,10 +102,8 @@ def assert_equal_to_1e_6(actual: Tensor, expected: Tensor) -> None:
 
 
 def check(name: str, case: Case, options: Options) -> None:
-    config = AlgorithmConfig(
-        normalize_by_std=options.normalize_by_std, gamma=options.gamma, gae_lambda=options.gae_lambda
-    )
-    estimated = estimate(name, case.scored, config)
+    own = {option: getattr(options, option) for option in ADVANTAGES[name].options}
+    estimated = estimate(name, case.scored, own)
     assert_equal_to_1e_6(estimated.advantages, flat(LOOPS[name](case.loops, options)))
     assert (estimated.returns is None) == (name != "gae")
     if estimated.returns is not None:
@@ -154,5 +151,5 @@ def test_equal_rewards_have_no_advantage_at_all(name: str) -> None:
     rewards = groups / 10
     lengths = torch.arange(len(groups)) % 5
     scored = ScoredResponses(Ragged(lengths), groups, rewards, {"only": rewards})
-    advantages = estimate(name, scored, AlgorithmConfig()).advantages
+    advantages = estimate(name, scored).advantages
     assert advantages.tolist() == [0.0] * int(lengths.sum())

@@ -15,7 +15,6 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
-from megarl.schema import AlgorithmConfig
 
 CASES = ("plain", "multiturn", "fullymasked", "singleton")
 
@@ -110,7 +109,7 @@ def test_the_values_of_verl(case: str, variant: str, reward_on_tokens: bool) -> 
         pytest.skip("it refuses the case, as we do")
     name, options = VARIANTS[variant]
     given, tokens = scored(case, variant, reward_on_tokens=reward_on_tokens)
-    ours = estimate(name, given, AlgorithmConfig(**options))
+    ours = estimate(name, given, options)
     theirs = reference()[f"{case}/adv/{variant}/advantages"][tokens]
     torch.testing.assert_close(
         compared(case, variant, ours.advantages), compared(case, variant, theirs), rtol=1e-6, atol=1e-6
@@ -123,8 +122,8 @@ def test_the_values_of_verl(case: str, variant: str, reward_on_tokens: bool) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_where_we_leave_verl_gpg_counts_the_responses_that_teach_nothing(case: str) -> None:
     given, tokens = scored(case, "gpg", reward_on_tokens=False)
-    centred = estimate("grpo", given, AlgorithmConfig(normalize_by_std=False)).advantages
-    ours = estimate("gpg", given, AlgorithmConfig()).advantages
+    centred = estimate("grpo", given, {"normalize_by_std": False}).advantages
+    ours = estimate("gpg", given).advantages
     theirs = reference()[f"{case}/adv/gpg/advantages"][tokens]
     torch.testing.assert_close(theirs, alpha_of_verl(case) * centred, rtol=1e-6, atol=1e-6)
     by_group = [given.rewards[given.groups == group] for group in given.groups.unique()]
@@ -151,4 +150,4 @@ def test_where_verls_two_forms_of_rloo_contradict_each_other_we_refuse() -> None
     assert (reference()["singleton/adv/rloo_vectorized/advantages"][its_tokens] == 0).all()
     whole = ScoredResponses(Ragged(mask.sum(1)), case["in/index"], torch.zeros(len(mask)))
     with pytest.raises(UserError, match="rloo compares"):
-        estimate("rloo", whole, AlgorithmConfig())
+        estimate("rloo", whole)

@@ -35,14 +35,14 @@ def one_by_one(name: str, lengths: list[int], constant: int, groups: list[int]) 
 @given(some_lengths, st.integers(1, 50), st.integers(1, 5))
 def test_the_weight_of_every_token(name: str, lengths: list[int], constant: int, prompts: int) -> None:
     groups = [7 * (place % prompts) for place in range(len(lengths))]
-    weights = AGGREGATIONS[name](torch.tensor(lengths), aggregation_tokens=constant, groups=torch.tensor(groups))
+    weights = AGGREGATIONS[name](torch.tensor(lengths), torch.tensor(groups), verl.options_of(name, constant))
     assert weights.dtype == torch.float32
     assert weights.tolist() == pytest.approx(one_by_one(name, lengths, constant, groups), rel=1e-6)
 
 
 def test_a_prompt_of_long_responses_counts_as_one_of_short_ones() -> None:
     lengths, groups = torch.tensor([1, 1, 6, 2, 0, 0]), torch.tensor([3, 3, 0, 0, 5, 5])
-    of_prompts = [float(part.sum()) for part in AGGREGATIONS["prompt_mean"](lengths, groups=groups).split([2, 8])]
+    of_prompts = [float(part.sum()) for part in AGGREGATIONS["prompt_mean"](lengths, groups).split([2, 8])]
     assert of_prompts == pytest.approx([0.5, 0.5])
     of_prompts = [float(part.sum()) for part in AGGREGATIONS["token_mean"](lengths).split([2, 8])]
     assert of_prompts == pytest.approx([0.2, 0.8])
@@ -73,7 +73,7 @@ def test_the_values_of_verl_on_one_rank_and_on_one_of_four(case_name: str, name:
         ("global", verl.RANKS, verl.lengths_of_step(lengths), verl.COLUMNS),
         ("scale", 1, lengths, 123),
     ):
-        weights = AGGREGATIONS[name](step, aggregation_tokens=constant)[: len(losses)]
+        weights = AGGREGATIONS[name](step, options=verl.options_of(name, constant))[: len(losses)]
         terms = ranks * weights * losses
         error = abs(float(terms.double().sum()) - case.scalars[f"aggregation/{name}/{how}"])
         assert error <= 1e-6 * float(terms.abs().sum()), how
@@ -89,10 +89,10 @@ def test_the_weights_of_means_sum_to_one_for_thousands_of_responses(name: str) -
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_no_token_at_all_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="no response of this step has a token"):
-        AGGREGATIONS[name](torch.tensor([0, 0]), aggregation_tokens=4, groups=torch.tensor([0, 0]))
+        AGGREGATIONS[name](torch.tensor([0, 0]), torch.tensor([0, 0]), verl.options_of(name))
 
 
 @pytest.mark.parametrize("constant", [None, 0, -3])
 def test_the_constant_length_has_to_be_given(constant: int | None) -> None:
-    with pytest.raises(UserError, match=r"aggregation_tokens is (None|0|-3): set it to at least 1"):
-        AGGREGATIONS["seq_mean_token_sum_norm"](torch.tensor([2]), aggregation_tokens=constant)
+    with pytest.raises(UserError, match=r"aggregation_options.length is (None|0|-3): set it to at least 1"):
+        AGGREGATIONS["seq_mean_token_sum_norm"](torch.tensor([2]), options={"length": constant})

@@ -24,16 +24,63 @@ TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("t
         ({"aggregation": "token-mean"}, r"algorithm\.aggregation='token-mean' .* did you mean token_mean"),
         ({"corrections": [CorrectionConfig("icepopp", 0.5, 2.0)]}, r"'icepopp' .* did you mean icepop"),
         ({"kl_in": "both"}, r"algorithm\.kl_in='both' is not known: it must be loss or reward"),
-        ({"clip_low": -0.2}, r"algorithm\.clip_low must be at least 0, not -0\.2"),
-        ({"clip_high": float("nan")}, r"algorithm\.clip_high must be at least 0, not nan"),
-        ({"dual_clip": 1.0}, r"algorithm\.dual_clip must be above 1"),
-        ({"sapo_temperature_positive": 0.0}, r"algorithm\.sapo_temperature_positive must be above 0"),
-        ({"sapo_temperature_negative": -1.0}, r"algorithm\.sapo_temperature_negative must be above 0"),
-        ({"ratio_cap": 0.0}, r"algorithm\.ratio_cap must be above 0"),
-        ({"covariance_fraction": 1.5}, r"algorithm\.covariance_fraction must be above 0 and at most 1"),
-        ({"covariance_low": 5.0}, r"algorithm\.covariance_low=5\.0 must be below covariance_high=5\.0"),
-        ({"covariance_kl_coefficient": -1.0}, r"algorithm\.covariance_kl_coefficient must be at least 0"),
-        ({"sppo_eta": 0.0}, r"algorithm\.sppo_eta must be above 0"),
+        (
+            {"policy_loss_options": {"clip_low": -0.2}},
+            r"policy_loss_options\.clip_low must be above 0 and at most 1, not -0\.2",
+        ),
+        (
+            {"policy_loss_options": {"clip_high": float("nan")}},
+            r"policy_loss_options\.clip_high must be above 0, not nan",
+        ),
+        (
+            {"policy_loss_options": {"clip_hi": 0.3}},
+            r"clip_hi is no option of algorithm\.policy_loss=clip; did you mean clip_high",
+        ),
+        (
+            {"policy_loss_options": {"clip_high": "wide"}},
+            r"policy_loss_options\.clip_high=wide: this option takes float",
+        ),
+        ({"policy_loss_options": {"clip_high": None}}, r"clip_high=None: this option takes float"),
+        (
+            {"advantage_options": {"gamma": 1.0}},
+            r"advantage_options\.gamma is no option of algorithm\.advantage=grpo; its options are normalize_by_std",
+        ),
+        ({"advantage_options": {"normalize_by_std": 2}}, r"normalize_by_std=2: this option takes bool"),
+        ({"advantage": "gae", "advantage_options": {"gamma": 2}}, r"gamma must be at least 0 and at most 1, not 2"),
+        (
+            {"aggregation_options": {"length": 8}},
+            r"length is no option of algorithm\.aggregation=token_mean; its options are none",
+        ),
+        (
+            {"aggregation": "seq_mean_token_sum_norm", "aggregation_options": {"length": 0}},
+            r"length must be at least 1",
+        ),
+        ({"policy_loss_options": {"dual_clip": 1.0}}, r"policy_loss_options\.dual_clip must be above 1"),
+        (
+            {"policy_loss": "sapo", "policy_loss_options": {"temperature_positive": 0.0}},
+            r"policy_loss_options\.temperature_positive must be above 0",
+        ),
+        (
+            {"policy_loss": "sapo", "policy_loss_options": {"temperature_negative": -1.0}},
+            r"policy_loss_options\.temperature_negative must be above 0",
+        ),
+        (
+            {"policy_loss": "dppo_tv", "policy_loss_options": {"ratio_cap": 0.0}},
+            r"policy_loss_options\.ratio_cap must be above 0",
+        ),
+        (
+            {"policy_loss": "kl_cov", "policy_loss_options": {"covariance_fraction": 1.5}},
+            r"policy_loss_options\.covariance_fraction must be above 0 and at most 1",
+        ),
+        (
+            {"policy_loss": "clip_cov", "policy_loss_options": {"covariance_low": 5.0}},
+            r"policy_loss_options\.covariance_low=5\.0 must be below covariance_high=5\.0",
+        ),
+        (
+            {"policy_loss": "kl_cov", "policy_loss_options": {"covariance_kl_coefficient": -1.0}},
+            r"policy_loss_options\.covariance_kl_coefficient must be at least 0",
+        ),
+        ({"policy_loss": "sppo", "policy_loss_options": {"eta": 0.0}}, r"policy_loss_options\.eta must be above 0"),
         ({"kl_coefficient": -1.0}, r"algorithm\.kl_coefficient must be at least 0"),
         ({"kl_coefficient": 0.1, "kl_target": 0.0}, r"algorithm\.kl_target must be above 0"),
         ({"kl_horizon": 0}, r"algorithm\.kl_horizon must be above 0"),
@@ -65,7 +112,10 @@ TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("t
         ),
         ({"filter_groups": True, "dynamic_sampling": True}, r"set one of the two"),
         ({"truncated_responses_in_statistics": False}, r"set train_on_truncated_responses=false, too"),
-        ({"policy_loss": "cispo", "dual_clip": 3.0}, r"dual_clip=3\.0 has no meaning with policy_loss=cispo"),
+        (
+            {"policy_loss": "cispo", "policy_loss_options": {"dual_clip": 3.0}},
+            r"dual_clip is no option of algorithm\.policy_loss=cispo",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(fields: dict, message: str) -> None:
@@ -129,7 +179,7 @@ def test_a_loss_acts_on_policy_exactly_where_it_says_so(name: str, several: bool
         leaf = log_probs.clone().requires_grad_()
         advantages = torch.tensor([1.0] * 5 + [-1.0] * 3, dtype=torch.float64)
         tokens = Tokens(leaf, old, advantages, Ragged(torch.tensor([5, 3])), chosen=chosen)
-        loss = POLICY_LOSSES[of](tokens, vars(AlgorithmConfig())).loss
+        loss = POLICY_LOSSES[of](tokens, {}).loss
         return torch.autograd.grad(loss.sum(), leaf)[0]
 
     differs = not torch.allclose(gradient(name), gradient("policy_gradient"), atol=1e-12, rtol=0)
@@ -145,9 +195,16 @@ def test_a_loss_acts_on_policy_exactly_where_it_says_so(name: str, several: bool
         ({"policy_loss": "cispo"}, r"policy_loss=cispo is the plain policy gradient here"),
         ({"policy_loss": "cispo", "updates_per_step": 2}, None),
         ({"policy_loss": "cispo", "ratio_to": "rollout"}, None),
-        ({"clip_high": 0.28}, r"algorithm\.clip_high never acts, since with algorithm\.updates_per_step=1"),
-        ({"clip_high": 0.28, "dual_clip": 3.0}, r"algorithm\.clip_high, dual_clip never acts"),
-        ({"clip_high": 0.28, "updates_per_step": 2}, None),
+        (
+            {"policy_loss_options": {"clip_high": 0.28}},
+            r"policy_loss_options\.clip_high never acts, since with algorithm\.updates_per_step=1",
+        ),
+        (
+            {"policy_loss_options": {"clip_high": 0.28, "dual_clip": 3.0}},
+            r"policy_loss_options\.clip_high, dual_clip never acts",
+        ),
+        ({"policy_loss_options": {"clip_high": 0.28}, "updates_per_step": 2}, None),
+        ({"policy_loss_options": {"clip_high": 0.2}}, None),
     ],
 )
 def test_a_choice_that_cannot_act_is_said_in_one_sentence(fields: dict, said: str | None) -> None:

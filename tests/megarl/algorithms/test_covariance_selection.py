@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from policy_batches import random_batch, sequences
 
 from megarl.algorithms import PolicyObjective
-from megarl.algorithms.policy_losses.covariance import covariances, drawn_between, largest
+from megarl.algorithms.policy_losses.covariance import covariances, select_clip_cov, select_kl_cov
 from megarl.schema import AlgorithmConfig
 
 
@@ -16,14 +16,17 @@ def test_kl_cov_holds_the_tokens_that_verl_holds(case_name: str) -> None:
     tokens = case.tokens(case.arrays["in/log_prob"])
     gradient = case.arrays["policy_loss/kl_cov/token_mean/is0/gradient"] * case.ragged.tokens
     held = (gradient + tokens.advantages * (tokens.log_probs - tokens.old_log_probs).exp()).abs() > 0.25
-    chosen = largest(tokens, torch.Generator(), covariance_fraction=verl.COVARIANCE_FRACTION)
+    chosen = select_kl_cov(tokens, torch.Generator(), covariance_fraction=verl.COVARIANCE_FRACTION)
     assert torch.equal(chosen, held)
 
 
 @given(sequences, st.integers(0, 50), st.floats(0.01, 1), st.floats(-1, 0.5))
 def test_clip_cov_draws_a_share_of_the_tokens_between_its_bounds(drawn, seed, fraction, low) -> None:
     objective = PolicyObjective(
-        AlgorithmConfig(policy_loss="clip_cov", covariance_fraction=fraction, covariance_low=low, covariance_high=2.0)
+        AlgorithmConfig(
+            policy_loss="clip_cov",
+            policy_loss_options={"covariance_fraction": fraction, "covariance_low": low, "covariance_high": 2.0},
+        )
     )
     batch, log_probs = random_batch(drawn, seed)
     chosen = objective.select(batch, log_probs, seed=(1, 2))
@@ -45,7 +48,10 @@ def test_clip_cov_draws_a_share_of_the_tokens_between_its_bounds(drawn, seed, fr
 
 def test_the_draw_is_the_same_for_the_same_seed_alone() -> None:
     objective = PolicyObjective(
-        AlgorithmConfig(policy_loss="clip_cov", covariance_fraction=0.2, covariance_low=-9.0, covariance_high=9.0)
+        AlgorithmConfig(
+            policy_loss="clip_cov",
+            policy_loss_options={"covariance_fraction": 0.2, "covariance_low": -9.0, "covariance_high": 9.0},
+        )
     )
     batch, log_probs = random_batch([(1, [True] * 40)], 0)
     draws = [objective.select(batch, log_probs, seed=seed) for seed in ((0, 1), (0, 1), (0, 2))]
@@ -54,7 +60,7 @@ def test_the_draw_is_the_same_for_the_same_seed_alone() -> None:
 
 
 def test_without_old_log_probs_the_present_ones_are_the_old() -> None:
-    objective = PolicyObjective(AlgorithmConfig(policy_loss="kl_cov", covariance_fraction=0.1))
+    objective = PolicyObjective(AlgorithmConfig(policy_loss="kl_cov", policy_loss_options={"covariance_fraction": 0.1}))
     batch, log_probs = random_batch([(2, [True] * 20), (1, [False] * 3)], 0)
     fields = {name: values for name, values in batch.fields.items() if name != "old_log_probs"}
     bare = type(batch)(batch.tokens, batch.lengths, fields)
@@ -67,7 +73,7 @@ def test_without_old_log_probs_the_present_ones_are_the_old() -> None:
 def test_of_equal_covariances_the_first_are_taken() -> None:
     case = verl.case("plain")
     tokens = case.tokens(torch.zeros(case.ragged.tokens))
-    chosen = largest(tokens, torch.Generator(), covariance_fraction=0.02)
+    chosen = select_kl_cov(tokens, torch.Generator(), covariance_fraction=0.02)
     assert chosen.nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
 
 
@@ -81,5 +87,5 @@ def test_no_candidate_gives_no_choice() -> None:
     case = verl.case("plain")
     tokens = case.tokens(case.arrays["in/log_prob"])
     options = {"clip_low": 0.2, "clip_high": 0.2, "covariance_fraction": 0.5}
-    chosen = drawn_between(tokens, torch.Generator(), **options, covariance_low=1e3, covariance_high=1e4)
+    chosen = select_clip_cov(tokens, torch.Generator(), **options, covariance_low=1e3, covariance_high=1e4)
     assert not bool(chosen.any())

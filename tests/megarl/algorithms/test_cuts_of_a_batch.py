@@ -22,6 +22,9 @@ def aggregation_of(policy_loss: str) -> str:
     return "seq_mean_token_mean" if POLICY_LOSSES[policy_loss].of_response else "token_mean"
 
 
+COVARIANCES = {"covariance_fraction": 0.3, "covariance_low": 0.0}
+
+
 def everything(policy_loss: str, **fields) -> PolicyObjective:
     whole = POLICY_LOSSES[policy_loss].of_response
     chain = ["sequence_importance", "sequence_mean_band"] if whole else ["token_importance", "sequence_max_kl"]
@@ -31,8 +34,7 @@ def everything(policy_loss: str, **fields) -> PolicyObjective:
             aggregation=aggregation_of(policy_loss),
             kl_coefficient=0.1,
             entropy_coefficient=0.05,
-            covariance_fraction=0.3,
-            covariance_low=0.0,
+            policy_loss_options={k: v for k, v in COVARIANCES.items() if k in POLICY_LOSSES[policy_loss].options},
             corrections=corrections(chain),
             **fields,
         )

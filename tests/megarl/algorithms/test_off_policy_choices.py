@@ -92,7 +92,8 @@ def test_a_choice_of_tokens_compares_with_the_policy_that_ratios_are_to() -> Non
     batch, log_probs = random_batch([(1, [True] * 12)], 1)
     far = replace(batch, fields={**batch.fields, "rollout_log_probs": torch.full((13,), -50.0, dtype=torch.float64)})
     config = AlgorithmConfig(
-        policy_loss="clip_cov", covariance_fraction=1.0, covariance_low=-99.0, covariance_high=99.0
+        policy_loss="clip_cov",
+        policy_loss_options={"covariance_fraction": 1.0, "covariance_low": -99.0, "covariance_high": 99.0},
     )
     to_old = PolicyObjective(config).select(far, log_probs, seed=(0,))
     to_rollout = PolicyObjective(replace(config, ratio_to="rollout")).select(far, log_probs, seed=(0,))

@@ -50,7 +50,8 @@ def weights_of_verl(case: verl.Case, name: str, label: str, ranks: int) -> Tenso
     as its loss, those without a token and those of other ranks left out or not.
     """
     lengths = verl.lengths_of_step(case.ragged.lengths) if ranks > 1 and name != "gmpo" else case.ragged.lengths
-    weights = AGGREGATIONS[FIXED_AGGREGATION.get(name, label)](lengths, aggregation_tokens=verl.COLUMNS)
+    aggregation = FIXED_AGGREGATION.get(name, label)
+    weights = AGGREGATIONS[aggregation](lengths, options=verl.options_of(aggregation))
     factor = float((lengths > 0).float().mean()) if name == "gmpo" else ranks
     return weights[: case.ragged.tokens] * factor
 
@@ -113,11 +114,11 @@ bounds = st.fixed_dictionaries(
         "clip_high": st.floats(0.01, 2),
         "dual_clip": st.none() | st.floats(1.5, 4),
         "ratio_cap": st.floats(1, 4),
-        "sapo_temperature_positive": st.floats(0.5, 2),
-        "sapo_temperature_negative": st.floats(0.5, 2),
+        "temperature_positive": st.floats(0.5, 2),
+        "temperature_negative": st.floats(0.5, 2),
         "covariance_kl_coefficient": st.floats(0, 2),
-        "sppo_eta": st.floats(0.5, 2),
-        "dro_beta": st.floats(0.01, 2),
+        "eta": st.floats(0.5, 2),
+        "beta": st.floats(0.01, 2),
     }
 )
 
@@ -157,7 +158,7 @@ def one_token(log_prob: float, old: float, advantage: float) -> tuple[Tokens, Te
 @pytest.mark.parametrize(("log_prob", "old"), [(0.0, -500.0), (-500.0, 0.0)])
 def test_a_policy_far_from_the_old_one_gives_finite_numbers(name: str, log_prob: float, old: float) -> None:
     tokens, leaf = one_token(log_prob, old, -1.0)
-    loss = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "sppo_eta": 1.0, "dual_clip": None}).loss
+    loss = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "eta": 1.0, "dual_clip": None}).loss
     loss.sum().backward()
     assert loss.isfinite().all()
     assert leaf.grad is not None
@@ -167,7 +168,7 @@ def test_a_policy_far_from_the_old_one_gives_finite_numbers(name: str, log_prob:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_log_prob_that_is_no_number_shows(name: str) -> None:
     tokens, _ = one_token(float("nan"), -1.0, 1.0)
-    assert POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "sppo_eta": 1.0}).loss.isnan().all()
+    assert POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "eta": 1.0}).loss.isnan().all()
 
 
 @pytest.mark.parametrize(("advantage", "moved"), [(1.0, 0.6), (-1.0, -0.6)])
@@ -201,5 +202,5 @@ def test_sppo_rests_where_the_response_has_moved_by_its_advantage(advantage: flo
     leaf = (references + 2.0 * advantage / length).requires_grad_()
     ragged = Ragged(torch.tensor([length]))
     tokens = Tokens(leaf, references, advantages, ragged, references)
-    POLICY_LOSSES["sppo"](tokens, {"sppo_eta": 2.0}).loss.sum().backward()
+    POLICY_LOSSES["sppo"](tokens, {"eta": 2.0}).loss.sum().backward()
     torch.testing.assert_close(leaf.grad, torch.zeros_like(leaf), rtol=0, atol=1e-9)

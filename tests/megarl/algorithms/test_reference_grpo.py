@@ -69,7 +69,11 @@ def test_the_objective_on_micro_batches_gives_the_references_loss_and_gradients(
         temperature=TEMPERATURE,
     )
 
-    objective = PolicyObjective(AlgorithmConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL_COEFFICIENT))
+    objective = PolicyObjective(
+        AlgorithmConfig(
+            policy_loss_options={"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}, kl_coefficient=KL_COEFFICIENT
+        )
+    )
     batch, total, pieces = as_batch(given), 0.0, []
     for index in range(len(batch)):
         micro_batch = pack(batch, [index], align=1)

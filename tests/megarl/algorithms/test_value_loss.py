@@ -41,7 +41,7 @@ def test_the_values_and_gradients_of_verl(case_name: str, aggregation: str) -> N
         torch.zeros(len(mask), dtype=torch.long),
         torch.full((24,), 18),
         {
-            "weights": placed(AGGREGATIONS[aggregation](case.ragged.lengths, aggregation_tokens=verl.COLUMNS)),
+            "weights": placed(AGGREGATIONS[aggregation](case.ragged.lengths, options=verl.options_of(aggregation))),
             "old_values": placed(old),
             "returns": placed(old + case.arrays["in/token_level_rewards"]),
             "place": torch.arange(len(mask)),

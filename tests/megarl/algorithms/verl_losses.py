@@ -2,7 +2,7 @@
 
 Each has 24 rows of 17 places, of which `mask` says which tokens count: at the end of a row, with holes ("holes"), none
 of one row ("fully_masked"). Values are those of the tokens that count, end to end. Options: clip_ratio_low 0.2,
-clip_ratio_high 0.28, clip_ratio_c 3; covariance fraction 0.05, KL-Cov's coefficient 0.5; dro_beta 0.1. The losses end
+clip_ratio_high 0.28, clip_ratio_c 3; covariance fraction 0.05, KL-Cov's coefficient 0.5; beta 0.1. The losses end
 in /is1 with weights `rollout_is_weights`, in /is0 without; then in /global where the batch is that of one of four
 data-parallel ranks whose step has 96 responses of 977 tokens.
 
@@ -33,14 +33,19 @@ OPTIONS: Mapping[str, float | None] = {
     "clip_high": 0.28,
     "dual_clip": 3.0,
     "ratio_cap": 3.0,
-    "sapo_temperature_positive": 1.0,
-    "sapo_temperature_negative": 1.05,
+    "temperature_positive": 1.0,
+    "temperature_negative": 1.05,
     "covariance_kl_coefficient": 0.5,
-    "dro_beta": 0.1,
+    "beta": 0.1,
 }
 COVARIANCE_FRACTION = 0.05
 COLUMNS = 17
 RANKS, STEP_RESPONSES, STEP_TOKENS = 4, 96, 977
+
+
+def options_of(aggregation: str, length: int = COLUMNS) -> dict[str, int]:
+    """A constant length, where the aggregation divides by one."""
+    return {"length": length} if aggregation == "seq_mean_token_sum_norm" else {}
 
 
 @dataclass(frozen=True)

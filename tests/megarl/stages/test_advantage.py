@@ -20,8 +20,9 @@ TRAJECTORIES = [
 
 
 def prepare(trajectories, kl_coefficient=0.0, fields=None, **algorithm) -> Prepared:
-    options = {"normalize_by_std": False, **algorithm}
-    config = MegarlConfig(rollout=SHORT_RUN, algorithm=AlgorithmConfig(**options), loop=LoopConfig())
+    if "advantage" not in algorithm:
+        algorithm["advantage_options"] = {"normalize_by_std": False}
+    config = MegarlConfig(rollout=SHORT_RUN, algorithm=AlgorithmConfig(**algorithm), loop=LoopConfig())
     kept = comparable(trajectories, config.algorithm)
     batch = ragged_batch(kept, config.algorithm).with_fields(**(fields or {}))
     return advantage(kept, batch, config, kl_coefficient=kl_coefficient)
@@ -136,7 +137,7 @@ def test_a_penalty_of_length_has_the_weight_of_its_factor_in_gdpo() -> None:
             replace(each, score=Score(2 * right + penalty, {}, {"acc": right, "form": right, OVERLONG: penalty}))
             for each, (right, penalty) in zip(of_group, terms, strict=True)
         ]
-        return prepare(scored, advantage="gdpo", normalize_by_std=True).advantages.tolist()
+        return prepare(scored, advantage="gdpo", advantage_options={}).advantages.tolist()
 
     hard, soft, none = prepared(1.0), prepared(0.01), prepared(0.0)
     assert soft == pytest.approx(none, abs=2e-3)

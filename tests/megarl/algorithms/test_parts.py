@@ -1,7 +1,7 @@
 import pytest
 
 from converters.errors import UserError
-from megarl.algorithms.registry import lookup
+from megarl.algorithms.parts import lookup
 
 
 def test_a_known_name_gives_its_function() -> None:
