@@ -60,11 +60,11 @@ class PolicyLoss:
     apart; it then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
 
     def __call__(self, tokens: Tokens, options: Mapping[str, Any]) -> TokenLoss:
-        """The loss of every token, with those of `options` that the surrogate names."""
+        """The loss of every token, with the `options` that the surrogate names."""
         return self.surrogate(self.ratio(tokens), tokens, **_of(self.surrogate, options))
 
     def select(self, tokens: Tokens, generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
-        """What `selection` chooses, with those of `options` that it names."""
+        """Tokens that `selection` chooses, with the `options` that it names."""
         assert self.selection is not None, "a loss without a selection"
         return self.selection(tokens, generator, **_of(self.selection, options))
 
