@@ -1,6 +1,7 @@
 """The pages are true where a program can see it: links, files, tests, commands and recipes that they name exist."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import get_type_hints
 
 import pytest
 
-from megarl.cli.main import COMMANDS
+from converters.errors import UserError
+from megarl.cli.main import COMMANDS, build_parser
+from megarl.cli.recipe import read_config
 from megarl.schema import MegarlConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,6 +132,32 @@ def inverted_sentences(root: Path) -> Iterator[str]:
                 yield f"{page}: {sentence[:60]}"
 
 
+def training_commands(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Commands that train with a recipe, as arguments of `megarl`; what a page leaves out with dots is filled in."""
+    for page, text in pages(root).items():
+        code = "\n".join([*FENCE.findall(text), *re.findall(r"^ {4}.*$", text, re.MULTILINE)])
+        for line in code.replace("\\\n", " ").splitlines():
+            if found := re.match(r" *megarl ((?:train|sft|dpo|reward-model|spin) .*--config-name .*)", line):
+                arguments = shlex.split(found[1])
+                if arguments[-1] == "...":
+                    arguments[-1:] = ["model.path=m", "data.train_files=[d.parquet]", "output_dir=o"]
+                yield page, arguments
+
+
+def recipes_of_a_reader(root: Path, folder: Path) -> None:
+    """Write the files that pages tell a reader to write in a folder `recipes`."""
+    for text in pages(root).values():
+        for name, recipe in re.findall(r"```yaml\n# (recipes/[\w.]+)\n(.*?)```", text, re.DOTALL):
+            write(folder, {name: recipe})
+
+
+def compose(arguments: list[str]) -> MegarlConfig:
+    """The configuration of a command."""
+    options, overrides = build_parser().parse_known_args(arguments)
+    options.overrides = overrides
+    return read_config(options)
+
+
 def long_readme(root: Path) -> Iterator[str]:
     """The README where it has become too long for somebody who only wants to know."""
     lines = pages(root).get("README.md", "").count("\n")
@@ -214,6 +243,23 @@ def test_sound_pages_pass(tmp_path: Path, check: str) -> None:
     assert list(CHECKS[check](write(tmp_path, SOUND))) == []
 
 
+@pytest.mark.parametrize(("page", "arguments"), training_commands(ROOT))
+def test_a_command_that_trains_has_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, arguments: list[str]
+) -> None:
+    recipes_of_a_reader(ROOT, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert compose(arguments).output_dir
+
+
+def test_a_command_with_a_key_that_is_gone_has_none(tmp_path: Path) -> None:
+    write(tmp_path, {"README.md": "```\nmegarl train --config-name quickstart \\\n    loop.gone=1 ...\n```\n"})
+    ((_, arguments),) = training_commands(tmp_path)
+    with pytest.raises(UserError, match="gone"):
+        compose(arguments)
+
+
 def test_the_checks_see_the_real_pages() -> None:
     assert {"README.md", "docs/guarantees.md", "benchmarks/results/step_cpu.md"} <= set(pages(ROOT))
+    assert len(list(training_commands(ROOT))) > 10
     assert "what-is-refused" in anchors(pages(ROOT)["docs/algorithms.md"])
