@@ -24,8 +24,8 @@ IN_REPOSITORY = re.compile(
 )
 NO_KEYS = {"json", "parquet", "py", "yaml", "layers"}
 """Endings of file names, and what HuggingFace calls tensors."""
-EXAMPLES = {"megarl/rollout/NAME/"}
-"""Paths that stand for one that a reader chooses."""
+CHOSEN = re.compile(r"/[A-Z]+/")
+"""A part of a path that stands for one which a reader chooses."""
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -60,7 +60,7 @@ def paths_to_nothing(root: Path) -> Iterator[str]:
     for page, text in pages(root).items():
         for code in CODE.findall(FENCE.sub("", text)):
             path, _, name = code.partition("::")
-            if not IN_REPOSITORY.fullmatch(path) or path in EXAMPLES:
+            if not IN_REPOSITORY.fullmatch(path) or CHOSEN.search(path):
                 continue
             target = next((each for each in (root / path, root / "tests" / path) if each.exists()), None)
             if target is None:
@@ -210,7 +210,7 @@ SOUND = {
     "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
     "docs/c.md": "It is of those.\n\n    What is code\n\nWhat? Ask of\nThose that know.",
     "docs/b.md": "`loop.steps=3`, `data.parquet`, `model.path`",
-    "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, https://x.y\n",
+    "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, https://x.y\n",
     "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",
     "tests/test_a.py": "def test_b(): ...",
     "megarl/gone": "",
