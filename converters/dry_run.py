@@ -10,7 +10,7 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.fp8 import is_block_fp8
-from converters.import_huggingface import ConversionPlan, DTypeChoice, plan_conversion
+from converters.hf_to_megatron import ConversionPlan, DTypeChoice, plan_conversion
 from converters.layouts.parallel_sizes import ParallelSizes
 
 _DTYPES: Mapping[str, torch.dtype] = {

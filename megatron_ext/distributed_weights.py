@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from megatron.core.models.gpt import GPTModel
 
 from converters.architectures import Architecture, Part
-from converters.convert import check_distributed
+from converters.copying import check_distributed
 from converters.errors import UserError
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.megatron import ModuleNames

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from converters.architectures import Architecture
-from converters.convert import check_checkpoint, check_tensors, copy_transfers, read_into
+from converters.copying import check_checkpoint, check_tensors, copy_transfers, read_into
 from converters.errors import UserError
 from converters.formats.safetensors import (
     HuggingFaceCheckpoint,

@@ -11,7 +11,7 @@ from converters.architectures import Architecture, read_architecture
 from converters.layout import Layout
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
-from converters.layouts.recorded import Recording, recorded_layout
+from converters.layouts.traced_layout import LoadTrace, traced_layout
 from converters.plan import Plan
 from megarl.resharding.direct.messages_by_peer import DTypes, MessagesByPeer, incoming, outgoing
 from resharding.models import ENGINE, TRAINER
@@ -25,8 +25,8 @@ class Scenario:
 
     config: Mapping[str, Any]
     """The model's config.json."""
-    recordings: Sequence[Recording] | None
-    """Recordings of the engine's workers; without them the engine is cut like Megatron at its sizes."""
+    traces: Sequence[LoadTrace] | None
+    """Traces of the engine's workers; without them the engine is cut like Megatron at its sizes."""
     bucket_bytes: int
 
     @cached_property
@@ -42,9 +42,9 @@ class Scenario:
     @cached_property
     def engine(self) -> Layout:
         """Layout of the destination ranks."""
-        if self.recordings is None:
+        if self.traces is None:
             return self.megatron_engine
-        return recorded_layout([recording.shard for recording in self.recordings], self.architecture.hf_shapes)
+        return traced_layout([trace.shard for trace in self.traces], self.architecture.hf_shapes)
 
     @cached_property
     def megatron_engine(self) -> Layout:

@@ -1,4 +1,4 @@
-"""Where vLLM's own model keeps the weights, recorded in processes that build it without an engine around it."""
+"""Where vLLM's own model keeps the weights, traced in processes that build it without an engine around it."""
 
 import json
 import multiprocessing
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from converters.architectures import read_architecture
-from converters.layouts.recorded import Recording, unrecorded
+from converters.layouts.traced_layout import LoadTrace, untraced
 from resharding.scenario import DTYPE
 
 _DEADLINE_S = 180.0
@@ -22,8 +22,8 @@ class NotRecordable(RuntimeError):  # noqa: N818 - says what happened
     """vLLM keeps a weight in another form than it is loaded in."""
 
 
-def record(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[Recording]]:
-    """Record the layout of each model's tensor-parallel workers.
+def trace_vllm_layouts(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[LoadTrace]]:
+    """Trace the layout of each model's tensor-parallel workers.
 
     Raises NotRecordable where direct writes are not possible.
     """
@@ -33,15 +33,15 @@ def record(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[Reco
         for folder, config in zip(folders, configs, strict=True):
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(config))
-        calls = [pool.submit(_record, rank, workers, folders) for rank in range(workers)]
+        calls = [pool.submit(_trace, rank, workers, folders) for rank in range(workers)]
         of_models = [list(of_model) for of_model in zip(*(call.result(_DEADLINE_S) for call in calls), strict=True)]
-    for recordings in of_models:
-        for tensor, reason in unrecorded(recordings).items():
+    for traces in of_models:
+        for tensor, reason in untraced(traces).items():
             raise NotRecordable(f"{tensor}: {reason}")
     return of_models
 
 
-def _record(rank: int, workers: int, folders: Sequence[Path]) -> list[Recording]:
+def _trace(rank: int, workers: int, folders: Sequence[Path]) -> list[LoadTrace]:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     # With a name of its own for each, workers do not make the shared memory in which they would add up activations.
@@ -56,13 +56,13 @@ def _record(rank: int, workers: int, folders: Sequence[Path]) -> list[Recording]
     return [_record_model(rank, workers, folder) for folder in folders]
 
 
-def _record_model(rank: int, workers: int, folder: Path) -> Recording:
+def _record_model(rank: int, workers: int, folder: Path) -> LoadTrace:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader import get_model
 
     from megarl.rollout.vllm.arguments import make_engine_config
-    from megarl.rollout.vllm.recording import record_model
+    from megarl.rollout.vllm.tracing import trace_model
 
     given = {"load_format": "dummy", "max_model_len": 128, "tensor_parallel_size": workers}
     engine_config = make_engine_config(folder, given)
@@ -72,7 +72,7 @@ def _record_model(rank: int, workers: int, folder: Path) -> Recording:
         parallel_state.initialize_model_parallel(workers)
         try:
             model = get_model(vllm_config=engine_config)
-            return record_model(model, architecture.hf_shapes, architecture.hf_dtypes(DTYPE))
+            return trace_model(model, architecture.hf_shapes, architecture.hf_dtypes(DTYPE))
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()

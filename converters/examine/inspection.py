@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from converters.architectures import Architecture, Part, read_architecture
-from converters.convert import check_structure
+from converters.copying import check_structure
 from converters.errors import UserError
 from converters.examine.opening import Checkpoint, config_of, open_checkpoint, root_of
 from converters.examine.weights import MegatronWeights

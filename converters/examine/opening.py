@@ -8,7 +8,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.safetensors.reader import INDEX, SINGLE_FILE
 from converters.formats.torch_dist import LATEST, METADATA, TorchDistCheckpoint
-from converters.import_huggingface import HUGGINGFACE
+from converters.hf_to_megatron import HUGGINGFACE
 
 Checkpoint = HuggingFaceCheckpoint | TorchDistCheckpoint
 

@@ -11,12 +11,12 @@ from converters.architectures import Architecture
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.examine.opening import Checkpoint
-from converters.export_huggingface import plan_export
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.fp8 import scales_of
 from converters.layout import Shape
 from converters.layouts.torch_dist import stored_pieces
+from converters.megatron_to_hf import plan_export
 from converters.stream.sources import HuggingFaceSource, TorchDistSource
 
 _BLOCK_ELEMENTS = 2**20

@@ -17,7 +17,7 @@ from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
 from megarl.planning.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
-    from converters.import_huggingface import ConversionPlan
+    from converters.hf_to_megatron import ConversionPlan
 
 EXAMPLES = """examples:
   megarl convert --hf Qwen3-30B-A3B --tp 2 --ep 4 --out megatron/qwen3
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, or plan it."""
-    from converters.import_huggingface import convert_checkpoint
+    from converters.hf_to_megatron import convert_checkpoint
     from megarl.cli.progress import ByteProgress
 
     outcome.check_workers(options.workers)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _how_to_use(plan: "ConversionPlan", out: Path) -> str:
-    from converters.import_huggingface import FLAGS
+    from converters.hf_to_megatron import FLAGS
 
     if plan.beyond_megatron_lm:
         return (

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Export."""
     shard_size_bytes = read_bytes(options.shard_size, "--shard-size")
     outcome.check_workers(options.workers)
-    from converters.export_huggingface import export_checkpoint
+    from converters.megatron_to_hf import export_checkpoint
     from megarl.cli.progress import ByteProgress
 
     start = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
 from megarl.resharding.direct.connections import Address
@@ -89,14 +89,14 @@ class EngineGroup(WorkerGroup):
         """Begin to load a bucket in all engines; its segment is free again when `wait` returns."""
         return self.begin("write", bucket)
 
-    def record_layouts(
+    def trace_layouts(
         self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
-    ) -> list[list[Recording]]:
+    ) -> list[list[LoadTrace]]:
         """Record the layout of each engine's workers: where they keep the tensors of a HuggingFace checkpoint.
 
-        Raises UserError for engines whose layout cannot be recorded.
+        Raises UserError for engines whose layout cannot be traced.
         """
-        return self.call("record_layout", dict(hf_shapes), dict(hf_dtypes))
+        return self.call("trace_layout", dict(hf_shapes), dict(hf_dtypes))
 
     def open_transfer(self, spec: TransferSpec) -> list[Address]:
         """Prepare all workers of all engines to be written along `spec`; see `Engine.open_transfer`."""

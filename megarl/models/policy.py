@@ -6,11 +6,11 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, read_architecture
-from converters.convert import check_checkpoint, check_distributed
+from converters.copying import check_checkpoint, check_distributed
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
-from converters.import_huggingface import HUGGINGFACE
+from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import megatron_layout
 from converters.manifest import manifest_of, require_files
 from megarl.schema import ModelConfig

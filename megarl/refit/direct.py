@@ -8,13 +8,13 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.layouts.recorded import Recording, unrecorded
+from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.topology import Topology
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, wait_together
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transfer_spec import TransferSpec, check_recorded
+from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces
 from megarl.resharding.direct.transports import MAPPED
 from megarl.schema import RefitConfig
 
@@ -37,7 +37,7 @@ class DirectPath:
         self._engines = engines
         self._config = config
         dtypes = trainer.weight_dtypes()
-        recordings = _recordings(engines, architecture, dtypes)
+        traces = _traces(engines, architecture, dtypes)
         module_names, backend = trainer.model_form()
         trainer_nodes, engine_nodes = trainer.nodes(), engines.nodes()
         usual = MAPPED[backend] if len({*trainer_nodes, *engine_nodes}) == 1 else "point_to_point"
@@ -46,9 +46,9 @@ class DirectPath:
             architecture,
             trainer.parallel,
             module_names,
-            recordings,
+            traces,
             len(engines),
-            _topology(trainer_nodes, engine_nodes, len(recordings)),
+            _topology(trainer_nodes, engine_nodes, len(traces)),
             config.bucket_bytes,
         )
         self._spec.check(dtypes)
@@ -56,7 +56,7 @@ class DirectPath:
     def connect(self) -> None:
         """Let the ranks meet; an earlier rendezvous is left."""
         timeout_s = self._config.timeout_s
-        workers = len(self._engines) * len(self._spec.recordings)
+        workers = len(self._engines) * len(self._spec.traces)
         rendezvous = self._trainer.open_transfer(self._spec, self.transport, workers, timeout_s)
         rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
         connecting = [group.begin("connect_transfer", rendezvous) for group in (self._trainer, self._engines)]
@@ -86,18 +86,18 @@ class DirectPath:
         wait_together(self._trainer.log_of(of_trainer) | self._engines.log_of(of_engines), consequence=TransferError)
 
 
-def _recordings(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[Recording]:
-    """Recordings of the workers of one engine; all engines are alike."""
+def _traces(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+    """Traces of the workers of one engine; all engines are alike."""
     try:
-        first, *others = engines.record_layouts(architecture.hf_shapes, dtypes)
+        first, *others = engines.trace_layouts(architecture.hf_shapes, dtypes)
     except UserError as error:
         raise NoDirectPathError(str(error)) from error
     # Also for engines that take their weights through their loader.
-    check_recorded(first, dtypes)
-    for recording in others:
-        if recording != first:
+    check_traces(first, dtypes)
+    for trace in others:
+        if trace != first:
             raise NoDirectPathError("the engines do not keep their weights alike")
-    for name, reason in unrecorded(first).items():
+    for name, reason in untraced(first).items():
         raise NoDirectPathError(f"{name} cannot be written in place: {reason}")
     return first
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.models.policy import Model, check_loadable
-from megarl.refit.probe import Probe
+from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.refit import Refit, check_machines
 from megarl.schema import MegarlConfig
 
-_PROBED_PROMPTS = 16
-_PROBED_TOKENS = 8
+_CHECKED_PROMPTS = 16
+_CHECKED_TOKENS = 8
 
 
 class EngineStart:
@@ -38,7 +38,7 @@ class EngineStart:
         if self._is_apart:
             check_loadable(model, machines)
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
-        self._prompts = prompts[:_PROBED_PROMPTS]
+        self._prompts = prompts[:_CHECKED_PROMPTS]
         self._refit: Refit | None = None
         self._starting = engines.begin_start(model.folder, load_weights=self._is_apart)
 
@@ -56,10 +56,12 @@ class EngineStart:
     def _join(self) -> Refit:
         self._engines.wait_started(self._starting)
         config, architecture = self._config.refit, self._model.architecture
-        return Refit(self._trainer, self._engines, architecture, config, self._probe(), has_loaded=self._is_apart)
+        return Refit(
+            self._trainer, self._engines, architecture, config, self._log_prob_check(), has_loaded=self._is_apart
+        )
 
-    def _probe(self) -> Probe | None:
+    def _log_prob_check(self) -> LogProbCheck | None:
         if self._config.refit.verify != "logprobs":
             return None
-        tokens = min(_PROBED_TOKENS, self._config.rollout.max_response_tokens)
-        return Probe(self._prompts, tokens, self._config.refit.log_prob_tolerance)
+        tokens = min(_CHECKED_TOKENS, self._config.rollout.max_response_tokens)
+        return LogProbCheck(self._prompts, tokens, self._config.refit.log_prob_tolerance)

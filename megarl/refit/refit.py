@@ -7,7 +7,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.loader import LoaderPath
-from megarl.refit.probe import Probe
+from megarl.refit.log_prob_check import LogProbCheck
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports import MAPPED
 from megarl.schema import RefitConfig
@@ -32,7 +32,7 @@ class Refit:
     The engines' parameters are compared once with what the plan would write into them: then all refits go by plan.
     Before that, the first weights of engines without any go by name, through the engine's own loader, and all others
     too if the engines keep a parameter in another form. Engines that `has_loaded` what the ranks have are compared at
-    once (`confirm`), and nothing goes by name. A `probe` follows every refit.
+    once (`confirm`), and nothing goes by name. A `log_prob_check` follows every refit.
 
     Raises UserError where engine and policy are not the same model, before any weights move, and where nothing may go
     by name and the plan is not possible.
@@ -44,14 +44,14 @@ class Refit:
         engines: EngineGroup,
         architecture: Architecture,
         config: RefitConfig,
-        probe: Probe | None = None,
+        log_prob_check: LogProbCheck | None = None,
         *,
         has_loaded: bool = False,
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._config = config
-        self._probe = probe
+        self._log_prob_check = log_prob_check
         self._names = list(architecture.hf_shapes)
         self._named: LoaderPath | None = None
         self._planned: DirectPath | None = None
@@ -89,8 +89,8 @@ class Refit:
     def __call__(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
         metrics = self._update(version)
-        if self._probe is not None:
-            metrics |= self._probe(self._trainer, self._engines)
+        if self._log_prob_check is not None:
+            metrics |= self._log_prob_check(self._trainer, self._engines)
         if self._planned is not None and not self._is_confirmed:
             self._confirm(self._planned, version)
         return metrics

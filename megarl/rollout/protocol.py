@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch
 
 from converters.layout import Shape
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -73,7 +73,7 @@ class Engine(Protocol):
     A weight update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the
     engine serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights
     come either through the engine's loader, with `write` of every bucket, or by `receive` straight into the parameters,
-    for which the engine has to say where it keeps them (`record_layout`) and to meet the trainer's ranks
+    for which the engine has to say where it keeps them (`trace_layout`) and to meet the trainer's ranks
     (`connect_transfer`). Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
         Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
         """
 
-    def record_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[Recording]:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
         """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
 
         Raises UserError for a version of the engine of which this is not known.

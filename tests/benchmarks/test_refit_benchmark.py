@@ -17,7 +17,7 @@ from resharding.scenario import DTYPE, Scenario
 from resharding.tables import Results, markdown, sentences
 from small_configs import make_config
 
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.plan import Plan
 
 SMALL = Scenario(make_config("qwen3_moe"), None, 700)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
 from converters.boxes import Box
-from converters.convert import check_checkpoint
+from converters.copying import check_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.fp8.dequantise import dequantise
 from converters.fp8.names import quantised_names, scales_of

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from small_configs import CONFIGS
 
 from converters.architectures import Architecture, read_architecture
-from converters.export_huggingface import ExportPlan, export_checkpoint
-from converters.import_huggingface import ConversionPlan, convert_checkpoint
+from converters.hf_to_megatron import ConversionPlan, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
+from converters.megatron_to_hf import ExportPlan, export_checkpoint
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 _DEEPSEEK_V2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from converters.architectures import read_architecture
-from converters.convert import check_checkpoint
+from converters.copying import check_checkpoint
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megarl.quickstart.tiny_models import write_tiny_model

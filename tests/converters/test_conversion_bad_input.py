@@ -389,7 +389,7 @@ def test_small_files_that_are_not_those_of_the_manifest_are_refused(file, megatr
     assert_refused(export, megatron, tmp_path / "there/out", f"{file} is missing, which is in")
 
 
-def test_companions_of_ones_own_take_the_place_of_damaged_ones(megatron, tmp_path):
+def test_side_files_of_ones_own_take_the_place_of_damaged_ones(megatron, tmp_path):
     shutil.copytree(megatron / "huggingface", tmp_path / "mine")
     (megatron / "huggingface/tokenizer.json").write_text("{")
     export(megatron, tmp_path / "out", hf_config_folder=tmp_path / "mine")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from converters.architectures import Kind
-from converters.convert import check_tensors, copy_transfers, read_into
+from converters.copying import check_tensors, copy_transfers, read_into
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layout import check_tiling

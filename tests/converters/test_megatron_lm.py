@@ -19,7 +19,7 @@ from converters.formats.torch_dist.megatron_lm import (
     megatron_lm_arguments,
     megatron_lm_flags,
 )
-from converters.import_huggingface import FLAGS
+from converters.hf_to_megatron import FLAGS
 from converters.layouts.megatron import ParallelSizes
 
 EXPECTATIONS = json.loads(Path(__file__).with_name("megatron_lm_expectations.json").read_text())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from random_layouts import coordinates, held, pairs, plans, topologies, whole_copies
 
 from converters.boxes import Box
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.errors import UserError
 from converters.layout import Layout, Placement, Shard
 from converters.plan import Cutting, Plan, plan

@@ -17,7 +17,7 @@ from random_layouts import tile
 
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.import_huggingface import plan_conversion
+from converters.hf_to_megatron import plan_conversion
 from converters.layouts.megatron import ParallelSizes
 
 UNIFORM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")

@@ -103,13 +103,13 @@ def write_and_compare(first, second, **arguments):
         before = greedy(engine)
         assert before != expected
         names, backend = trainer.form()
-        recordings = engine.record_layout(architecture.hf_shapes, dtypes)
-        topology = Topology.apart(1, len(recordings))
-        spec = TransferSpec(architecture, ONE, names, recordings, 1, topology, bucket_bytes=2**16)
+        traces = engine.trace_layout(architecture.hf_shapes, dtypes)
+        topology = Topology.apart(1, len(traces))
+        spec = TransferSpec(architecture, ONE, names, traces, 1, topology, bucket_bytes=2**16)
         spec.check(dtypes)
         listeners = [trainer.open(spec)]
         key, relay_listeners = secrets.token_bytes(16), engine.open_transfer(spec, 0)
-        rendezvous = Rendezvous(MAPPED[backend], key, listeners, None, len(recordings), 60.0, relay_listeners)
+        rendezvous = Rendezvous(MAPPED[backend], key, listeners, None, len(traces), 60.0, relay_listeners)
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(trainer.connect, rendezvous)
             engine.connect_transfer(rendezvous)

@@ -10,7 +10,7 @@ from launch import run_ranks
 from transformers import AutoModelForCausalLM
 
 from converters.architectures import read_architecture
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from converters.examine import compare
-from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
+from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.config.compose import compose
 from megarl.output.places import EXPORT

@@ -14,7 +14,7 @@ from test_main_job import greedy_tokens, make_config
 from transformers import AutoModelForCausalLM
 
 from converters.errors import UserError
-from converters.import_huggingface import HUGGINGFACE, convert_checkpoint
+from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster import runtime
 from megarl.output.places import EXPORT

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from converters.architectures import read_architecture
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout

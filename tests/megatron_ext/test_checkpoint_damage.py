@@ -20,7 +20,7 @@ from converters.errors import UserError
 from converters.examine import verify
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import COMMON, METADATA, TorchDistCheckpoint
-from converters.import_huggingface import convert_checkpoint
+from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from converters.manifest import MANIFEST, read_manifest, write_manifest
 from megarl.quickstart.tiny_models import write_tiny_model

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.architectures import FAMILIES, Architecture, read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from converters.import_huggingface import convert_checkpoint
+from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.model import build_model, local_tensors

@@ -15,10 +15,10 @@ from parity import loaded_model
 from converters.architectures import Architecture, read_architecture
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.export_huggingface import export_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import Contents, read_metadata, write_metadata
 from converters.layouts.megatron import ParallelSizes
+from converters.megatron_to_hf import export_checkpoint
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, compat
 from megatron_ext.distributed_weights import load_distributed, sharded_weights

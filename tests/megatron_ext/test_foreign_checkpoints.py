@@ -16,10 +16,10 @@ from torch.distributed import checkpoint as dcp
 
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.export_huggingface import export_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint, read_metadata
 from converters.layouts.megatron import ParallelSizes
+from converters.megatron_to_hf import export_checkpoint
 from megatron_ext.model import local_tensors
 
 TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)

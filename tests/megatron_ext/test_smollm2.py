@@ -10,7 +10,7 @@ from test_converted_logits import whole_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.errors import UserError
-from converters.import_huggingface import convert_checkpoint
+from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.quickstart import smollm2
 from megarl.quickstart.smollm2 import write_smollm2

@@ -12,7 +12,7 @@ from launch import run_ranks
 from parity import computed_logits, loaded_model
 
 from converters.architectures import read_architecture
-from converters.convert import read_into
+from converters.copying import read_into
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext.model import build_model, local_tensors

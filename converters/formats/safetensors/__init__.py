@@ -1,8 +1,8 @@
 """HuggingFace checkpoints: folders with config.json and safetensors files."""
 
-from converters.formats.safetensors.companions import copy_companions, with_dtype, write_config
 from converters.formats.safetensors.header import place_tensors
 from converters.formats.safetensors.reader import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.safetensors.side_files import copy_side_files, with_dtype, write_config
 from converters.formats.safetensors.writer import (
     create_checkpoint,
     cut_into_files,
@@ -15,7 +15,7 @@ from converters.formats.safetensors.writer import (
 __all__ = [
     "CONFIG",
     "HuggingFaceCheckpoint",
-    "copy_companions",
+    "copy_side_files",
     "create_checkpoint",
     "cut_into_files",
     "finish",

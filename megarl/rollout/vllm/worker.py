@@ -10,11 +10,11 @@ import torch
 from vllm.platforms import current_platform
 
 from converters.layout import Shape
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megarl.rollout.vllm import cpu, recording, routers, weight_transfer
+from megarl.rollout.vllm import cpu, routers, tracing, weight_transfer
 from megarl.rollout.vllm.direct_writing import DirectWriter
 
 weight_transfer.register()
@@ -36,9 +36,9 @@ class WorkerExtension:
         if self._weight_update_active:  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
 
-    def record_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> Recording:
-        """Where the tensors of a HuggingFace checkpoint lie in this worker (`recording.record_model`)."""
-        return recording.record_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
+        """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
+        return tracing.trace_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
     def open_transfer(self, spec: TransferSpec, replica: int) -> Address:
         """Prepare to be written straight into the parameters; where neighbours that pass something on find this one."""

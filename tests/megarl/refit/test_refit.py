@@ -17,9 +17,9 @@ from megarl.cluster.worker_group import WorkerFailed
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.refit.probe import ProbeError
+from megarl.refit.log_prob_check import LogProbMismatchError
 from megarl.refit.refit import Refit
-from megarl.resharding.direct.transfer_spec import check_recorded
+from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.run.job import open_job
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -88,13 +88,13 @@ def check_the_route(job):
     spec = job.refit._planned._spec
     dtypes = job.trainer.weight_dtypes()
     spec.check(dtypes)
-    narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in spec.recordings]
-    # The recorded part is enough: the rest may go through the loader.
+    narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in spec.traces]
+    # The traced part is enough: the rest may go through the loader.
     partial = [replace(each, shard=replace(each.shard, placements=each.shard.placements[:1])) for each in narrow]
     with pytest.raises(UserError, match=r"keeps model.* as bfloat16 and the policy is trained in float32: set rollout"):
-        check_recorded(partial, dtypes)
+        check_traces(partial, dtypes)
     with pytest.raises(UserError, match="as bfloat16"):
-        replace(spec, recordings=narrow).check(dtypes)
+        replace(spec, traces=narrow).check(dtypes)
     other = read_architecture({**read_json(job.model.folder / CONFIG), "vocab_size": 80})
     with pytest.raises(UserError, match="embed_tokens"):
         replace(spec, architecture=other).check(dtypes)
@@ -115,7 +115,7 @@ def probe_and_lose_the_engine(open_run):
         assert job.refit.description == "direct, through point_to_point"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
-        with pytest.raises(ProbeError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
+        with pytest.raises(LogProbMismatchError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
             job.refit(2)
         check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
         job.refit._planned.connect()

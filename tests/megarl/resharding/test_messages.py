@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.boxes import Box
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.errors import UserError
 from converters.layout import Layout, Placement, Shard
 from converters.plan import plan

@@ -13,7 +13,7 @@ from small_configs import make_config
 from transfer_ranks import Scene
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from converters.layouts.recorded import Recording
+from converters.layouts.traced_layout import LoadTrace
 from converters.topology import Topology
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.messages_by_peer import DestinationMessages, incoming, outgoing
@@ -196,10 +196,8 @@ def test_a_comparison_names_what_differs_and_writes_nothing(set_up):
 def test_a_route_passes_on_where_it_makes_a_difference(topology, node_once):
     layout = TWO_ENGINES.plan.destination
     workers = zip(range(2), TWO_ENGINES.dtypes, strict=True)
-    recordings = [Recording(layout.shard(worker), dtypes, [], {}) for worker, dtypes in workers]
-    spec = TransferSpec(
-        TWO_ENGINES.architecture, TWO_ENGINES.source, "local", recordings, 2, topology, bucket_bytes=1400
-    )
+    traces = [LoadTrace(layout.shard(worker), dtypes, [], {}) for worker, dtypes in workers]
+    spec = TransferSpec(TWO_ENGINES.architecture, TWO_ENGINES.source, "local", traces, 2, topology, bucket_bytes=1400)
     assert spec.node_once == node_once
     parts = [spec.incoming(rank) for rank in range(4)]
     plain = replace(spec.plan, node_once=False)

@@ -16,7 +16,7 @@ from multiprocessing.managers import BaseManager
 import torch
 
 from converters.architectures import read_architecture
-from converters.convert import copy_transfers
+from converters.copying import copy_transfers
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes

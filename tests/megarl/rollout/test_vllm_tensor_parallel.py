@@ -8,7 +8,7 @@ import torch
 from engine_host import PROMPTS, Served
 from eventually import eventually
 
-from converters.layouts.recorded import recorded_layout, unrecorded
+from converters.layouts.traced_layout import traced_layout, untraced
 from megarl.rollout.protocol import UpdateError
 
 
@@ -21,10 +21,10 @@ def test_two_ranks(engines, folders, make_trainer, pool, assert_greedy):
     served = Served(engines.start(folders[0], tensor_parallel_size=2, enable_expert_parallel=True), folders)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
-    recordings = served.engine.record_layout(shapes, dict.fromkeys(shapes, torch.float32))
-    layout = recorded_layout([recording.shard for recording in recordings], shapes)
+    traces = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
+    layout = traced_layout([trace.shard for trace in traces], shapes)
     assert layout.ranks == 2
-    assert not unrecorded(recordings)
+    assert not untraced(traces)
     # Half of the experts are on the other rank.
     assert len(layout.placements(0)) == len(layout.placements(1)) < len(shapes)
     served.update(served.second, 1)

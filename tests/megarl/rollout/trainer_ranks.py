@@ -8,7 +8,7 @@ import torch
 from transfer_ranks import LOOPBACK, break_at
 
 from converters.architectures import read_architecture
-from converters.convert import read_into
+from converters.copying import read_into
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
@@ -56,9 +56,9 @@ class Trainer:
         self._engine, self._pool, self._processes = engine, pool, []
         architecture = read_architecture(read_json(folder / CONFIG))
         shapes, dtypes = architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
-        recordings = engine.record_layout(shapes, dtypes)
-        topology = Topology.apart(RANKS.world_size, len(recordings))
-        self.spec = TransferSpec(architecture, RANKS, "local", recordings, 1, topology, bucket_bytes=20_000)
+        traces = engine.trace_layout(shapes, dtypes)
+        topology = Topology.apart(RANKS.world_size, len(traces))
+        self.spec = TransferSpec(architecture, RANKS, "local", traces, 1, topology, bucket_bytes=20_000)
         self.spec.check(dtypes)
         self.ranks = [self._start(rank) for rank in range(RANKS.world_size)]
 
@@ -70,7 +70,7 @@ class Trainer:
 
     def connect(self, timeout_s=20.0):
         listeners = [rank.open() for rank in self.ranks]
-        workers = len(self.spec.recordings)
+        workers = len(self.spec.traces)
         relay_listeners = self._engine.open_transfer(self.spec, 0)
         rendezvous = Rendezvous(
             "shared_memory", secrets.token_bytes(16), listeners, None, workers, timeout_s, relay_listeners

@@ -1,4 +1,4 @@
-"""Recorded layouts of vLLM, against real loads by vLLM and against the layout that Megatron would have."""
+"""Traced layouts of vLLM, against real loads by vLLM and against the layout that Megatron would have."""
 
 import pickle
 from pathlib import Path
@@ -11,7 +11,7 @@ from vllm_ranks import random_tensors, running_ranks, write_config
 from converters.architectures import read_architecture
 from converters.layout import check_tiling
 from converters.layouts.megatron import ParallelSizes, megatron_layout
-from converters.layouts.recorded import local_tensors, recorded_layout, unrecorded
+from converters.layouts.traced_layout import local_tensors, traced_layout, untraced
 from converters.plan import plan
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -42,39 +42,39 @@ def tiny_config(tmp_path_factory):
 
 
 def _record_load_and_write(rank, shapes, dtypes):
-    """The recording, and what went wrong with it: compared with a real load, then in place of one."""
-    from megarl.rollout.vllm.recording import after_direct_write, loaded_parameters, record_model
+    """The trace, and what went wrong with it: compared with a real load, then in place of one."""
+    from megarl.rollout.vllm.tracing import after_direct_write, loaded_parameters, trace_model
 
     problems = []
     every = dict(rank.model.named_parameters())
     parameters = loaded_parameters(rank.model)
     before = {name: parameter.clone() for name, parameter in parameters.items()}
-    recording = record_model(rank.model, shapes, dtypes)
-    tensors, tensors_before = local_tensors(parameters, recording.shard), local_tensors(before, recording.shard)
-    for (name, box), value in zip(recording.shard.padding, recording.padding_values, strict=True):
+    trace = trace_model(rank.model, shapes, dtypes)
+    tensors, tensors_before = local_tensors(parameters, trace.shard), local_tensors(before, trace.shard)
+    for (name, box), value in zip(trace.shard.padding, trace.padding_values, strict=True):
         if not (tensors[name][box.slices()] == value).all():
             problems.append(f"the padding {box} of {name} is not {value}")
         tensors_before[name][box.slices()] = value
-    problems += [f"recording wrote {name}" for name in before if not torch.equal(before[name], parameters[name])]
+    problems += [f"trace wrote {name}" for name in before if not torch.equal(before[name], parameters[name])]
 
     hf = random_tensors(shapes)
     with torch.no_grad():
         rank.model.load_weights(iter(hf.items()))
     after_direct_write(rank.model, rank.config.model_config)
     loaded = {name: parameter.clone() for name, parameter in every.items()}
-    for placement in recording.shard.placements:
+    for placement in trace.shard.placements:
         part = tensors[placement.local_name][placement.local_box.slices()]
         if not torch.equal(part, hf[placement.hf_name][placement.hf_box.slices()]):
             problems.append(f"not loaded there: {placement}")
 
     for parameter in parameters.values():
         parameter.data.fill_(0)
-    for placement in recording.shard.placements:
+    for placement in trace.shard.placements:
         part = hf[placement.hf_name][placement.hf_box.slices()]
         tensors[placement.local_name][placement.local_box.slices()] = part
     after_direct_write(rank.model, rank.config.model_config)
     problems += [f"{name} differs" for name, parameter in every.items() if not torch.equal(parameter, loaded[name])]
-    return recording, problems
+    return trace, problems
 
 
 def held_elements(shard, hf_shapes):
@@ -85,14 +85,14 @@ def held_elements(shard, hf_shapes):
     return masks
 
 
-def different(architecture, recordings, parallel):
+def different(architecture, traces, parallel):
     """The HuggingFace tensors of which some rank does not hold the same elements as in the Megatron layout."""
     expected = megatron_layout(architecture, parallel, module_names="te")
     names = set()
-    for rank, recording in enumerate(recordings):
-        recorded = held_elements(recording.shard, architecture.hf_shapes)
+    for rank, trace in enumerate(traces):
+        traced = held_elements(trace.shard, architecture.hf_shapes)
         formula = held_elements(expected.shard(rank), architecture.hf_shapes)
-        names |= {name for name in recorded if not torch.equal(recorded[name], formula[name])}
+        names |= {name for name in traced if not torch.equal(traced[name], formula[name])}
     return names
 
 
@@ -104,17 +104,17 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
     arguments = {"tensor_parallel_size": tensor_parallel, "enable_expert_parallel": expert_parallel}
     results = ranks(_record_load_and_write, folder, arguments, shapes, dtypes)
     assert [problem for _, problems in results for problem in problems] == []
-    recordings = [recording for recording, _ in results]
-    assert unrecorded(recordings) == {}
-    for recording in recordings:
-        check_tiling(recording.shard)
-        assert set(recording.dtypes.values()) == {torch.float32}
-        assert len(pickle.dumps(recording)) < 20_000
-    layout = recorded_layout([recording.shard for recording in recordings], shapes)
+    traces = [trace for trace, _ in results]
+    assert untraced(traces) == {}
+    for trace in traces:
+        check_tiling(trace.shard)
+        assert set(trace.dtypes.values()) == {torch.float32}
+        assert len(pickle.dumps(trace)) < 20_000
+    layout = traced_layout([trace.shard for trace in traces], shapes)
     assert layout.ranks == tensor_parallel
     source = megatron_layout(architecture, ParallelSizes(world_size=2), module_names="te")
     moved = sum(transfer.destination_box.size for transfer in plan(source, layout))
-    assert moved == sum(placement.local_box.size for each in recordings for placement in each.shard.placements)
+    assert moved == sum(placement.local_box.size for each in traces for placement in each.shard.placements)
 
     parallel = ParallelSizes(
         world_size=tensor_parallel,
@@ -128,15 +128,15 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
     if config["num_key_value_heads"] < tensor_parallel:
         # Megatron cuts the rows of a group of heads into equal parts; vLLM cuts the query heads and copies the others.
         expected |= {each for each in shapes if each.rpartition(".")[0][-6:] in ("q_proj", "k_proj", "v_proj")}
-    assert different(architecture, recordings, parallel) == expected
+    assert different(architecture, traces, parallel) == expected
 
 
 def _record_with(rank, shapes, dtypes, prepare):
-    from megarl.rollout.vllm.recording import record_model
+    from megarl.rollout.vllm.tracing import trace_model
 
     prepare(rank.model)
-    recording = record_model(rank.model, shapes, dtypes)
-    return recording.unrecorded, [placement.hf_name for placement in recording.shard.placements]
+    trace = trace_model(rank.model, shapes, dtypes)
+    return trace.untraced, [placement.hf_name for placement in trace.shard.placements]
 
 
 def _permuted_experts(model):
@@ -196,7 +196,7 @@ def _unknown_method(model):
         (_unknown_method, "lm_head", "object may keep it in another form than it is loaded in"),
     ],
 )
-def test_what_vllm_keeps_in_another_form_is_not_recorded(ranks, tiny_config, prepare, concerned, reason):
+def test_what_vllm_keeps_in_another_form_is_not_traced(ranks, tiny_config, prepare, concerned, reason):
     folder, config = tiny_config("qwen3_moe")
     architecture = read_architecture(config)
     arguments = architecture.hf_shapes, architecture.hf_dtypes(torch.float32), prepare
@@ -209,7 +209,7 @@ def test_what_vllm_keeps_in_another_form_is_not_recorded(ranks, tiny_config, pre
 def _derive_again(rank):
     from vllm.model_executor.layers.attention import MLAAttention
 
-    from megarl.rollout.vllm.recording import after_direct_write
+    from megarl.rollout.vllm.tracing import after_direct_write
 
     attention = next(module for module in rank.model.modules() if isinstance(module, MLAAttention))
     for name in ("W_UV", "W_UK_T"):
@@ -230,11 +230,11 @@ def _refused_version(rank, version):
     import vllm
 
     from converters.errors import UserError
-    from megarl.rollout.vllm.recording import record_model
+    from megarl.rollout.vllm.tracing import trace_model
 
     installed, vllm.__version__ = vllm.__version__, version
     try:
-        record_model(rank.model, {}, {})
+        trace_model(rank.model, {}, {})
     except UserError as error:
         return str(error)
     finally:
@@ -254,9 +254,9 @@ def test_a_running_engine_is_recorded_and_goes_on(served, assert_greedy):
     weights = served.first
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()}
-    (recording,) = served.engine.record_layout(shapes, dtypes)
-    assert recording.unrecorded == {}
-    held = held_elements(recorded_layout([recording.shard], shapes).shard(0), shapes)
+    (trace,) = served.engine.trace_layout(shapes, dtypes)
+    assert trace.untraced == {}
+    held = held_elements(traced_layout([trace.shard], shapes).shard(0), shapes)
     assert all(mask.all() for mask in held.values())
     assert_greedy(served.folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     served.update(served.second, served.engine.version() + 1)

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.boxes import Box
-from converters.convert import check_checkpoint, copy_transfers, read_into
+from converters.copying import check_checkpoint, copy_transfers, read_into
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layout import Placement

@@ -1,4 +1,4 @@
-"""The layout of an engine's workers, recorded: where the engine's own loader puts the HuggingFace tensors.
+"""The layout of an engine's workers, traced: where the engine's own loader puts the HuggingFace tensors.
 
 A dry run of the loader takes the place of a formula, as in the sharded weight transfer of vLLM (`sharded_rdt_fake.py`),
 so that new versions, fused parameters and placements of experts need no code here.
@@ -16,7 +16,7 @@ from torch import Tensor
 from converters.boxes import Box, first_overlap
 from converters.errors import UserError
 from converters.layout import Layout, Placement, Shape, Shard
-from converters.layouts.observed_loading import LoadObserver, UnrecordableError
+from converters.layouts.load_tracer import LoadTracer, UntraceableError
 
 LoadWeights = Callable[[Iterator[tuple[str, Tensor]]], object]
 
@@ -25,7 +25,7 @@ _REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError,
 
 
 @dataclass(frozen=True)
-class Recording:
+class LoadTrace:
     """Effect of one worker's loader: where its tensors' elements go. Small, and travels between processes."""
 
     shard: Shard
@@ -35,52 +35,52 @@ class Recording:
     """Types of the tensors of `shard`."""
     padding_values: Sequence[float]
     """The constants that the loader puts into the boxes of `shard.padding`."""
-    unrecorded: Mapping[str, str]
+    untraced: Mapping[str, str]
     """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, use the engine's loader."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of `unrecorded` that its loader does not take either: the engine is of another model."""
+    """Tensors of `untraced` that its loader does not take either: the engine is of another model."""
 
-    def __reduce__(self) -> tuple[Callable[[bytes], "Recording"], tuple[bytes]]:
+    def __reduce__(self) -> tuple[Callable[[bytes], "LoadTrace"], tuple[bytes]]:
         # The names of a large model are megabytes, and much alike.
         values = tuple(getattr(self, each.name) for each in fields(self))
         return _unpacked, (zlib.compress(pickle.dumps(values), level=1),)
 
 
-def _unpacked(values: bytes) -> Recording:
-    return Recording(*pickle.loads(zlib.decompress(values)))
+def _unpacked(values: bytes) -> LoadTrace:
+    return LoadTrace(*pickle.loads(zlib.decompress(values)))
 
 
-def record(
+def trace_loading(
     load_weights: LoadWeights,
     parameters: Mapping[str, Tensor],
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
     *,
-    withheld: Mapping[str, str] | None = None,
-) -> Recording:
+    excluded: Mapping[str, str] | None = None,
+) -> LoadTrace:
     """Run `load_weights` on (name, tensor) pairs without values and write down where it puts what.
 
     `parameters` are the tensors it fills, of any device; nothing is written to them. It may be called several times,
-    each time with tensors that were not yet offered, because it ends at a tensor that cannot be recorded. `withheld`
+    each time with tensors that were not yet offered, because it ends at a tensor that cannot be traced. `excluded`
     names parameters that hold something else than what the loader puts there, with a reason.
     """
-    withheld = withheld or {}
-    observer = LoadObserver(parameters, withheld)
+    excluded = excluded or {}
+    tracer = LoadTracer(parameters, excluded)
     refused = {
         name: reason
-        for name, reason in _load(load_weights, observer, hf_shapes, hf_dtypes).items()
+        for name, reason in _load(load_weights, tracer, hf_shapes, hf_dtypes).items()
         if _refuses_values(load_weights, parameters, name, hf_shapes[name], hf_dtypes[name])
     }
-    unrecorded = dict(observer.unrecorded)
-    for name, reason in observer.changed.items():
-        unrecorded |= {copy.hf_name: f"the engine's loader {reason}" for copy in observer.copies[name]}
+    untraced = dict(tracer.untraced)
+    for name, reason in tracer.changed.items():
+        untraced |= {copy.hf_name: f"the engine's loader {reason}" for copy in tracer.copies[name]}
     shapes: dict[str, Shape] = {}
     dtypes: dict[str, torch.dtype] = {}
     placements: list[Placement] = []
     padding: list[tuple[str, Box]] = []
     values: list[float] = []
     for name, parameter in parameters.items():
-        copies = observer.copies.get(name, [])
+        copies = tracer.copies.get(name, [])
         # How many leading dimensions the loader has indexed away.
         indexed = max(0, parameter.dim() - max((len(copy.hf_box.shape) for copy in copies), default=parameter.dim()))
         for local_name in _indexed_names(name, parameter.shape[:indexed]):
@@ -90,23 +90,23 @@ def record(
             if box.shape == copy.hf_box.shape and all(length == 1 for length in copy.box.shape[:indexed]):
                 placements.append(Placement(copy.hf_name, copy.hf_box, local_name, box))
             else:
-                unrecorded[copy.hf_name] = f"the engine's loader changes its shape to put it into {name}"
-        for box, value in observer.padding.get(name, ()):
+                untraced[copy.hf_name] = f"the engine's loader changes its shape to put it into {name}"
+        for box, value in tracer.padding.get(name, ()):
             cuts = _cut(name, box, indexed)
             padding.extend(cuts)
             values.extend([value] * len(cuts))
-    if withheld:
-        name, reason = next(iter(withheld.items()))
-        recorded = {placement.hf_name for placement in placements}
-        missing = hf_shapes.keys() - recorded - unrecorded.keys()
-        unrecorded |= dict.fromkeys(sorted(missing), f"the engine's loader skips it; it may belong in {name}: {reason}")
-    placements = [placement for placement in placements if placement.hf_name not in unrecorded]
-    return Recording(Shard(shapes, placements, padding), dtypes, values, unrecorded, refused)
+    if excluded:
+        name, reason = next(iter(excluded.items()))
+        traced = {placement.hf_name for placement in placements}
+        missing = hf_shapes.keys() - traced - untraced.keys()
+        untraced |= dict.fromkeys(sorted(missing), f"the engine's loader skips it; it may belong in {name}: {reason}")
+    placements = [placement for placement in placements if placement.hf_name not in untraced]
+    return LoadTrace(Shard(shapes, placements, padding), dtypes, values, untraced, refused)
 
 
 def _load(
     load_weights: LoadWeights,
-    observer: LoadObserver,
+    tracer: LoadTracer,
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, str]:
@@ -120,23 +120,23 @@ def _load(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
             offered[0] = name
-            yield name, observer.follow(name, hf_shapes[name], hf_dtypes[name])
+            yield name, tracer.follow(name, hf_shapes[name], hf_dtypes[name])
 
     while True:
         offered[0] = ""
         try:
-            with torch.no_grad(), observer:
+            with torch.no_grad(), tracer:
                 load_weights(tensors())
             return refused
-        except UnrecordableError:
-            # The observer has noted the reason; on to the next tensor.
+        except UntraceableError:
+            # The tracer has noted the reason; on to the next tensor.
             continue
         except _REFUSALS as error:
             if not offered[0]:
                 raise
             said = " ".join(str(error).split())
             reason = f"the engine's loader refuses it: {type(error).__name__}" + (f": {said}" if said else "")
-            refused[offered[0]] = observer.unrecorded.setdefault(offered[0], reason)
+            refused[offered[0]] = tracer.untraced.setdefault(offered[0], reason)
 
 
 def _refuses_values(
@@ -148,7 +148,7 @@ def _refuses_values(
     """
     tensor = torch.zeros((), dtype=dtype).expand(tuple(shape))
     try:
-        with torch.no_grad(), LoadObserver(parameters, {}):
+        with torch.no_grad(), LoadTracer(parameters, {}):
             load_weights(iter([(name, tensor)]))
     except _REFUSALS:
         return True
@@ -168,9 +168,9 @@ def _cut(name: str, box: Box, indexed: int) -> list[tuple[str, Box]]:
 
 
 def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """The tensors of a recorded `shard`: views of the worker's `parameters`.
+    """The tensors of a traced `shard`: views of the worker's `parameters`.
 
-    Raises ValueError where the parameters are not those that were recorded.
+    Raises ValueError where the parameters are not those that were traced.
     """
     tensors = {}
     for name, shape in shard.local_shapes.items():
@@ -179,28 +179,28 @@ def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, T
             parameter, _, index = name.removesuffix("]").rpartition("[")
             tensor = parameters[parameter][tuple(map(int, index.split(",")))]
         if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(tensor.shape)} and was recorded with {list(shape)}")
+            raise ValueError(f"{name} has shape {list(tensor.shape)} and was traced with {list(shape)}")
         tensors[name] = tensor.detach()
     return tensors
 
 
-def fill_padding(recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+def fill_padding(trace: LoadTrace, parameters: Mapping[str, Tensor]) -> None:
     """Put the constants where the loader puts them. Placements never touch the padding, so once is enough."""
-    tensors = local_tensors(parameters, recording.shard)
-    for (name, box), value in zip(recording.shard.padding, recording.padding_values, strict=True):
+    tensors = local_tensors(parameters, trace.shard)
+    for (name, box), value in zip(trace.shard.padding, trace.padding_values, strict=True):
         tensors[name][box.slices()].fill_(value)
 
 
-def unrecorded(recordings: Iterable[Recording]) -> dict[str, str]:
-    """HuggingFace name -> reason, of all that some worker could not record. If not empty, use the engine's loader."""
-    return {name: reason for recording in recordings for name, reason in recording.unrecorded.items()}
+def untraced(traces: Iterable[LoadTrace]) -> dict[str, str]:
+    """HuggingFace name -> reason, of all that some worker could not trace. If not empty, use the engine's loader."""
+    return {name: reason for trace in traces for name, reason in trace.untraced.items()}
 
 
-def recorded_layout(shards: Sequence[Shard], hf_shapes: Mapping[str, Shape]) -> Layout:
-    """The layout of the workers of one engine, from the shards of their recordings.
+def traced_layout(shards: Sequence[Shard], hf_shapes: Mapping[str, Shape]) -> Layout:
+    """The layout of the workers of one engine, from the shards of their traces.
 
     Raises UserError where an element of a worker's tensor is filled by nothing or twice, and where an element of a
-    HuggingFace tensor is on no worker: then model and engine are not the same, or were not recorded whole.
+    HuggingFace tensor is on no worker: then model and engine are not the same, or were not traced whole.
     """
     sound: set[tuple[Shape, tuple[Box, ...]]] = set()
     for rank, shard in enumerate(shards):

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from converters.architectures import Architecture, read_architecture
-from converters.convert import check_checkpoint
+from converters.copying import check_checkpoint
 from converters.errors import UserError
-from converters.formats.safetensors import HuggingFaceCheckpoint, copy_companions, write_config
+from converters.formats.safetensors import HuggingFaceCheckpoint, copy_side_files, write_config
 from converters.formats.torch_dist import (
     LATEST,
     RELEASE,
@@ -199,7 +199,7 @@ def convert_checkpoint(
             (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
         (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
         write_config(output.partial / HUGGINGFACE, checkpoint.config)
-        copy_companions(hf_folder, output.partial / HUGGINGFACE)
+        copy_side_files(hf_folder, output.partial / HUGGINGFACE)
         copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
         write_manifest(output.partial, written, {COPIES: copies})
         output.complete()

@@ -1,4 +1,4 @@
-"""A probe: whether the engines have the trainer's weights, by what they say."""
+"""Compares engine and trainer log-probs after a refit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from megatron_ext.packing import RaggedBatch
 _PROMPTS_PER_ENGINE = 2
 
 
-class ProbeError(RuntimeError):
+class LogProbMismatchError(RuntimeError):
     """The engines do not have the weights of the trainer."""
 
 
 @dataclass(frozen=True)
-class Probe:
+class LogProbCheck:
     """Lets every engine answer some of `prompts`, greedily and in `max_tokens` at most, and the trainer score that."""
 
     prompts: Sequence[list[int]]
@@ -27,7 +27,7 @@ class Probe:
     tolerance: float
 
     def __call__(self, trainer: TrainerGroup, engines: EngineGroup) -> dict[str, float]:
-        """Metrics. Raises ProbeError if log-probabilities of engine and trainer differ, in nats, by more than
+        """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """
         count = max(_PROMPTS_PER_ENGINE * len(engines), trainer.parallel.data_parallel_size)
@@ -43,7 +43,7 @@ class Probe:
             for prompt, own, generation in zip(prompts, scored, generations, strict=True)
         )
         if not difference <= self.tolerance:
-            raise ProbeError(
+            raise LogProbMismatchError(
                 f"after a refit the log-probabilities of engine and trainer differ by {difference:.4f} nats in the "
                 f"mean of a response, and refit.log_prob_tolerance is {self.tolerance}: the engine does not have the "
                 "trainer's weights"

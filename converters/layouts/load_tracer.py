@@ -28,7 +28,7 @@ _CONSTANTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
 }
 
 
-class UnrecordableError(Exception):
+class UntraceableError(Exception):
     """The loading code does with a HuggingFace tensor what no placement can say; the reason was noted."""
 
 
@@ -60,23 +60,23 @@ class _Followed:
         return Box(tuple(start for start, _ in parts), tuple(stop for _, stop in parts)).shift(self.hf_box.start)
 
 
-class LoadObserver(TorchDispatchMode):
+class LoadTracer(TorchDispatchMode):
     """While active, notes what is copied from followed tensors into `parameters`, and keeps all writes from these.
 
-    `withheld` gives a reason for every parameter whose elements may not be recorded.
+    `excluded` gives a reason for every parameter whose elements may not be traced.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], withheld: Mapping[str, str]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], excluded: Mapping[str, str]) -> None:
         super().__init__()
         self.copies: dict[str, list[Copy]] = defaultdict(list)
         """Parameter -> what was copied into it."""
         self.padding: dict[str, list[tuple[Box, float]]] = defaultdict(list)
         """Parameter -> boxes that are filled with a constant, and the constant."""
-        self.unrecorded: dict[str, str] = {}
+        self.untraced: dict[str, str] = {}
         """HuggingFace name -> why what was noted of it is not all."""
         self.changed: dict[str, str] = {}
         """Parameter -> what else writes into it."""
-        self._withheld = withheld
+        self._excluded = excluded
         self._parameters: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parameter in parameters.items():
             self._parameters[_storage(parameter)].append((name, parameter))
@@ -106,15 +106,15 @@ class LoadObserver(TorchDispatchMode):
             return args[0]
         if func not in _EQUAL:
             if not _is_view(func):
-                raise self._unrecordable(followed, f"computes with its values ({func})")
+                raise self._untraceable(followed, f"computes with its values ({func})")
             return func(*args, **kwargs)
         result = func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
         self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
         hf_box = followed.hf_box_of(args[0]) if result.numel() else followed.hf_box
         if hf_box is None:
-            raise self._unrecordable(followed, "takes a part of it that is not a box")
+            raise self._untraceable(followed, "takes a part of it that is not a box")
         if result.numel() and _long(hf_box.shape) != _long(result.shape):
-            raise self._unrecordable(followed, "copies a part of it into another shape")
+            raise self._untraceable(followed, "copies a part of it into another shape")
         self._followed[_storage(result)] = _Followed(followed.hf_name, hf_box, result)
         return result
 
@@ -124,14 +124,14 @@ class LoadObserver(TorchDispatchMode):
         self._check_cast(followed, source.dtype, destination.dtype, widening=False)
         hf_box = followed.hf_box_of(source)
         if hf_box is None:
-            raise self._unrecordable(followed, "takes a part of it that is not a box")
+            raise self._untraceable(followed, "takes a part of it that is not a box")
         if not self._holders(destination):
-            raise self._unrecordable(followed, "puts it into memory that is not one of the model's parameters")
+            raise self._untraceable(followed, "puts it into memory that is not one of the model's parameters")
         name, box = self._place(destination)
         if box is None:
-            raise self._unrecordable(followed, f"scatters it over {name}")
-        if name in self._withheld:
-            raise self._unrecordable(followed, f"puts it into {name}, and {self._withheld[name]}")
+            raise self._untraceable(followed, f"scatters it over {name}")
+        if name in self._excluded:
+            raise self._untraceable(followed, f"puts it into {name}, and {self._excluded[name]}")
         self._take_padding(name, box)
         hf_box, box = (self._boxes.setdefault(each, each) for each in (hf_box, box))
         self.copies[name].append(Copy(followed.hf_name, hf_box, box))
@@ -175,11 +175,11 @@ class LoadObserver(TorchDispatchMode):
             return
         plain = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (source, target))
         if not plain or (widening and torch.promote_types(source, target) != target):
-            raise self._unrecordable(followed, f"casts it from {source} to {target}")
+            raise self._untraceable(followed, f"casts it from {source} to {target}")
 
-    def _unrecordable(self, followed: _Followed, action: str) -> UnrecordableError:
-        self.unrecorded.setdefault(followed.hf_name, f"the engine's loader {action}")
-        return UnrecordableError(followed.hf_name)
+    def _untraceable(self, followed: _Followed, action: str) -> UntraceableError:
+        self.untraced.setdefault(followed.hf_name, f"the engine's loader {action}")
+        return UntraceableError(followed.hf_name)
 
 
 def _long(shape: Sequence[int]) -> list[int]:

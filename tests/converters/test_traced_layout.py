@@ -1,4 +1,4 @@
-"""Recorded layouts, against what the same loaders do with real values."""
+"""Traced layouts, against what the same loaders do with real values."""
 
 import pickle
 from functools import partial
@@ -12,39 +12,39 @@ from small_configs import count_up
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shard, check_tiling
-from converters.layouts.recorded import fill_padding, local_tensors, record, recorded_layout, unrecorded
+from converters.layouts.traced_layout import fill_padding, local_tensors, trace_loading, traced_layout, untraced
 
 UNWRITTEN = -7.0
 
 
 def run(load, parameters, hf, **options):
-    """Record `load`, and see that the parameters keep their bytes."""
+    """Trace `load`, and see that the parameters keep their bytes."""
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in hf.items()}
     dtypes = {name: tensor.dtype for name, tensor in hf.items()}
-    recording = record(partial(load, parameters), parameters, shapes, dtypes, **options)
+    trace = trace_loading(partial(load, parameters), parameters, shapes, dtypes, **options)
     assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
-    return pickle.loads(pickle.dumps(recording))
+    return pickle.loads(pickle.dumps(trace))
 
 
 def check_against_load(load, parameters, hf):
-    """The recorded placements and padding, carried out, give what a load of real values gives."""
-    recording = run(load, parameters, hf)
-    assert recording.unrecorded == {}
-    check_tiling(recording.shard)
+    """The traced placements and padding, carried out, give what a load of real values gives."""
+    trace = run(load, parameters, hf)
+    assert trace.untraced == {}
+    check_tiling(trace.shard)
     load(parameters, iter(hf.items()))
     loaded = {name: parameter.clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.fill_(UNWRITTEN)
-    fill_padding(recording, parameters)
-    tensors = local_tensors(parameters, recording.shard)
-    assert recording.dtypes == {name: tensor.dtype for name, tensor in tensors.items()}
-    for placement in recording.shard.placements:
+    fill_padding(trace, parameters)
+    tensors = local_tensors(parameters, trace.shard)
+    assert trace.dtypes == {name: tensor.dtype for name, tensor in tensors.items()}
+    for placement in trace.shard.placements:
         hf_part = hf[placement.hf_name][placement.hf_box.slices()]
         tensors[placement.local_name][placement.local_box.slices()] = hf_part
     for name, parameter in parameters.items():
         assert torch.equal(parameter, loaded[name]), name
-    return recording
+    return trace
 
 
 def empty(*shape, dtype=torch.float32):
@@ -91,22 +91,22 @@ def sharded_parameters():
 def test_a_sharded_loader(device):
     hf = hf_tensors()
     hf["norm"] = hf["norm"].bfloat16()
-    recordings = []
+    traces = []
     for rank in range(2):
         load = partial(load_sharded, rank)
-        recordings.append(check_against_load(load, sharded_parameters(), hf))
+        traces.append(check_against_load(load, sharded_parameters(), hf))
         if device == "meta":
             on_meta = {name: tensor.to("meta") for name, tensor in sharded_parameters().items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in hf.items()}
             dtypes = {name: tensor.dtype for name, tensor in hf.items()}
-            assert record(partial(load, on_meta), on_meta, shapes, dtypes) == recordings[rank]
-    shards = [recording.shard for recording in recordings]
+            assert trace_loading(partial(load, on_meta), on_meta, shapes, dtypes) == traces[rank]
+    shards = [trace.shard for trace in traces]
     assert {name for name in shards[0].local_shapes if "[" in name} == {
         "experts[0]", "experts[1]", "scales[0]", "scales[1]"
     }  # fmt: skip
     assert shards[1].padding == [("vocabulary", Box((2, 0), (4, 2))), ("scales[1]", Box((), ()))]
     shapes = {name: tuple(tensor.shape) for name, tensor in hf.items()}
-    layout = recorded_layout(shards, shapes)
+    layout = traced_layout(shards, shapes)
     assert layout.ranks == 2
     assert layout.shard(1) == shards[1]
 
@@ -211,22 +211,22 @@ def needs_values(tensor):
 def test_what_cannot_be_recorded_is_named_and_the_rest_goes_on(way, reason):
     parameters = {"a": empty(2), "w": empty(4, 4), "int": torch.zeros(4, 4, dtype=torch.int32), "z": empty(3)}
     hf = count_up({"a": (2,), "w": (4, 4), "z": (3,)})
-    recording = run(by_name(w=way), parameters, hf)
-    assert set(recording.unrecorded) == ({"w"} if reason else set())
+    trace = run(by_name(w=way), parameters, hf)
+    assert set(trace.untraced) == ({"w"} if reason else set())
     if reason:
-        assert recording.unrecorded["w"].startswith(f"the engine's loader {reason}")
+        assert trace.untraced["w"].startswith(f"the engine's loader {reason}")
         # By name it might be loaded, unless the loader refuses it with values, too.
         is_refused = reason.startswith("refuses") and "no values" not in reason
-        assert recording.refused == (recording.unrecorded if is_refused else {})
-        assert unrecorded([recording, recording]) == recording.unrecorded
-    names = [placement.hf_name for placement in recording.shard.placements]
+        assert trace.refused == (trace.untraced if is_refused else {})
+        assert untraced([trace, trace]) == trace.untraced
+    names = [placement.hf_name for placement in trace.shard.placements]
     assert names == (["a", "z"] if reason else ["a", "w", "z"])
 
 
 def test_a_tensor_that_is_copied_several_times_at_once():
     spread = by_name(v=lambda parameters, tensor: parameters["w"].copy_(tensor))
-    recording = run(spread, {"w": empty(2, 3)}, count_up({"v": (3,)}))
-    assert recording.unrecorded == {"v": "the engine's loader changes its shape to put it into w"}
+    trace = run(spread, {"w": empty(2, 3)}, count_up({"v": (3,)}))
+    assert trace.untraced == {"v": "the engine's loader changes its shape to put it into w"}
 
 
 def test_a_parameter_that_the_loader_changes_afterwards():
@@ -244,9 +244,9 @@ def test_a_parameter_that_the_loader_changes_afterwards():
 
     cases = {transformed: "changes w after", doubled: "changes w after", overwritten: "overwrites w with a constant"}
     for way, reason in cases.items():
-        recording = run(by_name(w=way), {"w": empty(2, 2)}, count_up({"w": (2, 2)}))
-        assert reason in recording.unrecorded["w"]
-        assert recording.shard.placements == []
+        trace = run(by_name(w=way), {"w": empty(2, 2)}, count_up({"w": (2, 2)}))
+        assert reason in trace.untraced["w"]
+        assert trace.shard.placements == []
 
 
 def test_a_constant_below_what_is_copied_later():
@@ -254,9 +254,9 @@ def test_a_constant_below_what_is_copied_later():
         parameters["w"].fill_(1)
         parameters["w"][1:3, :2].copy_(tensor)
 
-    recording = check_against_load(by_name(w=padded), {"w": empty(4, 3)}, count_up({"w": (2, 2)}))
-    assert sum(box.size for _, box in recording.shard.padding) == 8
-    assert set(recording.padding_values) == {1}
+    trace = check_against_load(by_name(w=padded), {"w": empty(4, 3)}, count_up({"w": (2, 2)}))
+    assert sum(box.size for _, box in trace.shard.padding) == 8
+    assert set(trace.padding_values) == {1}
 
 
 def test_parameters_that_share_memory_or_have_a_layout_of_their_own():
@@ -268,8 +268,8 @@ def test_parameters_that_share_memory_or_have_a_layout_of_their_own():
 def test_withheld_parameters():
     hf = count_up({"a": (2,), "w": (2, 2), "lost": (3,)})
     skip = by_name(lost=lambda parameters, tensor: None)
-    recording = run(skip, {"a": empty(2), "w": empty(2, 2)}, hf, withheld={"w": "its kernel permutes it"})
-    assert recording.unrecorded == {
+    trace = run(skip, {"a": empty(2), "w": empty(2, 2)}, hf, excluded={"w": "its kernel permutes it"})
+    assert trace.untraced == {
         "w": "the engine's loader puts it into w, and its kernel permutes it",
         "lost": "the engine's loader skips it; it may belong in w: its kernel permutes it",
     }
@@ -284,8 +284,8 @@ def test_a_loader_that_fails_before_it_takes_a_tensor():
 
 
 def layout_of(load, parameters, hf):
-    recording = run(load, parameters, hf)
-    return recorded_layout([recording.shard], {name: tuple(tensor.shape) for name, tensor in hf.items()})
+    trace = run(load, parameters, hf)
+    return traced_layout([trace.shard], {name: tuple(tensor.shape) for name, tensor in hf.items()})
 
 
 @pytest.mark.parametrize(
@@ -327,10 +327,10 @@ def test_gaps_are_found_where_another_rank_or_tensor_of_the_shape_has_none():
     whole = run(by_name(), {"a": empty(2)}, count_up({"a": (2,)})).shard
     half = Shard(whole.local_shapes, [])
     with pytest.raises(UserError, match="worker 1 of the engine"):
-        recorded_layout([whole, half], {"a": (2,)})
+        traced_layout([whole, half], {"a": (2,)})
 
 
 def test_local_tensors_of_other_parameters():
-    recording = run(by_name(), {"a": empty(2)}, count_up({"a": (2,)}))
+    trace = run(by_name(), {"a": empty(2)}, count_up({"a": (2,)}))
     with pytest.raises(ValueError, match="a has shape"):
-        local_tensors({"a": empty(3)}, recording.shard)
+        local_tensors({"a": empty(3)}, trace.shard)

@@ -1,4 +1,4 @@
-"""Where a vLLM worker keeps the HuggingFace tensors: its model's own `load_weights`, recorded.
+"""Where a vLLM worker keeps the HuggingFace tensors: its model's own `load_weights`, traced.
 
 Weights may be written straight into parameters only where vLLM keeps them as they were loaded. Some kernels permute,
 pack or quantise them afterwards, and their loader would not tell; so what may be written is a list, and all else goes
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.layouts.recorded import Recording, fill_padding, record
+from converters.layouts.traced_layout import LoadTrace, fill_padding, trace_loading
 from megarl.rollout.vllm import cpu
 from megarl.rollout.vllm.kind import VLLM
 
@@ -76,18 +76,18 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in derived}
 
 
-def record_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> Recording:
+def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
     """Where the tensors of a HuggingFace checkpoint lie in the parameters of this worker's vLLM `model`.
 
     Writes nothing but the constants that the loader puts into padding, such as rows beyond the vocabulary, and these
-    only if all could be recorded. Raises UserError for a version of vLLM that is not supported.
+    only if all could be traced. Raises UserError for a version of vLLM that is not supported.
     """
     check_version()
     parameters = loaded_parameters(model)
-    recording = record(model.load_weights, parameters, hf_shapes, hf_dtypes, withheld=_withheld(model, parameters))
-    if not recording.unrecorded:
-        fill_padding(recording, parameters)
-    return recording
+    trace = trace_loading(model.load_weights, parameters, hf_shapes, hf_dtypes, excluded=_excluded(model, parameters))
+    if not trace.untraced:
+        fill_padding(trace, parameters)
+    return trace
 
 
 def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
@@ -99,15 +99,15 @@ def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
                     derive(module, config)
 
 
-def _withheld(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+def _excluded(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Name of a parameter that may not be written straight -> the reason."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    withheld: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     for module in model.modules():
         if reason := _reason(module):
             own = (names.get(id(parameter)) for parameter in module.parameters(recurse=False))
-            withheld |= {name: reason for name in own if name}
-    return withheld
+            excluded |= {name: reason for name in own if name}
+    return excluded
 
 
 def _reason(module: nn.Module) -> str | None:

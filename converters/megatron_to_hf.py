@@ -12,7 +12,7 @@ from converters.boxes import Box, first_overlap
 from converters.errors import UserError
 from converters.formats.safetensors import (
     CONFIG,
-    copy_companions,
+    copy_side_files,
     cut_into_files,
     place_tensors,
     read_json,
@@ -22,7 +22,7 @@ from converters.formats.safetensors import (
 )
 from converters.formats.torch_dist import METADATA, TorchDistCheckpoint
 from converters.fp8 import add_scales, quantisation_config, quantised_names, scales_of
-from converters.import_huggingface import COPIES, HUGGINGFACE
+from converters.hf_to_megatron import COPIES, HUGGINGFACE
 from converters.layout import Shape
 from converters.layouts.torch_dist import Piece, stored_pieces
 from converters.manifest import MANIFEST, Manifest, manifest_of, require_files, write_manifest
@@ -72,8 +72,8 @@ def export_checkpoint(
     if found:
         require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None, frames=True)
     checkpoint = TorchDistCheckpoint(megatron_folder)
-    companions = hf_config_folder or _own_companions(checkpoint)
-    config = read_json(companions / CONFIG)
+    side_files = hf_config_folder or _own_side_files(checkpoint)
+    config = read_json(side_files / CONFIG)
     architecture = read_architecture(config)
     left_out = 0 if any(key.startswith(_MTP) for key in checkpoint.weights) else architecture.mtp_layers
     if left_out:
@@ -105,7 +105,7 @@ def export_checkpoint(
             write_config(output.partial, {**plain, _QUANTISATION: quantisation_config(architecture)})
         else:
             write_config(output.partial, with_dtype(plain, output.partial))
-        copy_companions(companions, output.partial)
+        copy_side_files(side_files, output.partial)
         write_manifest(output.partial, written, {})
         output.complete()
     return replace(plan, left_out_mtp_layers=left_out)
@@ -178,7 +178,7 @@ def _copies(found: tuple[Path, Manifest] | None, architecture: Architecture) -> 
     return tuple(name for name in possible if name in copies)
 
 
-def _own_companions(checkpoint: TorchDistCheckpoint) -> Path:
+def _own_side_files(checkpoint: TorchDistCheckpoint) -> Path:
     own = checkpoint.folder.parent / HUGGINGFACE
     if not (own / CONFIG).is_file():
         raise UserError(

@@ -28,7 +28,7 @@ _BESIDE_CONFIG = (
 )
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def copy_side_files(source: Path, folder: Path) -> None:
     """Copy the tokenizer and whatever else belongs to the model `source`, but for config.json and the weights."""
     for pattern in _BESIDE_CONFIG:
         for path in source.glob(pattern):
