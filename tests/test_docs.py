@@ -132,6 +132,24 @@ def inverted_sentences(root: Path) -> Iterator[str]:
                 yield f"{page}: {sentence[:60]}"
 
 
+def figures(text: str) -> Iterator[str]:
+    """Numbers of a text that somebody must have measured: with a fraction, or of at least three digits."""
+    for number in re.findall(r"(?<![\w.,/-])(?:\d*\.\d+|\d[\d,]*\d\d)(?![\w-]|[.,]\d)", text):
+        yield number.replace(",", "")
+
+
+def unmeasured_figures(root: Path) -> Iterator[str]:
+    """Figures of the page of benchmarks, and of README's lines with a benchmark, that no result rounds to."""
+    texts = pages(root)
+    results = {figure for page, text in texts.items() if page.startswith("benchmarks/") for figure in figures(text)}
+    lines = [line for line in texts.get("README.md", "").splitlines() if "`make benchmark" in line]
+    measured = re.sub(r"megatron-bridge \S+|mbridge \S+|verl \d\S+|TRL \d\S+", "", texts.get("docs/benchmarks.md", ""))
+    for figure in figures("\n".join([*lines, measured])):
+        places = len(figure.partition(".")[2])
+        if float(figure) not in {round(float(each), places) for each in results}:
+            yield figure
+
+
 def training_commands(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Commands that train with a recipe, as arguments of `megarl`; what a page leaves out with dots is filled in."""
     for page, text in pages(root).items():
@@ -171,6 +189,7 @@ CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "every claim has a proof": claims_without_proof,
     "named commands and recipes exist": unknown_names,
     "named keys exist": unknown_keys,
+    "every figure is measured": unmeasured_figures,
     "the map has every room": missing_rooms,
     "sentences begin with the thing": inverted_sentences,
     "the README is short": long_readme,
@@ -192,6 +211,8 @@ BROKEN = [
     ("named commands and recipes exist", {"README.md": "`make haste`", "Makefile": "test: setup\n"}),
     ("named keys exist", {"docs/a.md": "`loop.gone=1`"}),
     ("named keys exist", {"docs/a.md": "```\nmegarl train model.gone=a\n```"}),
+    ("every figure is measured", {"docs/benchmarks.md": "It takes 0.25 s.", "benchmarks/a.md": "0.26, 10.25"}),
+    ("every figure is measured", {"README.md": "| 4,096 | `make benchmark-a` |", "benchmarks/a.md": "4,095"}),
     ("the map has every room", {"megarl/attic/__init__.py": "", "docs/concepts.md": "| `megarl/cellar/` | |"}),
     *(
         ("sentences begin with the thing", {"docs/a.md": text})
@@ -213,6 +234,8 @@ SOUND = {
     "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, https://x.y\n",
     "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",
     "tests/test_a.py": "def test_b(): ...",
+    "docs/benchmarks.md": "On 2 cores, .3 s and 1,024 MB, beside verl 0.9.1.",
+    "benchmarks/a.md": "| 0.26 | 1,024 |",
     "megarl/gone": "",
     "configs/r.yaml": "",
     "configs/algorithm/p.yaml": "",
