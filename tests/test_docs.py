@@ -24,6 +24,9 @@ IN_REPOSITORY = re.compile(
 )
 NO_KEYS = {"json", "parquet", "py", "yaml", "layers"}
 """Endings of file names, and what HuggingFace calls tensors."""
+CODE_FOLDERS = ("benchmarks", "converters", "megarl", "megatron_ext", "tests", "tools")
+OF_OTHERS = {"pretrain_gpt.py", "rewards.py"}
+"""Files of other programs, and of a reader."""
 CHOSEN = re.compile(r"/[A-Z]+/")
 """A part of a path that stands for one which a reader chooses."""
 
@@ -67,6 +70,21 @@ def paths_to_nothing(root: Path) -> Iterator[str]:
                 yield f"{page}: {path}"
             elif name and not re.search(rf"^def {re.escape(name)}\(", target.read_text(), re.MULTILINE):
                 yield f"{page}: {code} is no test"
+
+
+def modules_that_are_gone(root: Path) -> Iterator[str]:
+    """Python files that are named by their end alone, `refit.py` or `vllm/cpu.py`, and lie nowhere."""
+    files = [
+        f"/{path.relative_to(root).as_posix()}" for folder in CODE_FOLDERS for path in (root / folder).rglob("*.py")
+    ]
+    for page, text in pages(root).items():
+        for name in re.findall(r"`([\w/]+\.py)`", FENCE.sub("", text)):
+            if (
+                name not in OF_OTHERS
+                and not CHOSEN.search(name)
+                and not any(file.endswith(f"/{name}") for file in files)
+            ):
+                yield f"{page}: {name}"
 
 
 def claims_without_proof(root: Path) -> Iterator[str]:
@@ -186,6 +204,7 @@ def long_readme(root: Path) -> Iterator[str]:
 CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "links lead somewhere": links_to_nothing,
     "named files and tests exist": paths_to_nothing,
+    "named modules exist": modules_that_are_gone,
     "every claim has a proof": claims_without_proof,
     "named commands and recipes exist": unknown_names,
     "named keys exist": unknown_keys,
@@ -204,6 +223,7 @@ BROKEN = [
         "named files and tests exist",
         {"docs/a.md": "`tests/test_a.py::test_b`", "tests/test_a.py": "def test_bc(): ..."},
     ),
+    ("named modules exist", {"docs/a.md": "`b.py`", "megarl/ab.py": "", "docs/b.py": ""}),
     ("every claim has a proof", {"docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | we think |\n"}),
     ("named commands and recipes exist", {"docs/a.md": "    megarl trane --help"}),
     ("named commands and recipes exist", {"docs/a.md": "`megarl train --config-name gone`"}),
@@ -231,7 +251,7 @@ SOUND = {
     "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
     "docs/c.md": "It is of those.\n\n    What is code\n\nWhat? Ask of\nThose that know.",
     "docs/b.md": "`loop.steps=3`, `data.parquet`, `model.path`",
-    "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, https://x.y\n",
+    "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, `test_a.py`, https://x.y\n",
     "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",
     "tests/test_a.py": "def test_b(): ...",
     "docs/benchmarks.md": "On 2 cores, .3 s and 1,024 MB, beside verl 0.9.1.",
