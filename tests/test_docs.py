@@ -1,24 +1,20 @@
 """The pages are true where a program can see it: links, files, tests, commands and recipes that they name exist."""
 
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from pages import FENCE, ROOT, pages, write
 
-from converters.errors import UserError
-from megarl.cli.main import COMMANDS, build_parser
-from megarl.cli.recipe import read_config
+from megarl.cli.main import COMMANDS
 from megarl.schema import MegarlConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 README_LINES = 150
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 IN_REPOSITORY = re.compile(
     r"(?:\.ci|benchmarks|configs|constraints|converters|docs|megarl|megatron_ext|slurm|tests|tools)/[\w./-]*\w/?"
 )
@@ -29,12 +25,6 @@ OF_OTHERS = {"pretrain_gpt.py", "rewards.py"}
 """Files of other programs, and of a reader."""
 CHOSEN = re.compile(r"/[A-Z]+/")
 """A part of a path that stands for one which a reader chooses."""
-
-
-def pages(root: Path) -> dict[str, str]:
-    """Each page with its text."""
-    found = [root / "README.md", *sorted((root / "docs").glob("*.md")), *sorted((root / "benchmarks").rglob("*.md"))]
-    return {page.relative_to(root).as_posix(): page.read_text() for page in found if page.exists()}
 
 
 def anchors(text: str) -> set[str]:
@@ -168,32 +158,6 @@ def unmeasured_figures(root: Path) -> Iterator[str]:
             yield figure
 
 
-def training_commands(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Commands that train with a recipe, as arguments of `megarl`; what a page leaves out with dots is filled in."""
-    for page, text in pages(root).items():
-        code = "\n".join([*FENCE.findall(text), *re.findall(r"^ {4}.*$", text, re.MULTILINE)])
-        for line in code.replace("\\\n", " ").splitlines():
-            if found := re.match(r" *megarl ((?:train|sft|dpo|reward-model|spin) .*--config-name .*)", line):
-                arguments = shlex.split(found[1])
-                if arguments[-1] == "...":
-                    arguments[-1:] = ["model.path=m", "data.train_files=[d.parquet]", "output_dir=o"]
-                yield page, arguments
-
-
-def recipes_of_a_reader(root: Path, folder: Path) -> None:
-    """Write the files that pages tell a reader to write in a folder `recipes`."""
-    for text in pages(root).values():
-        for name, recipe in re.findall(r"```yaml\n# (recipes/[\w.]+)\n(.*?)```", text, re.DOTALL):
-            write(folder, {name: recipe})
-
-
-def compose(arguments: list[str]) -> MegarlConfig:
-    """The configuration of a command."""
-    options, overrides = build_parser().parse_known_args(arguments)
-    options.overrides = overrides
-    return read_config(options)
-
-
 def long_readme(root: Path) -> Iterator[str]:
     """The README where it has become too long for somebody who only wants to know."""
     lines = pages(root).get("README.md", "").count("\n")
@@ -263,14 +227,6 @@ SOUND = {
 }
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_pages_are_true(check: str) -> None:
     assert list(CHECKS[check](ROOT)) == []
@@ -286,23 +242,6 @@ def test_sound_pages_pass(tmp_path: Path, check: str) -> None:
     assert list(CHECKS[check](write(tmp_path, SOUND))) == []
 
 
-@pytest.mark.parametrize(("page", "arguments"), training_commands(ROOT))
-def test_a_command_that_trains_has_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, arguments: list[str]
-) -> None:
-    recipes_of_a_reader(ROOT, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert compose(arguments).output_dir
-
-
-def test_a_command_with_a_key_that_is_gone_has_none(tmp_path: Path) -> None:
-    write(tmp_path, {"README.md": "```\nmegarl train --config-name quickstart \\\n    loop.gone=1 ...\n```\n"})
-    ((_, arguments),) = training_commands(tmp_path)
-    with pytest.raises(UserError, match="gone"):
-        compose(arguments)
-
-
 def test_the_checks_see_the_real_pages() -> None:
     assert {"README.md", "docs/guarantees.md", "benchmarks/results/step_cpu.md"} <= set(pages(ROOT))
-    assert len(list(training_commands(ROOT))) > 10
     assert "what-is-refused" in anchors(pages(ROOT)["docs/algorithms.md"])
