@@ -1,7 +1,29 @@
-"""Waiting until what was written is on disk, where it stays if the machine ends right afterwards."""
+"""Files and folders that have their name only when they are complete and on disk, whenever the machine ends."""
 
+import errno
 import os
 from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that say that there is no room."""
+
+
+def complete(partial: Path, path: Path) -> None:
+    """Give a file or a folder that was written as `partial` its name `path`; all of it is on disk before."""
+    sync_all(partial)
+    rename(partial, path)
+
+
+def sync_all(path: Path) -> None:
+    """Wait until a file, or a folder with everything in it, is on disk."""
+    for each in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        sync(each)
+
+
+def rename(path: Path, new: Path) -> None:
+    """Rename, in the place of a file of that name, and wait until the name is on disk."""
+    path.replace(new)
+    sync(new.parent)
 
 
 def sync(path: Path) -> None:

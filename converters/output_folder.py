@@ -1,6 +1,5 @@
 """An output folder that has its name only when it is complete, and until then can be continued."""
 
-import errno
 import fcntl
 import os
 import shutil
@@ -10,13 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from converters.durable import sync
+from converters.durable import DISK_FULL, complete, sync
 from converters.errors import UserError
 from converters.stream.journal import Journal
 
 _PARTIAL = ".partial"
 _JOURNAL = ".journal"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OutputFolder:
@@ -64,13 +62,10 @@ class OutputFolder:
 
     def complete(self) -> None:
         """Give the folder its name: everything in it is on disk before."""
-        for path in [*self.partial.rglob("*"), self.partial]:
-            sync(path)
-        self.partial.rename(self.folder)
+        complete(self.partial, self.folder)
         # Not before the folder is whole under its name: a kill in between would leave what nobody can continue.
         (self.folder / _JOURNAL).unlink()
         sync(self.folder)
-        sync(self.folder.parent)
 
     def _is_in_the_way(self) -> bool:
         """An empty folder is not: a run may have been killed before it had a journal."""
@@ -124,7 +119,7 @@ class OutputFolder:
             )
 
     def _refused(self, error: OSError) -> UserError:
-        if error.errno in _DISK_FULL:
+        if error.errno in DISK_FULL:
             return UserError(f"{self.folder.parent} has no room ({error.strerror}); free some space or write elsewhere")
         where = error.filename or self.partial
         return UserError(f"{where} cannot be read or written ({error.strerror}); change that or choose another folder")

@@ -13,7 +13,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from converters.durable import sync
+from converters.durable import complete, rename, sync_all
 from converters.errors import UserError
 from converters.manifest import MANIFEST, read_manifest, require_files, write_manifest
 from converters.stream.targets import Written
@@ -64,18 +64,14 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
     try:
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
         write_manifest(partial, _listed(partial), {"iteration": iteration})
-        for path in partial.rglob("*"):
-            sync(path)
-        sync(partial)
+        sync_all(partial)
         replaced = root / f"{folder.name}.replaced{_PARTIAL}"
         if folder.exists():
             folder.rename(replaced)  # removing it here would leave none for as long as that takes
-        partial.rename(folder)
+        rename(partial, folder)
         tracker = root / (LATEST + _PARTIAL)
         tracker.write_text(str(iteration))
-        sync(tracker)
-        tracker.rename(root / LATEST)
-        sync(root)
+        complete(tracker, root / LATEST)
     except OSError as error:
         abandon(root, iteration)
         raise disk_error(error, root) from error

@@ -1,12 +1,12 @@
 """The `megarl` command: what each subcommand takes is in a file of its name."""
 
 import argparse
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from converters.durable import DISK_FULL
 from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
 from megarl.process.errors import RunFailed
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in DISK_FULL:
                 raise
             where = error.filename or "the output folder"
             return _fail(f"the disk is full at {where}: make room, then run again", EXIT_USER_ERROR)

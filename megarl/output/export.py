@@ -4,12 +4,11 @@ The new one is written beside the old one. Then the old one is moved away, the n
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from converters.durable import sync
+from converters.durable import rename, sync
 from converters.errors import UserError
 from megarl.output.places import next_export, previous_export
 
@@ -22,10 +21,8 @@ def write_export(write: Callable[[Path], None], export: Path, step: int) -> None
     new = next_export(export)
     write(new)
     record = new / _RECORD
-    with record.open("w") as file:
-        json.dump({"step": step}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    record.write_text(json.dumps({"step": step}))
+    sync(record)
     finish_export(export)
 
 
@@ -36,8 +33,7 @@ def finish_export(export: Path) -> None:
         if export.exists() or export.is_symlink():
             _remove(old)
             export.rename(old)
-        new.rename(export)
-        sync(export.parent)
+        rename(new, export)
     _remove(old)
 
 

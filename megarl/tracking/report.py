@@ -1,7 +1,6 @@
 """Report of a run for its reader: a picture of the curves, summary.json, and a table on the console."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
+from converters.durable import complete
 from megarl.tracking.curves import History, draw_curves
 from megarl.tracking.versions import versions
 
@@ -54,8 +54,6 @@ def _write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     try:
         with partial.open("wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        complete(partial, path)
     finally:
         partial.unlink(missing_ok=True)

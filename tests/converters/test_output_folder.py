@@ -220,7 +220,7 @@ def test_a_kill_at_any_system_call_of_completing_leaves_a_whole_folder_or_one_to
             try:
                 with output(folder) as opened:
                     (opened.partial / "data").write_bytes(b"all")
-                    for name in ("fsync", "rename", "unlink"):
+                    for name in ("fsync", "replace", "unlink"):
                         patched.setattr(os, name, stop(getattr(os, name)))
                     opened.complete()
             except KeyboardInterrupt:

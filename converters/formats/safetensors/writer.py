@@ -1,6 +1,5 @@
 """Writing a HuggingFace folder: files of full size first, which several processes then fill at once."""
 
-import errno
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from converters.durable import sync
+from converters.durable import DISK_FULL, rename, sync_all
 from converters.errors import UserError
 from converters.formats.safetensors.header import map_tensors, place_tensors, read_header
 from converters.formats.safetensors.reader import CONFIG, INDEX, SINGLE_FILE, read_json
@@ -19,7 +18,6 @@ from converters.formats.safetensors.side_files import copy_side_files, with_dtyp
 from converters.layout import Shape
 
 _PARTIAL = ".partial"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def partial_folder(folder: Path) -> Path:
@@ -87,10 +85,8 @@ def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mappi
         partial_folder(folder)
         write_config(folder_partial, with_dtype(config or read_json(copy_from / CONFIG), folder_partial))
         copy_side_files(copy_from, folder_partial)
-        for path in [*folder_partial.iterdir(), folder_partial]:
-            sync(path)
-    folder_partial.rename(folder)
-    sync(folder.parent)
+        sync_all(folder_partial)
+    rename(folder_partial, folder)
 
 
 @contextmanager
@@ -99,7 +95,7 @@ def _nothing_half_written(folder_partial: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(folder_partial)
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise UserError(
                 f"{folder_partial.parent} has no room for the checkpoint ({error.strerror});"
                 " free some space or write it elsewhere"
