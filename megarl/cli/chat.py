@@ -60,13 +60,13 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Answer what is typed, or what comes on stdin."""
     from megarl.config.compose import compose
-    from megarl.config.validate import validate_chat
+    from megarl.config.validate import validate
 
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
     _check_folder(Path(options.model))
     config = compose("chat", overrides_of(options))
-    validate_chat(config)
+    validate(config, "chat")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if sys.stderr.isatty():
         print(f"loading {options.model}", file=sys.stderr, flush=True)

@@ -58,11 +58,11 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print how good the model is."""
     from megarl.config.compose import compose
-    from megarl.config.validate import validate_eval
+    from megarl.config.validate import validate
 
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
-        validate_eval(config)
+        validate(config, "eval")
         from megarl.evaluate import evaluate_model
     with sole_writer(Path(config.output_dir)):
         metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}

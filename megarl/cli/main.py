@@ -1,4 +1,4 @@
-"""The `megarl` command: what each subcommand takes is in a file of its name."""
+"""The `megarl` command: what a subcommand takes is in a file of its name, or in `training`."""
 
 import argparse
 import importlib
@@ -9,6 +9,7 @@ from importlib.metadata import version
 from converters.durable import DISK_FULL
 from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
+from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed
 from megarl.process.signals import interruption
 
@@ -44,12 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"megarl.cli.{name.replace('-', '_')}")
+        training = TRAINING_COMMANDS.get(name)
+        module = training or importlib.import_module(f"megarl.cli.{name}")
         command = commands.add_parser(
             name,
             help=summary,
-            description=module.__doc__,
-            epilog=module.EXAMPLES,
+            description=training.description if training else module.__doc__,
+            epilog=training.epilog if training else module.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

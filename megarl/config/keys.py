@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError, nearest_names
-from megarl.algorithms.compatibility import option_keys
 from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
@@ -24,10 +23,10 @@ def schema_keys(group: type = MegarlConfig, prefix: str = "") -> Iterator[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """The keys of the schema, of the options of the algorithm's parts, of Megatron and of the engines."""
+    """The keys of the schema, of Megatron and of the engines."""
     megatron = (f"megatron.{name}" for name in megatron_fields() if name not in OWNED)
     engine = (f"rollout.engine_args.{name}" for kind in ENGINES.values() for name in kind.arguments())
-    return (*schema_keys(), *option_keys(), *megatron, *engine)
+    return (*schema_keys(), *megatron, *engine)
 
 
 def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: str = "") -> None:
@@ -86,5 +85,13 @@ def _nearest(key: str) -> list[str]:
         same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
         if same_leaf:
             return nearest_names(key, same_leaf, count=2, at_least=0.0)
-    neighbours = [known for known in all_keys() if known.rpartition(".")[0] == group]
-    return nearest_names(key, neighbours, at_least=0.75) or nearest_names(key, all_keys())
+    known_keys = [*all_keys(), *(_options_of_parts() if group.startswith("algorithm") else [])]
+    neighbours = [known for known in known_keys if known.rpartition(".")[0] == group]
+    return nearest_names(key, neighbours, at_least=0.75) or nearest_names(key, known_keys)
+
+
+def _options_of_parts() -> list[str]:
+    # The parts are functions of tensors, and torch takes seconds to import: most wrong keys do not need it.
+    from megarl.algorithms.compatibility import option_keys
+
+    return option_keys()

@@ -1,14 +1,15 @@
-"""Checks the values of a configuration against each other; needs neither a GPU nor the model."""
+"""Where a configuration is judged: each value by itself, then what belongs together; needs neither GPU nor model."""
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
+from megarl.algorithms import PreferenceObjective
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
 from megarl.config.renamed_keys import EARLIER_VALUES
@@ -54,6 +55,9 @@ _AT_LEAST: Mapping[str, int] = {
     "sft.steps": 1,
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
+    **dict.fromkeys(
+        (f"preference.{name}" for name in ("steps", "pairs_per_step", "eval_every", "steps_per_generation")), 1
+    ),
     "cluster.trainer_ranks": 1,
     "cluster.engine_threads": 1,
     "cluster.rendezvous_port": 0,
@@ -87,48 +91,11 @@ _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
 }
 
 
-def validate(config: MegarlConfig) -> None:
-    """Raise UserError for the first value with which `megarl train` could not work."""
+def validate(config: MegarlConfig, command: str) -> None:
+    """Raise UserError for the first value with which `megarl COMMAND` could not work."""
     _check_values(config)
-    check_output(config)
-    _check_megatron(config)
-    _check_files("data.train_files", config.data.train_files, needed=True)
-    _check_files("data.eval_files", config.data.eval_files, needed=False)
-    check_composition(config)
-    loop, algorithm = config.loop, config.algorithm
-    if loop.prompts_per_step % algorithm.updates_per_step:
-        raise UserError(
-            f"loop.prompts_per_step={loop.prompts_per_step} cannot be cut into algorithm.updates_per_step="
-            f"{algorithm.updates_per_step} equal mini-batches; change one of the two"
-        )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > loop.max_tokens_per_micro_batch:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} does not fit in"
-            f" loop.max_tokens_per_micro_batch={loop.max_tokens_per_micro_batch}; raise the latter to {longest}"
-        )
-
-
-def validate_sft(config: MegarlConfig) -> None:
-    """Raise UserError for the first value with which `megarl sft` could not work."""
-    _check_values(config)
-    check_output(config)
-    _check_megatron(config)
-    _check_files("sft.train_files", config.sft.train_files, needed=True)
-    _check_files("sft.eval_files", config.sft.eval_files, needed=False)
-
-
-def validate_eval(config: MegarlConfig) -> None:
-    """Raise UserError for the first value with which `megarl eval` could not work."""
-    _check_values(config)
-    check_output(config, written=(LOGS,))
-    _check_files("data.eval_files", config.data.eval_files, needed=True)
-
-
-def validate_chat(config: MegarlConfig) -> None:
-    """Raise UserError for the first value with which `megarl chat` could not work."""
-    _check_values(config)
-    check_output(config, written=(LOGS,))
+    for check in CHECKS[command]:
+        check(config)
 
 
 def _check_values(config: MegarlConfig) -> None:
@@ -197,5 +164,55 @@ def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
             raise UserError(f"{key}: there is no file {file}")
 
 
+def _check_prompts(config: MegarlConfig) -> None:
+    _check_files("data.train_files", config.data.train_files, needed=True)
+    _check_files("data.eval_files", config.data.eval_files, needed=False)
+
+
+def _check_conversations(config: MegarlConfig) -> None:
+    _check_files("sft.train_files", config.sft.train_files, needed=True)
+    _check_files("sft.eval_files", config.sft.eval_files, needed=False)
+
+
+def _check_preferences(config: MegarlConfig) -> None:
+    PreferenceObjective(config.preference.beta, config.preference.label_smoothing)
+    _check_files("preference.train_files", config.preference.train_files, needed=True)
+    _check_files("preference.eval_files", config.preference.eval_files, needed=False)
+
+
+def _check_held_out(config: MegarlConfig) -> None:
+    _check_files("data.eval_files", config.data.eval_files, needed=True)
+
+
+def _check_step(config: MegarlConfig) -> None:
+    loop, algorithm = config.loop, config.algorithm
+    if loop.prompts_per_step % algorithm.updates_per_step:
+        raise UserError(
+            f"loop.prompts_per_step={loop.prompts_per_step} cannot be cut into algorithm.updates_per_step="
+            f"{algorithm.updates_per_step} equal mini-batches; change one of the two"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > loop.max_tokens_per_micro_batch:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} does not fit in"
+            f" loop.max_tokens_per_micro_batch={loop.max_tokens_per_micro_batch}; raise the latter to {longest}"
+        )
+
+
+def _check_logs(config: MegarlConfig) -> None:
+    check_output(config, written=(LOGS,))
+
+
 def _value(config: MegarlConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
+
+
+_TRAINING = (check_output, _check_megatron)
+CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
+    "train": (*_TRAINING, _check_prompts, check_composition, _check_step),
+    "sft": (*_TRAINING, _check_conversations),
+    **dict.fromkeys(("dpo", "reward-model", "spin"), (*_TRAINING, _check_preferences)),
+    "eval": (_check_logs, _check_held_out),
+    "chat": (_check_logs,),
+}
+"""Command -> what is checked of its configuration, after the range of every single value."""

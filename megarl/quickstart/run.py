@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from converters.errors import UserError
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
-from megarl.config.validate import validate, validate_sft
+from megarl.config.validate import validate
 from megarl.evaluate import evaluate_model
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, output: Path) -> int:
             with _phase(console, seconds, "warm-up", told):
                 sft(warm_up)
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
-            validate(job)
+            validate(job, "train")
             train(job)
         with _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"):
             confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
@@ -103,7 +103,7 @@ def _warm_up_config(
             f"sft.eval_files=['{files.sft_eval}']",
         ],
     )
-    validate_sft(warm_up)
+    validate(warm_up, "sft")
     return warm_up
 
 

@@ -183,7 +183,7 @@ def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
             *(override.format(**folders) for override in run.overrides),
         ],
     )
-    validate(config)
+    validate(config, "train")
     train(config)
     run.holds(read_history(tmp_path / "run"))
     check_what_is_left(tmp_path / "run", config)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
+from megarl.algorithms.compatibility import option_keys
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import all_keys, schema_keys
@@ -124,7 +125,7 @@ def test_translations_name_keys_that_exist() -> None:
     assert not set(EARLIER) & set(all_keys())
     for target in {*EARLIER.values(), *VERL.values(), *MEGATRON_LM_FLAGS.values()}:
         for part in target.split(" and "):
-            assert part.split("=")[0].split(" ")[0] in all_keys(), target
+            assert part.split("=")[0].split(" ")[0] in {*all_keys(), *option_keys()}, target
 
 
 def test_keys_of_verl_that_we_share_are_not_refused(recipes: str) -> None:

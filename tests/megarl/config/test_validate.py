@@ -9,7 +9,7 @@ import torch
 from converters.errors import UserError
 from megarl.config.compose import compose
 from megarl.config.megatron import megatron_options
-from megarl.config.validate import validate, validate_eval, validate_sft
+from megarl.config.validate import validate
 from megarl.schema import MegarlConfig
 
 
@@ -24,8 +24,8 @@ def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
 
 
 def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> None:
-    for check in (validate, validate_sft, validate_eval):
-        check(make_config())
+    for command in ("train", "sft", "eval", "chat"):
+        validate(make_config(), command)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
 )
 def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        validate(make_config(*overrides))
+        validate(make_config(*overrides), "train")
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides
     ],
 )
 def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override: str) -> None:
-    validate(make_config(override))
+    validate(make_config(override), "train")
 
 
 def test_fine_tuning_and_evaluation_need_files_of_their_own(make_config: Callable[..., MegarlConfig]) -> None:
     with pytest.raises(UserError, match=r"sft\.train_files is empty"):
-        validate_sft(make_config("sft.train_files=[]"))
+        validate(make_config("sft.train_files=[]"), "sft")
     with pytest.raises(UserError, match=r"data\.eval_files is empty"):
-        validate_eval(make_config("data.eval_files=[]"))
-    validate_sft(make_config("data.train_files=[]", "loop.samples_per_prompt=1"))
+        validate(make_config("data.eval_files=[]"), "eval")
+    validate(make_config("data.train_files=[]", "loop.samples_per_prompt=1"), "sft")
 
 
 def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[..., MegarlConfig]) -> None:

@@ -102,7 +102,7 @@ def judge(hostile_model, hostile_files, refusal, tmp_path):
     def read_and_check(overrides, name="quickstart", folder=None):
         given = [f"model.path={hostile_model}", f"data.train_files=[{hostile_files.train}]", "data.eval_files=[]"]
         given += [f"output_dir={tmp_path / 'run'}", *overrides]
-        validate(read_config(argparse.Namespace(config_name=name, config_dir=folder, overrides=given)))
+        validate(read_config(argparse.Namespace(config_name=name, config_dir=folder, overrides=given)), "train")
 
     return lambda *arguments: refusal(read_and_check, *arguments)
 

@@ -7,7 +7,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.config.compose import compose
-from megarl.config.validate_preference import validate_preference
+from megarl.config.validate import validate
 from megarl.schema import MegarlConfig
 
 RECIPES = ("quickstart_dpo", "quickstart_reward_model", "quickstart_spin")
@@ -28,7 +28,7 @@ def make_config(tmp_path: Path) -> Callable[..., MegarlConfig]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_recipes_are_valid(make_config: Callable[..., MegarlConfig], recipe: str) -> None:
-    validate_preference(make_config(recipe))
+    validate(make_config(recipe), recipe.removeprefix("quickstart_").replace("_", "-"))
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_the_recipes_are_valid(make_config: Callable[..., MegarlConfig], recipe:
 )
 def test_training_is_refused(make_config: Callable[..., MegarlConfig], override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        validate_preference(make_config("quickstart_dpo", override))
+        validate(make_config("quickstart_dpo", override), "dpo")
