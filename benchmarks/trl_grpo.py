@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from megarl.algorithms.parts import option_defaults
 from megarl.algorithms.policy_losses.surrogates import clipped
 from megarl.cli import recipe
+from megarl.cli.training import TRAINING_COMMANDS
 from megarl.rewards.registry import load_reward
 from megarl.run.job import open_tracker_of
 from megarl.schema import MegarlConfig
@@ -127,7 +128,7 @@ def rewards_of(
 def main() -> None:
     """Train to the last step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    recipe.add_arguments(parser, "train")
+    TRAINING_COMMANDS["train"].add_arguments(parser)
     options, overrides = parser.parse_known_args()
     options.overrides = overrides
     config = recipe.read_config(options)

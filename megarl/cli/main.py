@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from converters.durable import DISK_FULL
 from converters.errors import UserError
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         training = TRAINING_COMMANDS.get(name)
-        module = training or importlib.import_module(f"megarl.cli.{name}")
+        module: Any = training or importlib.import_module(f"megarl.cli.{name}")
         command = commands.add_parser(
             name,
             help=summary,
