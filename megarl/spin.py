@@ -29,7 +29,7 @@ from megarl.sft import exact_match_share
 from megarl.stages.rollout import sampling_parameters
 
 
-class Turn(NamedTuple):
+class Exchange(NamedTuple):
     """Prompt for an opponent, and the reply in the data: token ids, the reply with its end token."""
 
     prompt: list[int]
@@ -45,16 +45,18 @@ def spin(config: MegarlConfig) -> None:
     start = Start.of(config, "spin")
     if start.is_finished(settings.steps):
         return
-    turns = [last_turn(conversation) for conversation in _read(start, settings.train_files)]
+    exchanges = [last_exchange(conversation) for conversation in _read(start, settings.train_files)]
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
-    check_lengths(turns, config)
-    sampler = start.sampler(len(turns))
+    check_lengths(exchanges, config)
+    sampler = start.sampler(len(exchanges))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with (
         open_training(start, settings.steps) as training,
         EngineGroup(engine_configuration(config), config.cluster, Path(config.output_dir) / LOGS) as engines,
     ):
-        engine_start = EngineStart(training.trainer, engines, start.model, config, [turn.prompt for turn in turns])
+        engine_start = EngineStart(
+            training.trainer, engines, start.model, config, [exchange.prompt for exchange in exchanges]
+        )
         training.build()
         if start.checkpoint is not None:
             engine_start.compare()
@@ -66,25 +68,25 @@ def spin(config: MegarlConfig) -> None:
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
-        draws = start.draws(sampler, partial(draw_iteration, training, engines, refit, turns))
+        draws = start.draws(sampler, partial(draw_iteration, training, engines, refit, exchanges))
         training.learn(draws, objective, measurement if held_out else None)
         training.export()
 
 
-def last_turn(conversation: Conversation) -> Turn:
+def last_exchange(conversation: Conversation) -> Exchange:
     """The last reply of a conversation, and all before it."""
     token_ids, mask = conversation
     end = len(mask) - mask[::-1].index(True)
     begin = end - mask[end - 1 :: -1].index(False)
-    return Turn(token_ids[:begin], token_ids[begin:end])
+    return Exchange(token_ids[:begin], token_ids[begin:end])
 
 
-def pairs_against(turns: Sequence[Turn], replies: Sequence[list[int]]) -> list[PreferencePair]:
-    """The reply in the data against the opponent's, for all turns where they differ: nothing else can be learned."""
+def pairs_against(exchanges: Sequence[Exchange], replies: Sequence[list[int]]) -> list[PreferencePair]:
+    """The reply in the data against the opponent's, where they differ: nothing else can be learned."""
     return [
-        PreferencePair(_conversation(turn.prompt, turn.reply), _conversation(turn.prompt, reply))
-        for turn, reply in zip(turns, replies, strict=True)
-        if turn.reply != reply
+        PreferencePair(_conversation(exchange.prompt, exchange.reply), _conversation(exchange.prompt, reply))
+        for exchange, reply in zip(exchanges, replies, strict=True)
+        if exchange.reply != reply
     ]
 
 
@@ -98,10 +100,10 @@ def _read(start: Start, files: list[str]) -> list[Conversation]:
     return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit)
 
 
-def check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
+def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:
     """Raise UserError if a reply with the longest answer of an opponent beside it has no place in a micro-batch."""
     longest_answer, limit = config.rollout.max_response_tokens, config.loop.max_tokens_per_micro_batch
-    longest = max(2 * len(turn.prompt) + len(turn.reply) for turn in turns) + longest_answer
+    longest = max(2 * len(exchange.prompt) + len(exchange.reply) for exchange in exchanges) + longest_answer
     if longest > limit:
         raise UserError(
             f"the longest pair of a conversation and an answer of rollout.max_response_tokens={longest_answer} has "
@@ -111,7 +113,12 @@ def check_lengths(turns: Sequence[Turn], config: MegarlConfig) -> None:
 
 
 def draw_iteration(
-    training: Training, engines: EngineGroup, refit: Refit, turns: Sequence[Turn], sampler: PromptSampler, step: int
+    training: Training,
+    engines: EngineGroup,
+    refit: Refit,
+    exchanges: Sequence[Exchange],
+    sampler: PromptSampler,
+    step: int,
 ) -> Iterator[Draw]:
     """The batches of pairs of the iteration that begins after `step`; none if the opponent's replies are the data's."""
     config, clock = training.start.config, training.clock
@@ -120,7 +127,7 @@ def draw_iteration(
         # The version `step` is what the engines of a run that continues there have got already.
         metrics = refit(step + 1)
     with clock.stage("rollout"):
-        drawn = [turns[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
+        drawn = [exchanges[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
         pairs = pairs_against(drawn, _replies(training, engines, drawn, step))
     if not pairs:
         print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
@@ -142,11 +149,12 @@ def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[Prefer
     return [pairs[len(pairs) * i // count : len(pairs) * (i + 1) // count] for i in range(count)]
 
 
-def _replies(training: Training, engines: EngineGroup, turns: Sequence[Turn], step: int) -> list[list[int]]:
+def _replies(training: Training, engines: EngineGroup, exchanges: Sequence[Exchange], step: int) -> list[list[int]]:
     """Replies of the opponent of the iteration that begins after `step`, one to each prompt."""
     config, stop = training.start.config, training.start.model.stop_token_ids
-    sampling = sampling_parameters(config, stop, step, count=len(turns))
+    sampling = sampling_parameters(config, stop, step, count=len(exchanges))
     requests = [
-        Request(turn.prompt, replace(parameters, samples=1)) for turn, parameters in zip(turns, sampling, strict=True)
+        Request(exchange.prompt, replace(parameters, samples=1))
+        for exchange, parameters in zip(exchanges, sampling, strict=True)
     ]
-    return [generations[0].token_ids for generations in engines.generate(requests)]
+    return [samples[0].token_ids.tolist() for samples in engines.generate(requests)]

@@ -13,11 +13,12 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.cluster.placement import engine_place
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup
+from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout import engine_kind
-from megarl.rollout.protocol import Generation, Request
+from megarl.rollout.protocol import Request
 from megarl.schema import ClusterConfig, RolloutConfig
 
 # Enough for a generation, an update and a question about health at the same time.
@@ -52,17 +53,17 @@ class EngineGroup(WorkerGroup):
                 f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details
             ) from error
 
-    def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
-        """Generations of every request, in order."""
-        generations = dict(self.generate_each(requests))
-        return [generations[index] for index in range(len(requests))]
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
+        """Samples of every request, in order."""
+        answers = dict(self.generate_each(requests))
+        return [answers[index] for index in range(len(requests))]
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
-        """Each request's place and generations, as they are finished; neighbours go to the same engine."""
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        """Each request's place and samples, as they are finished; neighbours go to the same engine."""
         bounds = [len(requests) * index // len(self) for index in range(len(self) + 1)]
         shares = [(requests[start:stop],) for start, stop in pairwise(bounds)]
-        for engine, (index, generations) in self.stream_each("generate_each", shares):
-            yield bounds[engine] + index, generations
+        for engine, (index, turns) in self.stream_each("generate_each", shares):
+            yield bounds[engine] + index, turns
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; of a group of one engine."""

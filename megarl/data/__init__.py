@@ -4,16 +4,18 @@ from megarl.data.conversations import Conversation, load_conversations
 from megarl.data.pairs import PreferencePair, load_pairs
 from megarl.data.prompts import Prompt, PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, SamplerState
-from megarl.data.trajectory import Trajectory
+from megarl.data.trajectory import FinishReason, Trajectory, Turn
 
 __all__ = [
     "Conversation",
+    "FinishReason",
     "PreferencePair",
     "Prompt",
     "PromptSampler",
     "PromptSet",
     "SamplerState",
     "Trajectory",
+    "Turn",
     "load_conversations",
     "load_pairs",
     "load_prompts",

@@ -33,14 +33,14 @@ class LogProbCheck:
         count = max(_PROMPTS_PER_ENGINE * len(engines), trainer.parallel.data_parallel_size)
         prompts = list(islice(cycle(self.prompts), count))
         sampling = SamplingParameters(temperature=0.0, max_tokens=self.max_tokens)
-        generations = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
-        answers = [prompt + generation.token_ids for prompt, generation in zip(prompts, generations, strict=True)]
+        turns = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
+        answers = [prompt + turn.token_ids.tolist() for prompt, turn in zip(prompts, turns, strict=True)]
         lengths = [len(answer) for answer in answers]
         batch = RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths))
         scored = trainer.log_probs(batch, temperature=1.0).log_probs.split(lengths)
         difference = max(
-            (own[len(prompt) :] - torch.tensor(generation.log_probs)).abs().mean().item()
-            for prompt, own, generation in zip(prompts, scored, generations, strict=True)
+            (own[len(prompt) :] - torch.tensor(turn.log_probs)).abs().mean().item()
+            for prompt, own, turn in zip(prompts, scored, turns, strict=True)
         )
         if not difference <= self.tolerance:
             raise LogProbMismatchError(

@@ -8,12 +8,12 @@ import torch
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 
-FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort"]
 
 
@@ -52,21 +52,6 @@ class Request:
     sampling: SamplingParameters
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One sampled response; the three lists have one element per token.
-
-    `token_ids` includes the token that ended it. `log_probs` are those of the distribution sampled from:
-    log_softmax(logits / temperature), after top-p and top-k; of log_softmax(logits) if greedy. `versions` is the weight
-    version that each token was sampled with. "abort" means that it was cut off and could go on.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason
-
-
 class Engine(Protocol):
     """An inference engine in this process. Every method may be called from any thread.
 
@@ -80,14 +65,14 @@ class Engine(Protocol):
     def start(self) -> None:
         """Load the model. Raises UserError for engine arguments that don't exist."""
 
-    def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
-        """Sample; one list per request with `samples` generations, in order. Returns when all are finished.
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
+        """Sample; one list per request with `samples` answers, in order. Returns when all are finished.
 
         The requests of one call enter the engine together. Raises UserError for a request that cannot be served.
         """
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
-        """As `generate`, but each request's place and generations as soon as these are finished."""
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        """As `generate`, but each request's place and answers as soon as these are finished."""
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.cluster.engine_group import EngineGroup
-from megarl.data import Prompt, Trajectory
-from megarl.rollout.protocol import Generation, Request, SamplingParameters
+from megarl.data import Prompt, Trajectory, Turn
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 
 
@@ -59,25 +59,18 @@ def rollout(
         for prompt, parameters in zip(prompts, sampling, strict=True)
     ]
     groups: dict[int, list[Trajectory]] = {}
-    for place, generations in engines.generate_each(requests):
-        groups[place] = [_trajectory(prompts[place], place, generation) for generation in generations]
+    for place, turns in engines.generate_each(requests):
+        groups[place] = [_trajectory(prompts[place], place, turn) for turn in turns]
         on_finished(groups[place])
     return [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
 
 
-def _trajectory(prompt: Prompt, group: int, generation: Generation) -> Trajectory:
-    return Trajectory(
-        prompt=prompt,
-        group=group,
-        token_ids=generation.token_ids,
-        log_probs=generation.log_probs,
-        versions=generation.versions,
-        finish_reason=generation.finish_reason,
-    )
+def _trajectory(prompt: Prompt, group: int, turn: Turn) -> Trajectory:
+    return Trajectory(prompt=prompt, group=group, turns=(turn,))
 
 
 def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
     """Prompts and responses end to end: tokens long[T], and the length of each pair long[N]."""
-    tokens = [token for each in trajectories for token in (*each.prompt.token_ids, *each.token_ids)]
-    lengths = [len(each.prompt.token_ids) + len(each.token_ids) for each in trajectories]
-    return torch.tensor(tokens), torch.tensor(lengths)
+    pieces = [piece for each in trajectories for turn in each.turns for piece in (turn.prompt_ids, turn.token_ids)]
+    lengths = [sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in each.turns) for each in trajectories]
+    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64)), torch.tensor(lengths)

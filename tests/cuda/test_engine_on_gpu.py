@@ -81,7 +81,10 @@ def running_engine(folder, **arguments):
 
 
 def greedy(engine):
-    return [generations[0].token_ids for generations in engine.generate([Request(each, GREEDY) for each in PROMPTS])]
+    return [
+        generations[0].token_ids.tolist()
+        for generations in engine.generate([Request(each, GREEDY) for each in PROMPTS])
+    ]
 
 
 def update(trainer, engine, names, version):

@@ -60,7 +60,7 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         answers = rollout(job.engines, prompts, [greedy] * len(prompts))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.token_ids == greedy_tokens(reference, prompt.token_ids)
+        assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {STEPS}
 
 

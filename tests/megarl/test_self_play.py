@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import Metrics
-from megarl.data import Conversation
-from megarl.rollout.protocol import Generation
+from megarl.data import Conversation, Turn
 from megarl.run.checkpoints import latest_checkpoint
 from megarl.run.draws import Draw
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Start, Training, conversation_batch
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
-from megarl.spin import Turn, check_lengths, draw_iteration, last_turn, pairs_against
+from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
 ANSWERS = {1: [5, 2], 2: [6, 2], 3: [7, 2]}
 """The replies in the data to prompts of one token; 2 ends them."""
-TURNS = [Turn([prompt], reply) for prompt, reply in ANSWERS.items()]
+EXCHANGES = [Exchange([prompt], reply) for prompt, reply in ANSWERS.items()]
 
 
 class FakeTrainer:
@@ -54,7 +53,8 @@ class FakeEngines:
 
     def generate(self, requests):
         self.requests += requests
-        return [[Generation(self.replies(r.prompt_token_ids[0]), [], [], "stop")] for r in requests]
+        replies = [self.replies(request.prompt_token_ids[0]) for request in requests]
+        return [[Turn.of([], reply, [0] * len(reply), [0] * len(reply), "stop")] for reply in replies]
 
 
 class Log(list):
@@ -81,20 +81,20 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
 
 
 def self_play(run, engines, refit):
-    return run.start.draws(run.start.sampler(len(TURNS)), partial(draw_iteration, run, engines, refit, TURNS))
+    return run.start.draws(run.start.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4), st.integers(0, 3))
-def test_the_last_reply_has_all_before_it_as_its_prompt(turns, rest):
-    mask = [said for asked, answered in turns for said in [False] * asked + [True] * answered]
+def test_the_last_reply_has_all_before_it_as_its_prompt(exchanges, rest):
+    mask = [said for asked, answered in exchanges for said in [False] * asked + [True] * answered]
     token_ids = list(range(len(mask) + rest))
-    turn = last_turn(Conversation(token_ids, mask + [False] * rest))
-    assert turn.prompt + turn.reply == token_ids[: len(mask)]
-    assert len(turn.reply) == turns[-1][1]
+    exchange = last_exchange(Conversation(token_ids, mask + [False] * rest))
+    assert exchange.prompt + exchange.reply == token_ids[: len(mask)]
+    assert len(exchange.reply) == exchanges[-1][1]
 
 
 def test_a_pair_is_the_reply_in_the_data_against_another():
-    (pair,) = pairs_against(TURNS[:2], [[5, 2], [9, 9, 2]])
+    (pair,) = pairs_against(EXCHANGES[:2], [[5, 2], [9, 9, 2]])
     assert pair.chosen == Conversation([2, 6, 2], [False, True, True])
     assert pair.rejected == Conversation([2, 9, 9, 2], [False, True, True, True])
 
@@ -174,9 +174,9 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_starts(training):
 
 def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
     config = training(1).start.config
-    check_lengths([Turn([1, 1], [2, 2])], config)
+    check_lengths([Exchange([1, 1], [2, 2])], config)
     with pytest.raises(UserError, match=r"has 11 tokens, more than loop.max_tokens_per_micro_batch=10: raise"):
-        check_lengths([Turn([1], [2]), Turn([1, 1], [2, 2, 2])], config)
+        check_lengths([Exchange([1], [2]), Exchange([1, 1], [2, 2, 2])], config)
 
 
 def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
@@ -201,7 +201,7 @@ def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
 
 
 def test_an_impossible_reply_is_named():
-    batch = pair_batch(pairs_against(TURNS, [[9, 2]] * 3))
+    batch = pair_batch(pairs_against(EXCHANGES, [[9, 2]] * 3))
     log_probs = torch.zeros(len(batch.tokens))
     log_probs[7] = float("-inf")
     with pytest.raises(UserError, match=r"token 1 of the chosen reply of pair 1 \(from 0\) of the batch is -inf"):
@@ -209,7 +209,7 @@ def test_an_impossible_reply_is_named():
 
 
 def test_pairs_weigh_the_same_whatever_their_lengths():
-    pairs = pairs_against(TURNS, [[9] * length for length in (1, 2, 3)])
+    pairs = pairs_against(EXCHANGES, [[9] * length for length in (1, 2, 3)])
     batch = pair_batch(pairs)
     assert batch.unit == 2
     weights = batch.fields["weights"].split(batch.lengths.tolist())

@@ -10,11 +10,12 @@ import torch
 
 from converters.errors import UserError
 from converters.layouts.traced_layout import LoadTrace
+from megarl.data import Turn
 from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.protocol import EngineDiedError, Generation, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.sequences import Listener, SequencesInFlight
@@ -46,11 +47,11 @@ class VllmEngine:
         prepare_environment()
         self._call(self._start)
 
-    def generate(self, requests: Sequence[Request]) -> list[list[Generation]]:
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """See `Engine.generate`."""
         return [future.result() for future in self._call(self._add, requests)]
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
         """See `Engine.generate_each`."""
         place = {future: index for index, future in enumerate(self._call(self._add, requests))}
         for future in as_completed(place):
@@ -151,7 +152,7 @@ class VllmEngine:
         self._sequences = SequencesInFlight(self._llm_engine)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
-    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Generation]]]:
+    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
         added = self._sequences.add(requests, listener)

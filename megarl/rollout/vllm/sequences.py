@@ -1,4 +1,4 @@
-"""Sequences in flight: from requests to vLLM's core requests, and from the core's outputs to generations."""
+"""Sequences in flight: from requests to vLLM's core requests, and from the core's outputs to turns."""
 
 import copy
 import hashlib
@@ -9,8 +9,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from converters.errors import UserError
-from megarl.rollout.protocol import FinishReason, Generation, Request, SamplingParameters
+from megarl.data import FinishReason, Turn
+from megarl.rollout.protocol import Request, SamplingParameters
 
 Listener: TypeAlias = Callable[[list[int]], None]
 """Is told of the tokens that were sampled, as soon as they are."""
@@ -19,18 +22,20 @@ Listener: TypeAlias = Callable[[list[int]], None]
 class RequestInFlight:
     """One request: its future is done when all its samples are."""
 
-    def __init__(self, samples: int, listener: Listener | None = None) -> None:
+    def __init__(self, request: Request, listener: Listener | None = None) -> None:
         self.listener = listener
-        self.future: Future[list[Generation]] = Future()
-        self._generations: list[Generation | None] = [None] * samples
-        self._unfinished = samples
+        # One array, which all samples share.
+        self.prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
+        self.future: Future[list[Turn]] = Future()
+        self._turns: list[Turn | None] = [None] * request.sampling.samples
+        self._unfinished = request.sampling.samples
 
-    def finish(self, sample: int, generation: Generation) -> None:
-        """Note one generation, and complete the future with the last one."""
-        self._generations[sample] = generation
+    def finish(self, sample: int, turn: Turn) -> None:
+        """Note one sample, and complete the future with the last one."""
+        self._turns[sample] = turn
         self._unfinished -= 1
         if self._unfinished == 0:
-            self.future.set_result(self._generations)  # type: ignore[arg-type]
+            self.future.set_result(self._turns)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -42,8 +47,8 @@ class _SequenceInFlight:
     versions: list[int] = field(default_factory=list)
 
     def finish(self, reason: FinishReason) -> None:
-        generation = Generation(self.token_ids, self.log_probs, self.versions, reason)
-        self.request.finish(self.sample, generation)
+        turn = Turn.of(self.request.prompt_ids, self.token_ids, self.log_probs, self.versions, reason)
+        self.request.finish(self.sample, turn)
 
 
 class SequencesInFlight:
@@ -60,10 +65,10 @@ class SequencesInFlight:
     def __bool__(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Generation]]]:
+    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served."""
         prepared = [self._core_request(request) for request in requests]
-        added = [RequestInFlight(request.sampling.samples, listener) for request in requests]
+        added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
             for sample in range(request.sampling.samples):
                 sample_request = copy.copy(core_request)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data import Prompt, Trajectory
+from megarl.data import Prompt, Trajectory, Turn
 from megarl.diagnostics.advantages import advantage_metrics
 from megarl.diagnostics.groups import group_metrics
 from megarl.diagnostics.ratios import RATIO_EDGES, ratio_counts, ratio_histogram
@@ -21,7 +21,8 @@ PROMPT = Prompt(0, "source", [1], "truth", {})
 
 def response(length: int, *, oldest: int = 5, cut: bool = False) -> Trajectory:
     versions = [oldest] * min(length, 1) + [7] * (length - 1)
-    return Trajectory(PROMPT, 0, [2] * length, [0.0] * length, versions, "length" if cut else "stop")
+    turn = Turn.of(PROMPT.token_ids, [2] * length, [0.0] * length, versions, "length" if cut else "stop")
+    return Trajectory(PROMPT, 0, (turn,))
 
 
 def test_responses_are_told_by_their_lengths_and_ages():

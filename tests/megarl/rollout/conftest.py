@@ -105,9 +105,9 @@ def assert_greedy(reference_log_probs):
     """Check tokens start..stop of a greedy generation, and their log-probabilities, against a HuggingFace folder."""
 
     def check(folder, prompt, generation, start=0, stop=None):
-        expected = reference_log_probs(folder, prompt + generation.token_ids)[len(prompt) - 1 : -1]
+        expected = reference_log_probs(folder, prompt + generation.token_ids.tolist())[len(prompt) - 1 : -1]
         best = expected.max(-1)
-        assert generation.token_ids[start:stop] == best.indices[start:stop].tolist()
+        assert generation.token_ids[start:stop].tolist() == best.indices[start:stop].tolist()
         assert torch.allclose(torch.tensor(generation.log_probs)[start:stop], best.values[start:stop], atol=1e-5)
 
     return check

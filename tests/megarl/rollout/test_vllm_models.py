@@ -19,7 +19,7 @@ def test_greedy_equals_huggingface_before_and_after_updates(
         assert served.engine.version() == version
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
             assert_greedy(folder, prompt, generation)
-            assert generation.versions == [version] * len(generation.token_ids)
+            assert generation.versions.tolist() == [version] * len(generation.token_ids)
 
     if load_format == "dummy":
         assert served.engine.version() == -1

@@ -11,19 +11,19 @@ def test_samples_are_of_the_distribution_whose_log_probs_they_carry(served, refe
     sampling = SamplingParameters(samples=6, temperature=temperature, top_k=top_k, max_tokens=12, seed=3)
     requests = [Request(prompt, sampling) for prompt in PROMPTS]
     for prompt, generations in zip(PROMPTS, served.engine.generate(requests), strict=True):
-        assert len({tuple(generation.token_ids) for generation in generations}) > 3
+        assert len({tuple(generation.token_ids.tolist()) for generation in generations}) > 3
         for generation in generations:
-            log_probs = reference_log_probs(served.folders[0], prompt + generation.token_ids, temperature)
+            log_probs = reference_log_probs(served.folders[0], prompt + generation.token_ids.tolist(), temperature)
             log_probs = log_probs[len(prompt) - 1 : -1]
             if top_k > 0:
                 kept = log_probs >= log_probs.topk(top_k).values[:, -1:]
                 log_probs = log_probs.masked_fill(~kept, -torch.inf).log_softmax(-1)
-            expected = log_probs.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+            expected = log_probs.gather(1, torch.tensor(generation.token_ids).long()[:, None])[:, 0]
             assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
 
 
 def _token_ids(answers):
-    return [[generation.token_ids for generation in generations] for generations in answers]
+    return [[generation.token_ids.tolist() for generation in generations] for generations in answers]
 
 
 def test_a_seed_gives_the_same_samples_whatever_else_is_served(served):
@@ -42,21 +42,22 @@ def test_neighbouring_seeds_have_different_streams(served):
 
 def test_samples_without_a_seed_differ(served):
     (generations,) = served.engine.generate([Request(PROMPTS[0], SamplingParameters(samples=8, max_tokens=12))])
-    assert len({tuple(generation.token_ids) for generation in generations}) == 8
+    assert len({tuple(generation.token_ids.tolist()) for generation in generations}) == 8
 
 
 def test_seeded_requests_may_be_more_than_one_batch(served):
     request = Request([33] * 100, SamplingParameters(samples=32, max_tokens=3, seed=0))
     (generations,) = served.engine.generate([request])
-    assert all(generation.token_ids for generation in generations)
+    assert all(len(generation.token_ids) for generation in generations)
 
 
 def test_a_stop_token_ends_a_response_and_belongs_to_it(served):
     free = served.greedy(PROMPTS[0])
-    stop = next(token for token in free.token_ids[2:] if token != END_ID)
+    stop = next(token for token in free.token_ids[2:].tolist() if token != END_ID)
     sampling = SamplingParameters(temperature=0, max_tokens=16, stop_token_ids=(stop,))
     (generation,) = served.engine.generate([Request(PROMPTS[0], sampling)])[0]
-    assert generation.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    expected = free.token_ids.tolist()
+    assert generation.token_ids.tolist() == expected[: expected.index(stop) + 1]
     assert len(generation.log_probs) == len(generation.token_ids)
     assert generation.finish_reason == "stop"
 
@@ -66,7 +67,7 @@ def test_the_models_own_end_token_ends_a_response(served):
     (generations,) = served.engine.generate([Request(PROMPTS[0], sampling)])
     stopped = [generation for generation in generations if generation.finish_reason == "stop"]
     assert stopped
-    assert all(generation.token_ids.index(END_ID) == len(generation.token_ids) - 1 for generation in stopped)
+    assert all(generation.token_ids.tolist().index(END_ID) == len(generation.token_ids) - 1 for generation in stopped)
     finished = [generation for generation in generations if generation.finish_reason == "length"]
     assert all(len(generation.token_ids) == 40 and END_ID not in generation.token_ids for generation in finished)
 

@@ -17,8 +17,9 @@ def test_an_update_in_the_middle_of_a_response(served, half_generated, endless_p
     served.engine.resume()
     ((generation,),) = generating.result(60)
     assert set(generation.versions) == {old, new}
-    switch = generation.versions.index(new)
-    assert generation.versions == [old] * switch + [new] * (len(generation.versions) - switch)
+    versions = generation.versions.tolist()
+    switch = versions.index(new)
+    assert versions == [old] * switch + [new] * (len(versions) - switch)
     assert_greedy(served.folders[0], endless_prompt, generation, stop=switch)
     # As if the new model had read everything before: no key or value of the old one is left.
     assert_greedy(served.folders[1], endless_prompt, generation, start=switch)
@@ -121,7 +122,7 @@ def test_calls_of_many_threads(served, pool, assert_greedy):
     disturbing.result(60)
     for prompt, generation in zip(PROMPTS * 4, answers, strict=True):
         assert_greedy(served.folders[0], prompt, generation)
-        assert generation.versions == sorted(generation.versions)
+        assert generation.versions.tolist() == sorted(generation.versions)
 
 
 def test_a_dying_engine_ends_every_call(fresh, half_generated):

@@ -173,7 +173,9 @@ def test_a_prediction_that_is_no_number_is_named_by_its_response(field: str) -> 
 
 
 def test_the_greedy_baseline_is_that_of_the_prompt() -> None:
-    based = [trajectory(t.group, t.prompt.token_ids, t.token_ids, t.reward, baseline=0.25) for t in TRAJECTORIES]
+    based = [
+        trajectory(t.group, t.prompt.token_ids, t.token_ids.tolist(), t.reward, baseline=0.25) for t in TRAJECTORIES
+    ]
     (batch,) = prepare(based, advantage="remax").batches
     assert batch.fields["advantages"][[2, 6, 8, 12]].tolist() == [0.75, -0.25, -0.25, 1.75]
 

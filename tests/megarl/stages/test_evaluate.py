@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data import Prompt
+from megarl.data import Prompt, Turn
 from megarl.diagnostics.validation import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
-from megarl.rollout.protocol import Generation
 from megarl.schema import RewardConfig
 from megarl.stages.evaluate import evaluate
 from megarl.tracking.metrics import is_known
@@ -33,8 +32,8 @@ class Engines:
         for place, request in reversed(list(enumerate(requests))):
             first, *others = (TOKENIZER(answer).input_ids for answer in self.answers[place])
             assert len(self.answers[place]) == request.sampling.samples
-            ended = [Generation([*tokens, TOKENIZER.eos_token_id], [0.0, 0.0], [4, 4], "stop") for tokens in others]
-            yield place, [Generation(first, [0.0], [4], "length"), *ended]
+            ended = [Turn.of([], [*tokens, TOKENIZER.eos_token_id], [0, 0], [4, 4], "stop") for tokens in others]
+            yield place, [Turn.of([], first, [0], [4], "length"), *ended]
             self.between()
 
     def reset_prefix_cache(self):

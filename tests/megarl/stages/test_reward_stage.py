@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.data import Prompt, Trajectory
+from megarl.data import Prompt, Trajectory, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import RewardFailed, Score, Scorer
 from megarl.schema import RewardConfig, RewardTermConfig
@@ -21,7 +21,8 @@ NUMBER = f"{Path(__file__).parents[1] / 'reward_functions.py'}:as_number_later"
 def trajectory(text, group=0, ground_truth="truth", data_source="any", score=None):
     tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
     prompt = Prompt(group, data_source, [1], ground_truth, {"index": group})
-    return Trajectory(prompt, group, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop", score)
+    turn = Turn.of([1], tokens, [0] * len(tokens), [0] * len(tokens), "stop")
+    return Trajectory(prompt, group, (turn,), score)
 
 
 def score(trajectories, *, max_response_tokens=None, **config):
@@ -34,7 +35,9 @@ def score(trajectories, *, max_response_tokens=None, **config):
 def test_every_response_gets_the_score_of_its_text():
     scored = score([trajectory("1"), trajectory("2", 1)])
     assert [t.score for t in scored] == [Score(float(n), {"half": n / 2}, {"score": float(n)}) for n in (1, 2)]
-    assert [t.token_ids for t in scored] == [[*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id] for text in "12"]
+    assert [t.token_ids.tolist() for t in scored] == [
+        [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id] for text in "12"
+    ]
 
 
 def test_what_fails_is_left_out_or_stops():

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.data import Prompt, Trajectory
+from megarl.data import Prompt, Trajectory, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Score, Scorer
-from megarl.rollout.protocol import Generation, Request, SamplingParameters
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import RewardConfig
 from megarl.stages.reward import Scoring
 from megarl.stages.sample import sample
@@ -21,11 +21,11 @@ NUMBER = f"{Path(__file__).parents[1] / 'reward_functions.py'}:as_number_later"
 class Answers:
     """Answers with the digit 1 where it samples, and with 2 where it is greedy, the last prompt first."""
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Generation]]]:
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
         for place, request in reversed(list(enumerate(requests))):
             tokens = TOKENIZER("2" if request.sampling.temperature == 0 else "1").input_ids
-            generation = Generation(tokens, [-0.1] * len(tokens), [0] * len(tokens), "stop")
-            yield place, [generation] * request.sampling.samples
+            turn = Turn.of(request.prompt_token_ids, tokens, [-0.1] * len(tokens), [0] * len(tokens), "stop")
+            yield place, [turn] * request.sampling.samples
 
 
 def test_the_greedy_baseline_has_the_score_of_the_model_as_the_others_have() -> None:

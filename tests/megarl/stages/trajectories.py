@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megarl.data import Prompt, Trajectory
+from megarl.data import Prompt, Trajectory, Turn
 from megarl.rewards import Score
 from megarl.schema import RolloutConfig
 
@@ -21,10 +21,7 @@ def trajectory(
     return Trajectory(
         prompt=Prompt(0, "source", prompt, "truth", {}),
         group=group,
-        token_ids=response,
-        log_probs=log_probs,
-        versions=[3] * len(response),
-        finish_reason=finish_reason,
+        turns=(Turn.of(prompt, response, log_probs, [3] * len(response), finish_reason),),
         score=Score(reward, {}, {"score": reward}),
         baseline_reward=baseline,
     )
