@@ -1,24 +1,25 @@
-"""The training loop: prompts, trajectories, rewards, advantages, update, refit."""
+"""The training program: prompts, trajectories, rewards, advantages, update, refit."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
-from megarl.diagnostics import advantage_metrics, group_metrics, response_metrics
+from megarl.data import PromptGroup
+from megarl.diagnostics import advantage_metrics, group_metrics, response_metrics, reward_metrics
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, is_finished, open_job
 from megarl.schema import MegarlConfig
-from megarl.stages.advantage import Prepared, advantage, comparable, ragged_batch
+from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
+from megarl.stages.batch import mini_batches, to_batch, trained_responses, without_small_groups
 from megarl.stages.evaluate import evaluate
-from megarl.stages.gather import Gathered, gather
+from megarl.stages.filtering import check_refills, groups_to_train_on, left_out
 from megarl.stages.predictions import with_predictions
-from megarl.stages.reward import Scoring, reward_metrics
-from megarl.stages.rollout import sampling_parameters
-from megarl.stages.sample import Experience, sample, with_model_scores
+from megarl.stages.reward import score, with_model_scores
+from megarl.stages.rollout import rollout, sampling_parameters
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
-from megarl.tracking.histogram import numbers
+from megatron_ext.packing import RaggedBatch
 
 
 def train(config: MegarlConfig) -> None:
@@ -57,87 +58,104 @@ def _take_steps(job: Job) -> None:
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
-    """Train on samples of the present version of the weights, which makes the next version."""
-    config, state = job.config, job.state
+    """Sample with version v of the weights, train on that, serve version v + 1. Returns the step's metrics."""
+    config, algorithm, state = job.config, job.config.algorithm, job.state
     version = state.step
 
-    gathered = gather(partial(_rollout_and_reward, job, clock), config)
-    trajectories = comparable(gathered.trajectories, config.algorithm)
+    sampled, groups, rollouts = sample(job, clock)
+
     with clock.stage("advantage"):
-        batch = ragged_batch(trajectories, config.algorithm)
-        batch = with_predictions(batch, trajectories, job.trainer, job.companions, job.objective, config)
-        prepared = advantage(trajectories, batch, config, kl_coefficient=state.kl.coefficient)
+        compared = without_small_groups(groups, algorithm)
+        batch = to_batch(compared, algorithm)
+        batch = with_predictions(batch, compared, job.trainer, job.companions, job.objective, config)
+        kl = kl_in_reward(batch, algorithm, state.kl.coefficient)
+        batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
+        batches = mini_batches(batch, compared, config)
+
     with clock.stage("update"):
-        updated = _update(job, prepared)
+        metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
+
     with clock.stage("refit"):
         state.step = version + 1
-        refitted = job.refit(state.step)
+        metrics |= job.refit(state.step)
 
-    metrics = {**updated, **refitted, **_dynamics(gathered, prepared, version, config)}
+    metrics |= _dynamics(sampled, batch, version, config)
+    metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
     if job.task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
     return metrics | clock.end_step(tokens=len(batch.tokens))
 
 
-def _rollout_and_reward(job: Job, clock: Clock, count: int, refill: int) -> Experience:
-    """Scored responses to the next `count` prompts, for the first time in this step or again."""
+def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:
+    """All groups that are sampled for a step, those of them to train on, and how often the engines are asked.
+
+    With dynamic sampling, prompts that teach nothing are replaced: as many further ones are sampled as are missing.
+    """
+    algorithm, wanted, rollouts = job.config.algorithm, job.config.loop.prompts_per_step, 1
+    sampled = _sample_and_score(job, clock, wanted)
+    groups = groups_to_train_on(sampled, algorithm)
+    while algorithm.dynamic_sampling and len(groups) < wanted:
+        check_refills(groups, sampled, rollouts, job.config)
+        more = _sample_and_score(job, clock, wanted - len(groups), refill=rollouts)
+        sampled, groups = sampled + more, groups + groups_to_train_on(more, algorithm)
+        rollouts += 1
+    return sampled, groups, rollouts
+
+
+def _sample_and_score(job: Job, clock: Clock, count: int, refill: int = 0) -> list[PromptGroup]:
+    """Scored groups of the next `count` prompts; `refill` counts the rollouts of the step before this one."""
     config, reward_model = job.config, job.companions.reward_model
-    add_scores = None
-    if reward_model is not None:
-        add_scores = partial(with_model_scores, model=reward_model, weight=config.reward_model.weight)
-    return sample(
-        job.engines,
-        Scoring(job.scorer, job.model.tokenizer, max_response_tokens=config.rollout.max_response_tokens),
-        [job.task.prompts[index] for index in job.state.sampler.next(count)],
-        sampling_parameters(config, job.model.stop_token_ids, job.state.step, count=count, refill=refill),
-        clock,
-        with_baselines=job.needs("baseline_rewards"),
-        add_scores=add_scores,
-    )
+    drawn = [PromptGroup(job.task.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
+    sampling = sampling_parameters(config, job.model.stop_token_ids, job.state.step, count=count, refill=refill)
+    finished = rollout(job.engines, drawn, sampling, with_baselines=job.needs("baseline_rewards"))
+    limit = config.rollout.max_response_tokens
+    groups = score(finished, job.scorer, job.model.tokenizer, clock, max_response_tokens=limit)
+    if reward_model is None:
+        return groups
+    with clock.stage("reward"):
+        return with_model_scores(groups, reward_model, config.reward_model.weight)
 
 
-def _update(job: Job, prepared: Prepared) -> dict[str, MetricValue]:
-    """The optimizer steps of all models that learn."""
+def _update(job: Job, batches: Sequence[RaggedBatch], responses: int, kl: float | None) -> dict[str, MetricValue]:
+    """The optimizer steps of all models that learn; `kl` is the mean KL in the reward, if it goes there."""
     config, state, companions = job.config, job.state, job.companions
     metrics: dict[str, MetricValue] = {}
     if companions.critic:
-        metrics |= update_critic(companions.critic, prepared.batches, config)
+        metrics |= update_critic(companions.critic, batches, config)
     if companions.implicit_reward_model:
-        metrics |= update_implicit_reward_model(companions.implicit_reward_model, prepared.batches, config)
+        metrics |= update_implicit_reward_model(companions.implicit_reward_model, batches, config)
     if companions.critic and state.step < config.critic.warmup_steps:
         return metrics
     objective = job.objective.with_kl_coefficient(state.kl.coefficient)
-    metrics |= update_policy(
-        job.trainer,
-        prepared.batches,
-        objective,
-        temperature=config.rollout.temperature,
-        seed=(config.loop.seed, state.step),
+    seed = (config.loop.seed, state.step)
+    updated, kl_in_loss = update_policy(
+        job.trainer, batches, objective, temperature=config.rollout.temperature, seed=seed
     )
-    if prepared.kl_to_teachers is not None:
-        metrics["distillation/kl"] = prepared.kl_to_teachers
-    if prepared.kl is not None:
-        metrics["policy/kl_to_reference"] = prepared.kl
-    if (kl := numbers(metrics).get("policy/kl_to_reference")) is not None:
-        metrics["policy/kl_coefficient"] = state.kl.coefficient
-        state.kl.update(kl, len(prepared.responses))
+    metrics |= updated
+    kl = kl_in_loss if kl is None else kl
+    if kl is not None:
+        metrics |= {"policy/kl_to_reference": kl, "policy/kl_coefficient": state.kl.coefficient}
+        state.kl.update(kl, responses)
     refresh = config.algorithm.refresh_reference_every
     if refresh and (state.step + 1) % refresh == 0:
         job.trainer.refresh_reference()
     return metrics
 
 
-def _dynamics(gathered: Gathered, prepared: Prepared, version: int, config: MegarlConfig) -> dict[str, MetricValue]:
-    experience = gathered.experience
-    rewards, groups = zip(*((t.reward, t.group) for t in experience.scored), strict=True)
+def _dynamics(
+    sampled: Sequence[PromptGroup], batch: RaggedBatch, version: int, config: MegarlConfig
+) -> dict[str, MetricValue]:
+    trajectories = [each for group in sampled for each in group.trajectories]
+    rewards = [group.scored().rewards for group in sampled]
+    advantages = batch.fields["advantages"][batch.fields["trained"]]
+    to_teachers = kl_to_teachers(batch)
     return {
-        **response_metrics(experience.sampled, version, config.rollout.max_response_tokens),
-        **reward_metrics(experience.scored, experience.failed + experience.timed_out, experience.timed_out),
-        **group_metrics(rewards, groups),
-        **advantage_metrics(prepared.advantages.numpy(), prepared.responses.lengths.numpy()),
-        "groups/rollouts": float(gathered.rollouts),
-        "groups/left_out": gathered.left_out,
+        **response_metrics(trajectories, version, config.rollout.max_response_tokens),
+        **reward_metrics(sampled),
+        **group_metrics([each for each in rewards if each]),
+        **advantage_metrics(advantages.numpy(), trained_responses(batch).lengths.numpy()),
+        **({} if to_teachers is None else {"distillation/kl": to_teachers}),
     }
 
 

@@ -13,6 +13,8 @@ from megarl.tracking import MetricValue
 
 Value = TypeVar("Value")
 
+_KL = "policy/kl_to_reference"
+
 
 def itself(mean: Tensor) -> Tensor:
     """The formula of a plain mean."""
@@ -53,12 +55,14 @@ class Metrics:
 
     The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
     of the `means` of its pieces. `ratio_counts` are those of `megarl.diagnostics.ratios`, float64[bins], which add up.
+    `kl_to_reference`, a mean, is not a metric alone: the coefficient of the KL may follow it.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)
     ratio_counts: Mapping[str, Tensor] = field(default_factory=dict)
+    kl_to_reference: Mean | None = None
 
     def __or__(self, other: "Metrics") -> "Metrics":
         """Merge the metrics of both, of the same piece."""
@@ -67,6 +71,7 @@ class Metrics:
             {**self.maxima, **other.maxima},
             {**self.means, **other.means},
             {**self.ratio_counts, **other.ratio_counts},
+            self.kl_to_reference or other.kl_to_reference,
         )
 
     @staticmethod
@@ -77,6 +82,7 @@ class Metrics:
             _merge([piece.maxima for piece in pieces], torch.maximum),
             _merge([piece.means for piece in pieces], Mean.__add__),
             _merge([piece.ratio_counts for piece in pieces], torch.add),
+            _merge([piece._kl() for piece in pieces], Mean.__add__).get(_KL),
         )
 
     def values(self) -> dict[str, float]:
@@ -84,8 +90,11 @@ class Metrics:
         return {
             **{name: float(value) for name, value in self.sums.items()},
             **{name: float(value) for name, value in self.maxima.items()},
-            **{name: mean.value for name, mean in self.means.items()},
+            **{name: mean.value for name, mean in {**self.means, **self._kl()}.items()},
         }
+
+    def _kl(self) -> dict[str, Mean]:
+        return {} if self.kl_to_reference is None else {_KL: self.kl_to_reference}
 
     @staticmethod
     def summary(steps: Iterable["Metrics"]) -> dict[str, MetricValue]:

@@ -103,7 +103,7 @@ class PolicyObjective:
             loss = loss - self.algorithm.entropy_coefficient * trained.take(predictions.entropy)
         if tokens.reference_log_probs is not None:
             estimate = self._kl(tokens, tokens.reference_log_probs)
-            metrics = metrics | Metrics(means={"policy/kl_to_reference": Mean.of(estimate)})
+            metrics = metrics | Metrics(kl_to_reference=Mean.of(estimate))
             if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
         total = trained.weigh(loss)

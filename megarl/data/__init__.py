@@ -4,13 +4,14 @@ from megarl.data.conversations import Conversation, load_conversations
 from megarl.data.pairs import PreferencePair, load_pairs
 from megarl.data.prompts import Prompt, PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, SamplerState
-from megarl.data.trajectory import FinishReason, Trajectory, Turn
+from megarl.data.trajectory import FinishReason, PromptGroup, Trajectory, Turn
 
 __all__ = [
     "Conversation",
     "FinishReason",
     "PreferencePair",
     "Prompt",
+    "PromptGroup",
     "PromptSampler",
     "PromptSet",
     "SamplerState",

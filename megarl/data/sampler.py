@@ -35,6 +35,16 @@ class PromptSampler:
         """Number, from 0, of the epoch that the next index is drawn from."""
         return self._epoch
 
+    @property
+    def drawn(self) -> int:
+        """How many indices were drawn so far, in all epochs: the ordinal of the next one."""
+        return self._epoch * self._size + self._position
+
+    def draw(self, count: int) -> list[tuple[int, int]]:
+        """Return the ordinal and the index of the next `count` draws."""
+        first = self.drawn
+        return list(enumerate(self.next(count), start=first))
+
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices."""
         drawn: list[int] = []

@@ -1,7 +1,7 @@
-"""Results of a rollout: turns, the trajectory that they make, and its score."""
+"""Results of a rollout: turns, the trajectory that they make, and the group of all samples of a drawn prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,8 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.scoring import Score
 
 FinishReason = Literal["stop", "length", "abort"]
+Failure = Literal["failed", "timed_out"]
+"""Reasons for which a reward function gives no score."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -74,46 +76,108 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One response to a prompt, as sampled; those of one `group` answer the same prompt in the same step.
+    """One conversation with the policy, from the prompt to its end. A single response is one turn.
 
-    `score` is None until the reward stage has run. `baseline_reward` is that of the greedy response to the same prompt,
-    where the algorithm asks for one.
+    `score` is the reward, None before it is known and where the reward function gave none: then `failure` says why. A
+    sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place. `turn_scores`, if there are any,
+    are rewards of the single turns, beyond the score; each falls due at the last token of its turn. `payload` is a
+    reference (a ray.ObjectRef) to what belongs to the conversation and no stage opens.
+
+    Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
 
-    prompt: Prompt
-    group: int
     turns: Sequence[Turn]
+    end: FinishReason
     score: Score | None = None
-    baseline_reward: float | None = None
+    failure: Failure | None = None
+    turn_scores: Sequence[float] = ()
+    payload: object = None
+
+    def __post_init__(self) -> None:
+        if self.turn_scores and len(self.turn_scores) != len(self.turns):
+            raise ValueError(f"a trajectory of {len(self.turns)} turns has {len(self.turn_scores)} scores of turns")
 
     @property
     def token_ids(self) -> IntArray:
-        """int32[T]: the sampled tokens."""
-        return np.concatenate([turn.token_ids for turn in self.turns])
+        """int32[T]: the whole conversation, what was appended and what was sampled."""
+        return np.concatenate([part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)])
+
+    @property
+    def response_ids(self) -> IntArray:
+        """int32[R]: all but the first prompt."""
+        return self.token_ids[len(self.turns[0].prompt_ids) :]
+
+    @property
+    def is_sampled(self) -> npt.NDArray[np.bool_]:
+        """bool[T]: the tokens of the conversation that the policy sampled."""
+        lengths = [len(part) for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
+        return np.repeat([False, True] * len(self.turns), lengths)
 
     @property
     def log_probs(self) -> FloatArray:
-        """float32[T]: those of the sampled tokens."""
-        return np.concatenate([turn.log_probs for turn in self.turns])
+        """float32[T]: of the sampled tokens, 0 elsewhere."""
+        values = np.zeros(len(self.is_sampled), dtype=np.float32)
+        values[self.is_sampled] = np.concatenate([turn.log_probs for turn in self.turns])
+        return values
 
     @property
     def versions(self) -> IntArray:
-        """int32[T]: the versions of the weights that sampled them."""
+        """int32[S]: the version of the weights that sampled each of the sampled tokens."""
         return np.concatenate([turn.versions for turn in self.turns])
 
     @property
-    def finish_reason(self) -> FinishReason:
-        """How the last turn ended."""
-        return self.turns[-1].finish_reason
+    def sampled_tokens(self) -> int:
+        """S: how many tokens the policy sampled."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether it ended at a limit of tokens."""
+        return self.end == "length"
 
     @property
     def scored(self) -> Score:
-        """The score. Raises ValueError before the reward stage has run."""
+        """The score. Raises ValueError where there is none."""
         if self.score is None:
-            raise ValueError(f"the response to prompt {self.prompt.index} has no score yet")
+            raise ValueError("a trajectory without a score is asked for it")
         return self.score
 
     @property
     def reward(self) -> float:
         """The score's value."""
         return self.scored.value
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """One drawn prompt with its samples, which are compared with each other; before the rollout it has none.
+
+    `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups. `baseline` is the
+    greedy response to the prompt, where the algorithm asks for one.
+
+    Example: PromptGroup(prompts[17], ordinal=4096, trajectories=[right, wrong])
+    """
+
+    prompt: Prompt
+    ordinal: int
+    trajectories: Sequence[Trajectory] = ()
+    baseline: Trajectory | None = None
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """All that was sampled: the trajectories, then the baseline."""
+        return [*self.trajectories, *([self.baseline] if self.baseline is not None else [])]
+
+    @property
+    def rewards(self) -> list[float]:
+        """One per trajectory. Raises ValueError if one has no score."""
+        return [each.reward for each in self.trajectories]
+
+    def scored(self) -> "PromptGroup":
+        """The group of the trajectories with a score; of none where the baseline has no score to compare with."""
+        comparable = self.baseline is None or self.baseline.score is not None
+        return self.with_members([each for each in self.trajectories if comparable and each.score is not None])
+
+    def with_members(self, trajectories: Sequence[Trajectory], baseline: Trajectory | None = None) -> "PromptGroup":
+        """The same draw with other trajectories, and with another baseline if one is given."""
+        return replace(self, trajectories=trajectories, baseline=baseline or self.baseline)

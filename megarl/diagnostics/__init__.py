@@ -4,6 +4,7 @@ from megarl.diagnostics.advantages import advantage_metrics
 from megarl.diagnostics.experts import expert_metrics
 from megarl.diagnostics.groups import group_metrics
 from megarl.diagnostics.responses import response_metrics
+from megarl.diagnostics.rewards import reward_metrics
 from megarl.diagnostics.watch import Watch
 
-__all__ = ["Watch", "advantage_metrics", "expert_metrics", "group_metrics", "response_metrics"]
+__all__ = ["Watch", "advantage_metrics", "expert_metrics", "group_metrics", "response_metrics", "reward_metrics"]

@@ -17,7 +17,7 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
 
     `version` is that of the newest weights. There is at least one trajectory.
     """
-    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories])
+    lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories])
     ages = np.array([version - min(trajectory.versions, default=version) for trajectory in trajectories])
     quantiles = np.quantile(lengths, list(_QUANTILES.values()))
     return {
@@ -25,7 +25,7 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         **{f"response_length/{name}": float(q) for name, q in zip(_QUANTILES, quantiles, strict=True)},
-        "response_length/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "response_length/truncated_fraction": float(np.mean([each.is_truncated for each in trajectories])),
         "response_length/histogram": Histogram.of(lengths, length_edges(max_tokens)),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),

@@ -1,7 +1,7 @@
 """Scoring of responses: built-in verifiers and users' own functions."""
 
 from megarl.rewards.registry import REWARDS, load_reward
-from megarl.rewards.scorer import Batch, Scored, Scorer
+from megarl.rewards.scorer import Batch, Outcome, Scorer
 from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardResult, RewardSample, RewardTimedOut, Score
 from megarl.rewards.terms import OVERLONG
 
@@ -9,13 +9,13 @@ __all__ = [
     "OVERLONG",
     "REWARDS",
     "Batch",
+    "Outcome",
     "RewardFailed",
     "RewardFunction",
     "RewardResult",
     "RewardSample",
     "RewardTimedOut",
     "Score",
-    "Scored",
     "Scorer",
     "load_reward",
 ]

@@ -1,9 +1,9 @@
 """Scoring beside the rollout: samples come in as they are generated, scores are ready soon after the last."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -24,22 +24,10 @@ from megarl.rewards.worker import WorkerPool
 if TYPE_CHECKING:
     from megarl.schema import RewardConfig
 
-Outcome = Score | RewardFailed | None
-"""Outcome of a sample; None if it was not begun."""
+Outcome = Score | RewardFailed
+"""What scoring a sample gives."""
 
 _CLOSE_WAIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The scores of a batch, entry i that of its i-th sample; None for those that are left out.
-
-    `failed` and `timed_out` are counts of samples; those that `reward.on_timeout=zero` scored are among the latter.
-    """
-
-    scores: list[Score | None]
-    failed: int
-    timed_out: int
 
 
 class Scorer:
@@ -91,23 +79,24 @@ class Scorer:
         """A batch that samples can be added to."""
         return Batch(self)
 
-    def score(self, samples: Sequence[RewardSample]) -> Scored:
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         """Score `samples` and wait for it; raises what `Batch.finish` raises."""
         batch = self.begin()
         try:
-            for sample in samples:
-                batch.add(sample)
+            for number, sample in enumerate(samples):
+                batch.add(number, sample)
         except BaseException:
             batch.cancel()
             raise
-        return batch.finish()
+        return list(batch.finish().values())
 
-    def submit(self, sample: RewardSample, batch: "Batch") -> "Future[Outcome]":
+    def submit(self, sample: RewardSample, batch: "Batch") -> "Future[Outcome | None]":
         """Begin to score a sample of a batch. Raises `UserError` if no term is for its data_source."""
         check_data_source(self._terms, sample.data_source)
         return self._loop.begin(self._score(_bounded(sample), batch))
 
-    async def _score(self, sample: RewardSample, batch: "Batch") -> Outcome:
+    async def _score(self, sample: RewardSample, batch: "Batch") -> Outcome | None:
+        """Score a sample; None if the batch was stopped before."""
         async with self._places:
             if batch.is_stopped:
                 return None
@@ -149,44 +138,33 @@ class Batch:
         self.is_stopped = False
         """Whether a sample has failed such that no further one is begun."""
         self._scorer = scorer
-        self._futures: list[Future[Outcome]] = []
+        self._futures: dict[Hashable, Future[Outcome | None]] = {}
 
-    def add(self, sample: RewardSample) -> None:
-        """Begin to score a sample. Raises `UserError` if no term is for its data_source."""
-        self._futures.append(self._scorer.submit(sample, self))
+    def add(self, key: Hashable, sample: RewardSample) -> None:
+        """Begin to score a sample, which `key` names. Raises `UserError` if no term is for its data_source."""
+        self._futures[key] = self._scorer.submit(sample, self)
 
-    def finish(self) -> Scored:
-        """Wait for all scores.
+    def finish(self) -> dict[Hashable, Outcome]:
+        """Wait for all scores; returns each sample's by its key, in the order in which they were added.
 
-        Raises the first failure, in the order of the samples, that `reward.on_error` or `reward.on_timeout` says to
+        Raises the first failure, in that order, that `reward.on_error` or `reward.on_timeout` says to
         stop for; what has not begun by then is not scored.
         """
         try:
-            outcomes = [future.result() for future in self._futures]
+            outcomes = {key: future.result() for key, future in self._futures.items()}
         except BaseException:
             self.cancel()
             raise
-        for outcome in outcomes:
+        for outcome in outcomes.values():
             if isinstance(outcome, RewardFailed) and _stops(outcome, self._scorer.config):
                 raise outcome
-        return _settled(outcomes, self._scorer.config)
+        return {key: outcome for key, outcome in outcomes.items() if outcome is not None}
 
     def cancel(self) -> None:
         """Score nothing more of it."""
         self.is_stopped = True
-        for future in self._futures:
+        for future in self._futures.values():
             future.cancel()
-
-
-def _settled(results: Sequence[Outcome], config: "RewardConfig") -> Scored:
-    timed_out = sum(isinstance(result, RewardTimedOut) for result in results)
-    failed = sum(isinstance(result, RewardFailed) for result in results) - timed_out
-    in_its_place = Score(0.0) if config.on_timeout == "zero" else None
-    scores = [
-        result if isinstance(result, Score) else in_its_place if isinstance(result, RewardTimedOut) else None
-        for result in results
-    ]
-    return Scored(scores, failed, timed_out)
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:

@@ -7,13 +7,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster.engine_group import EngineGroup
-from megarl.data import Prompt, Trajectory
+from megarl.data import Prompt, PromptGroup
 from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.validation import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
-from megarl.stages.reward import Scoring
-from megarl.stages.sample import sample
+from megarl.stages.reward import score
+from megarl.stages.rollout import rollout
 from megarl.tracking.clock import Clock
 
 # Keeps the seeds of an evaluation apart from those of training steps, which are (seed, step).
@@ -39,51 +39,50 @@ def evaluate(
     """
     sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
     # A clock of its own: to a training step an evaluation is one stage, which the loop times.
-    experience = sample(engines, Scoring(scorer, tokenizer), prompts, sampling, Clock())
+    drawn = [PromptGroup(prompt, place) for place, prompt in enumerate(prompts)]
+    groups = score(rollout(engines, drawn, sampling), scorer, tokenizer, Clock())
+    sampled = [each for group in groups for each in group.trajectories]
     # Later samples must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
     return {
-        **evaluation_metrics(experience.scored, tokenizer, samples),
-        "eval/dropped": float(len(experience.sampled) - len(experience.scored)),
-        "eval/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in experience.sampled])),
-        "eval/response_length": float(np.mean([len(t.token_ids) for t in experience.sampled])),
+        **evaluation_metrics([group.scored() for group in groups], tokenizer, samples),
+        "eval/dropped": float(sum(each.score is None for each in sampled)),
+        "eval/truncated_fraction": float(np.mean([each.is_truncated for each in sampled])),
+        "eval/response_length": float(np.mean([each.sampled_tokens for each in sampled])),
     }
 
 
 def evaluation_metrics(
-    scored: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase, samples: int
+    groups: Sequence[PromptGroup], tokenizer: PreTrainedTokenizerBase, samples: int
 ) -> dict[str, float]:
     """Accuracy of all prompts and, if there are several data sources, of each; with several samples also the @k.
 
-    The accuracy is the mean over the prompts of the mean reward of their responses. There is at least one.
+    The accuracy is the mean over the prompts of the mean reward of their responses. There is at least one; a prompt
+    without any is left out.
     """
+    answered = [group for group in groups if group.trajectories]
     if samples > 1:
-        found = by_source(_answers(scored, tokenizer), samples)
+        found = by_source([_answers(group, tokenizer) for group in answered], samples)
         mean = f"mean_at_{samples}"
         found |= {f"{name.removesuffix(mean)}accuracy": x for name, x in found.items() if name.endswith(mean)}
     else:
-        found = _accuracies(scored)
+        found = _accuracies(answered)
     return {f"eval/{name}": value for name, value in found.items()}
 
 
-def _accuracies(scored: Sequence[Trajectory]) -> dict[str, float]:
+def _accuracies(groups: Sequence[PromptGroup]) -> dict[str, float]:
     rewards: dict[str, list[float]] = defaultdict(list)
-    for trajectory in scored:
-        rewards[trajectory.prompt.data_source].append(trajectory.reward)
+    for group in groups:
+        rewards[group.prompt.data_source] += group.rewards
     means = {f"source/{source}/accuracy": sum(found) / len(found) for source, found in rewards.items()}
-    overall = {"accuracy": sum(trajectory.reward for trajectory in scored) / len(scored)}
+    all_rewards = [reward for group in groups for reward in group.rewards]
+    overall = {"accuracy": sum(all_rewards) / len(all_rewards)}
     return overall | means if len(means) > 1 else overall
 
 
-def _answers(scored: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Answers]:
-    texts = tokenizer.batch_decode([trajectory.token_ids for trajectory in scored], skip_special_tokens=True)
-    groups: dict[int, list[tuple[Trajectory, str]]] = defaultdict(list)
-    for trajectory, text in zip(scored, texts, strict=True):
-        groups[trajectory.group].append((trajectory, answer_of(text)))
-    return [
-        Answers(members[0][0].prompt.data_source, [text for _, text in members], [each.reward for each, _ in members])
-        for members in groups.values()
-    ]
+def _answers(group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> Answers:
+    texts = [tokenizer.decode(each.response_ids.tolist(), skip_special_tokens=True) for each in group.trajectories]
+    return Answers(group.prompt.data_source, [answer_of(text) for text in texts], group.rewards)
 
 
 def _sampling(

@@ -1,46 +1,71 @@
-"""Which groups teach something: what dynamic sampling replaces, and what the group filter leaves out."""
+"""Which groups are trained on: what dynamic sampling replaces, and what the group filter leaves out."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from converters.errors import UserError
-from megarl.data import Trajectory
+from megarl.data import PromptGroup, Trajectory
 from megarl.rewards import OVERLONG
-from megarl.schema import AlgorithmConfig
-from megarl.stages.sample import REWARD_MODEL
+from megarl.schema import AlgorithmConfig, MegarlConfig
+from megarl.stages.reward import REWARD_MODEL
 
 _SHAPING = (OVERLONG, REWARD_MODEL)
 """Terms that differ between nearly any two responses, right or wrong alike."""
 
 
-def teaching_groups(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[list[Trajectory]]:
-    """The groups whose responses differ in `filter_on`, and whose mean of it is from `filter_low` to `filter_high`.
+def groups_to_train_on(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
+    """The groups of trajectories with a score, as far as they are to be trained on.
+
+    With `dynamic_sampling` (DAPO, arXiv:2503.14476, section 3.2) they are those that teach something, which may be
+    none. With `filter_groups` too (ScaleRL's zero-variance filter, arXiv:2510.13786), unless no group would be left:
+    then all stay.
+
+    Raises UserError for a `filter_on` that no response's reward has.
+    """
+    scored = [group for group in (each.scored() for each in groups) if group.trajectories]
+    if not config.dynamic_sampling and not config.filter_groups:
+        return scored
+    teaching = [group for group in scored if teaches(group, config)]
+    return teaching if teaching or config.dynamic_sampling else scored
+
+
+def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
+    """Whether the responses differ in `filter_on`, and their mean of it is from `filter_low` to `filter_high`.
 
     DAPO filters by accuracy (arXiv:2503.14476, equation 11; its runs' filter_groups.metric=acc): a group of right
     answers that differ by their length penalty alone would otherwise be kept, and GRPO would blow the penalty up to
     advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
-
-    Raises UserError for a name that no response's reward has.
     """
-    return [members for members in groups_of(trajectories) if _teaches(members, config)]
-
-
-def groups_of(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories by group, in the order in which the groups come."""
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.group].append(trajectory)
-    return list(groups.values())
-
-
-def _teaches(members: Sequence[Trajectory], config: AlgorithmConfig) -> bool:
-    values = [_measure(member, config.filter_on) for member in members]
+    values = [_measure(each, config.filter_on, group.prompt.data_source) for each in group.trajectories]
     mean = sum(values) / len(values)
     low, high = config.filter_low, config.filter_high
     return min(values) < max(values) and (low is None or mean >= low) and (high is None or mean <= high)
 
 
-def _measure(trajectory: Trajectory, name: str) -> float:
+def left_out(sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup]) -> float:
+    """Share of the groups with a score that teach nothing and are not trained on."""
+    return 1 - len(trained) / sum(bool(group.scored().trajectories) for group in sampled)
+
+
+def check_refills(
+    trained: Sequence[PromptGroup], sampled: Sequence[PromptGroup], rollouts: int, config: MegarlConfig
+) -> None:
+    """Raise UserError if prompts are still missing after `algorithm.max_refills` further rollouts."""
+    algorithm = config.algorithm
+    if rollouts <= algorithm.max_refills:
+        return
+    rewards = [reward for group in sampled for reward in group.scored().rewards]
+    bounds = {"filter_low": algorithm.filter_low, "filter_high": algorithm.filter_high}
+    band = "".join(f", {name}={bound:g}" for name, bound in bounds.items() if bound is not None)
+    raise UserError(
+        f"after {rollouts} rollouts of {len(sampled)} prompts only {len(trained)} of the "
+        f"{config.loop.prompts_per_step} of this step have responses that differ (algorithm.filter_on="
+        f"{algorithm.filter_on}{band}; the mean reward is {sum(rewards) / len(rewards):.3g}): the prompts are too easy "
+        "or too hard for the policy; change the data, "
+        "raise loop.samples_per_prompt or algorithm.max_refills, or set algorithm.dynamic_sampling=false"
+    )
+
+
+def _measure(trajectory: Trajectory, name: str, data_source: str) -> float:
     score = trajectory.scored
     if name == "reward":
         return score.value
@@ -50,6 +75,6 @@ def _measure(trajectory: Trajectory, name: str) -> float:
     if name in known:
         return known[name]
     raise UserError(
-        f"algorithm.filter_on={name} is no number of the reward of a response to {trajectory.prompt.data_source}, which"
-        f" has {', '.join(known)}: name one of these, or outcome, or reward"
+        f"algorithm.filter_on={name} is no number of the reward of a response to {data_source}, which has"
+        f" {', '.join(known)}: name one of these, or outcome, or reward"
     )

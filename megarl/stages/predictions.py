@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, PolicyObjective, implicit_process_rewards
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.data import Trajectory
+from megarl.data import PromptGroup
 from megarl.models.auxiliary import Companions
 from megarl.schema import MegarlConfig
 from megatron_ext.packing import RaggedBatch
@@ -17,7 +17,7 @@ _OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs
 
 def with_predictions(
     batch: RaggedBatch,
-    trajectories: Sequence[Trajectory],
+    groups: Sequence[PromptGroup],
     policy: TrainerGroup,
     companions: Companions,
     objective: PolicyObjective,
@@ -44,7 +44,7 @@ def with_predictions(
     if companions.critic is not None:
         fields["old_values"] = companions.critic.values(batch)
     if companions.teachers:
-        fields["teacher_log_probs"] = _teacher_log_probs(batch, trajectories, companions, temperature)
+        fields["teacher_log_probs"] = _teacher_log_probs(batch, groups, companions, temperature)
     if companions.implicit_reward_model is not None:
         model = companions.implicit_reward_model
         now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
@@ -54,14 +54,15 @@ def with_predictions(
 
 
 def _teacher_log_probs(
-    batch: RaggedBatch, trajectories: Sequence[Trajectory], companions: Companions, temperature: float
+    batch: RaggedBatch, groups: Sequence[PromptGroup], companions: Companions, temperature: float
 ) -> Tensor:
     """Each sequence's log-probs under the teacher of its data source."""
+    prompts = [group.prompt for group in groups for _ in group.trajectories]
     pieces: dict[int, Tensor] = {}
     for teacher in companions.teachers.values():
-        taught = [index for index, each in enumerate(trajectories) if teacher.teaches(each.prompt)]
+        taught = [index for index, prompt in enumerate(prompts) if teacher.teaches(prompt)]
         if taught:
             part = batch.select(taught)
             log_probs = teacher.group.log_probs(part, temperature=temperature).log_probs
             pieces |= dict(zip(taught, log_probs.split(part.lengths.tolist()), strict=True))
-    return torch.cat([pieces[index] for index in range(len(trajectories))])
+    return torch.cat([pieces[index] for index in range(len(prompts))])

@@ -1,93 +1,82 @@
-"""Trajectories to scored trajectories."""
+"""Sampled groups to scored groups: the reward function, the penalty of long responses, the reward model."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
-from megarl.data import Trajectory
-from megarl.rewards import OVERLONG, RewardSample, Score, Scorer
+from megarl.algorithms.finite import check_finite
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.data import Prompt, PromptGroup, Trajectory
+from megarl.rewards import OVERLONG, Outcome, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.schema import RewardConfig
+from megarl.stages.batch import sequences
+from megarl.tracking.clock import Clock
+from megatron_ext.packing import RaggedBatch
+
+REWARD_MODEL = "reward_model"
+"""The name of a reward model's score among the terms of a reward."""
 
 
-@dataclass(frozen=True)
-class Rewarded:
-    """The trajectories that have a score, and how many samples failed or timed out."""
+def score(
+    finished: Iterable[PromptGroup],
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: Clock,
+    *,
+    max_response_tokens: int | None = None,
+) -> list[PromptGroup]:
+    """Score groups while others are still being sampled; returns them in the order of their ordinals.
 
-    trajectories: list[Trajectory]
-    failed: int
-    timed_out: int
-
-
-class Scoring:
-    """The reward stage of one step, beside its rollout: responses are added as they are sampled.
-
-    With `max_response_tokens`, responses bear the soft penalty of `reward.overlong_buffer_tokens`; without, as in an
+    The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. With
+    `max_response_tokens`, responses bear the soft penalty of `reward.overlong_buffer_tokens`; without, as in an
     evaluation, none does.
+
+    Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if nothing is scored or
+    no reward is for a data_source.
     """
-
-    def __init__(
-        self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int | None = None
-    ) -> None:
-        self._batch = scorer.begin()
-        self._config = scorer.config
-        self._tokenizer = tokenizer
-        self._max_response_tokens = max_response_tokens
-        self._trajectories: list[Trajectory] = []
-
-    def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Begin to score responses.
-
-        The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. Raises
-        UserError if no reward is for a data_source.
-        """
-        for trajectory in trajectories:
-            # Not batch_decode: of no responses it makes one text.
-            text = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
-            self._batch.add(
-                RewardSample(
-                    data_source=trajectory.prompt.data_source,
-                    solution=text,
-                    ground_truth=trajectory.prompt.ground_truth,
-                    extra_info=trajectory.prompt.extra_info,
-                    response_tokens=len(trajectory.token_ids),
-                )
-            )
-        self._trajectories += trajectories
-
-    def finish(self) -> Rewarded:
-        """Wait for all scores; trajectories come by group, those of one group in the order they were added.
-
-        Trajectories whose reward failed or timed out are left out where the configuration says so. Raises RewardFailed
-        with the sample if it says to stop, UserError if none is left.
-        """
-        scored = self._batch.finish()
-        trajectories = [
-            replace(trajectory, score=self._shaped(score, len(trajectory.token_ids)))
-            for trajectory, score in zip(self._trajectories, scored.scores, strict=True)
-            if score is not None
+    batch, groups = scorer.begin(), []
+    try:
+        with clock.stage("rollout"):
+            for group in finished:
+                groups.append(group)
+                for number, trajectory in enumerate(group.members):
+                    batch.add((group.ordinal, number), _sample(group.prompt, trajectory, tokenizer))
+        with clock.stage("reward"):
+            outcomes = batch.finish()
+    except BaseException:
+        batch.cancel()
+        raise
+    scored = []
+    for group in sorted(groups, key=lambda each: each.ordinal):
+        members = [
+            _with_outcome(trajectory, outcomes[group.ordinal, number], scorer.config, max_response_tokens)
+            for number, trajectory in enumerate(group.members)
         ]
-        if not trajectories:
-            raise UserError(
-                f"the reward function failed for all {len(self._trajectories)} responses ({scored.timed_out} took too "
-                "long), and reward.on_error=drop and reward.on_timeout=drop leave none: repair it (with stop, the "
-                "first failure is shown)"
-            )
-        return Rewarded(sorted(trajectories, key=lambda t: t.group), scored.failed, scored.timed_out)
+        scored.append(_with(group, members))
+    _check_any(scored)
+    return scored
 
-    def cancel(self) -> None:
-        """Score nothing more; for a rollout that failed."""
-        self._batch.cancel()
 
-    def _shaped(self, score: Score, tokens: int) -> Score:
-        buffer = self._config.overlong_buffer_tokens
-        if self._max_response_tokens is None or buffer == 0:
-            return score
-        penalty = overlong_penalty(tokens, self._max_response_tokens, buffer, self._config.overlong_penalty)
-        added = {OVERLONG: penalty}
-        return Score(score.value + penalty, score.parts | added, score.terms | added)
+def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight: float) -> list[PromptGroup]:
+    """The groups with the score of a reward model, times `weight`, added to the rewards that there are.
+
+    Raises UserError for a score that is not a finite number, naming the response.
+    """
+    sampled = [each for group in groups for each in group.trajectories if each.score is not None]
+    greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
+    scores = model.scores(RaggedBatch(*sequences([*sampled, *greedy])))
+    check_finite("reward model's score", scores, lambda index: f"response {index} of the step")
+    added = [weight * value for value in scores.tolist()]
+    of_sampled, of_greedy = iter(added[: len(sampled)]), iter(added[len(sampled) :])
+    return [
+        group.with_members(
+            [_plus(each, REWARD_MODEL, next(of_sampled)) if each.score else each for each in group.trajectories],
+            _plus(group.baseline, REWARD_MODEL, next(of_greedy)) if group.baseline and group.baseline.score else None,
+        )
+        for group in groups
+    ]
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
@@ -99,22 +88,52 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: f
     return min(-over / buffer_tokens * factor, 0.0)
 
 
-def reward_metrics(scored: Sequence[Trajectory], dropped: int, timed_out: int = 0) -> dict[str, float]:
-    """Statistics of the rewards, of those of each data source, and of their named parts."""
-    rewards = np.array([trajectory.reward for trajectory in scored])
-    parts: dict[str, list[float]] = defaultdict(list)
-    sources: dict[str, list[float]] = defaultdict(list)
-    for trajectory in scored:
-        sources[trajectory.prompt.data_source].append(trajectory.reward)
-        for name, value in trajectory.scored.parts.items():
-            parts[name].append(value)
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/max": float(rewards.max()),
-        "reward/min": float(rewards.min()),
-        "reward/dropped": float(dropped),
-        "reward/timed_out": float(timed_out),
-        **{f"reward/source/{name}/mean": float(np.mean(values)) for name, values in sources.items()},
-        **{f"reward/part/{name}": float(np.mean(values)) for name, values in parts.items()},
-    }
+def _sample(prompt: Prompt, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> RewardSample:
+    return RewardSample(
+        data_source=prompt.data_source,
+        # Not batch_decode: of no responses it makes one text.
+        solution=tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True),
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        response_tokens=trajectory.sampled_tokens,
+    )
+
+
+def _with_outcome(
+    trajectory: Trajectory, outcome: Outcome, config: RewardConfig, max_response_tokens: int | None
+) -> Trajectory:
+    """The trajectory with what scoring it gave: a score, or the reason for which there is none."""
+    if isinstance(outcome, Score):
+        scored = replace(trajectory, score=outcome)
+    elif not isinstance(outcome, RewardTimedOut):
+        return replace(trajectory, failure="failed")
+    elif config.on_timeout == "zero":
+        scored = replace(trajectory, score=Score(0.0), failure="timed_out")
+    else:
+        return replace(trajectory, failure="timed_out")
+    if max_response_tokens is None or config.overlong_buffer_tokens == 0:
+        return scored
+    buffer, factor = config.overlong_buffer_tokens, config.overlong_penalty
+    return _plus(scored, OVERLONG, overlong_penalty(trajectory.sampled_tokens, max_response_tokens, buffer, factor))
+
+
+def _plus(trajectory: Trajectory, name: str, value: float) -> Trajectory:
+    """The trajectory with one more term in its score."""
+    score, added = trajectory.scored, {name: value}
+    return replace(trajectory, score=Score(score.value + value, score.parts | added, score.terms | added))
+
+
+def _with(group: PromptGroup, members: Sequence[Trajectory]) -> PromptGroup:
+    count = len(group.trajectories)
+    return group.with_members(members[:count], *members[count:])
+
+
+def _check_any(groups: Sequence[PromptGroup]) -> None:
+    members = [each for group in groups for each in group.members]
+    if all(each.score is None for each in members):
+        timed_out = sum(each.failure == "timed_out" for each in members)
+        raise UserError(
+            f"the reward function failed for all {len(members)} responses ({timed_out} took too long), and "
+            "reward.on_error=drop and reward.on_timeout=drop leave none: repair it (with stop, the first failure is "
+            "shown)"
+        )

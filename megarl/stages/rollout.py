@@ -1,14 +1,12 @@
-"""Prompts to trajectories: the engines sample responses."""
+"""Drawn prompts to groups: the engines sample trajectories."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.cluster.engine_group import EngineGroup
-from megarl.data import Prompt, Trajectory, Turn
+from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 
@@ -38,39 +36,33 @@ def sampling_parameters(
     ]
 
 
-def greedy(sampling: SamplingParameters) -> SamplingParameters:
-    """One response to the same prompt, the likeliest token by token."""
-    return replace(sampling, samples=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
-
-
 def rollout(
     engines: EngineGroup,
-    prompts: Sequence[Prompt],
+    groups: Sequence[PromptGroup],
     sampling: Sequence[SamplingParameters],
-    on_finished: Callable[[list[Trajectory]], None] = lambda _trajectories: None,
-) -> list[Trajectory]:
-    """Sample responses to every prompt, with the parameters in its place; samples of one prompt are neighbours.
+    *,
+    with_baselines: bool = False,
+) -> Iterator[PromptGroup]:
+    """Sample the trajectories of every group, with the parameters in its place; `with_baselines` a greedy one more.
 
-    `on_finished` gets the responses of each prompt as soon as they are finished, in any order, while the engines go on
-    with the others.
+    Each group comes as soon as it is finished, in any order, while the engines go on with the others.
     """
-    requests = [
-        Request(prompt_token_ids=prompt.token_ids, sampling=parameters)
-        for prompt, parameters in zip(prompts, sampling, strict=True)
-    ]
-    groups: dict[int, list[Trajectory]] = {}
+    requests = [Request(group.prompt.token_ids, parameters) for group, parameters in zip(groups, sampling, strict=True)]
+    if with_baselines:
+        requests += [Request(request.prompt_token_ids, _greedy(request.sampling)) for request in requests]
+    answers: dict[int, list[Trajectory]] = {}
     for place, turns in engines.generate_each(requests):
-        groups[place] = [_trajectory(prompts[place], place, turn) for turn in turns]
-        on_finished(groups[place])
-    return [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
+        answers[place] = list(map(_of_one_turn, turns))
+        own = range(place % len(groups), len(requests), len(groups))
+        if all(part in answers for part in own):
+            trajectories, *greedy = (answers.pop(part) for part in own)
+            yield groups[own.start].with_members(trajectories, greedy[0][0] if greedy else None)
 
 
-def _trajectory(prompt: Prompt, group: int, turn: Turn) -> Trajectory:
-    return Trajectory(prompt=prompt, group=group, turns=(turn,))
+def _of_one_turn(turn: Turn) -> Trajectory:
+    return Trajectory((turn,), turn.finish_reason)
 
 
-def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """Prompts and responses end to end: tokens long[T], and the length of each pair long[N]."""
-    pieces = [piece for each in trajectories for turn in each.turns for piece in (turn.prompt_ids, turn.token_ids)]
-    lengths = [sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in each.turns) for each in trajectories]
-    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64)), torch.tensor(lengths)
+def _greedy(sampling: SamplingParameters) -> SamplingParameters:
+    """One response to the same prompt, the likeliest token by token."""
+    return replace(sampling, samples=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None)

@@ -1,4 +1,4 @@
-"""A training batch to new weights, and what there is to say about the step."""
+"""Training batches to new weights, and what there is to say about the step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,10 +8,14 @@ from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective,
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics
 from megarl.schema import MegarlConfig
-from megarl.stages.advantage import weighted
+from megarl.stages.batch import weighted
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
+from megatron_ext.step_result import StepResult
+
+_POLICY = "policy"
+"""The model whose experts' load is reported."""
 
 
 def update_policy(
@@ -21,16 +25,17 @@ def update_policy(
     *,
     temperature: float,
     seed: Sequence[int],
-) -> dict[str, MetricValue]:
-    """As `update`; where the loss chooses tokens by what the policy says of all of them, that is asked for first.
+) -> tuple[dict[str, MetricValue], float | None]:
+    """One optimizer step per batch: metrics, and the KL to the reference where it is known, the mean over the batches.
 
-    Such a choice is random with `seed`.
+    Where the loss chooses tokens by what the policy says of all of them, that is asked for first. Such a choice is
+    random with `seed`.
     """
-    if not objective.needs_selection:
-        return update(trainer, batches, objective, temperature=temperature)
-    return update(
-        trainer, _selected(trainer, batches, objective, temperature, seed), objective, temperature=temperature
-    )
+    chosen = _selected(trainer, batches, objective, temperature, seed) if objective.needs_selection else batches
+    steps = _optimizer_steps(trainer, chosen, objective, temperature)
+    of_steps = [step.kl_to_reference for step in _merged(steps)]
+    known = [each.value for each in of_steps if each is not None]
+    return _metrics(steps, _POLICY), sum(known) / len(known) if known else None
 
 
 def _selected(
@@ -47,15 +52,15 @@ def _selected(
 
 
 def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, MetricValue]:
-    """As `update`, of a value model: towards the field `returns`, not far from `old_values`."""
+    """One optimizer step of a value model per batch: towards the field `returns`, not far from `old_values`."""
     own = [weighted(batch, "token_mean") for batch in batches]
-    return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, of="value")
+    return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, model="value")
 
 
 def update_implicit_reward_model(
-    model: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig
+    trainer: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig
 ) -> dict[str, MetricValue]:
-    """As `update`, of an implicit reward model: towards the field `outcomes`."""
+    """One optimizer step of an implicit reward model per batch: towards the field `outcomes`."""
     own = [
         weighted(
             batch.with_fields(reference_log_probs=batch.fields["implicit_reference_log_probs"]),
@@ -64,7 +69,7 @@ def update_implicit_reward_model(
         for batch in batches
     ]
     objective = ImplicitRewardObjective(config.reward_model.beta)
-    return update(model, own, objective, temperature=1.0, of="prime")
+    return update(trainer, own, objective, temperature=1.0, model="prime")
 
 
 def update(
@@ -73,18 +78,31 @@ def update(
     objective: Objective,
     *,
     temperature: float,
-    of: str = "policy",
+    model: str = _POLICY,
 ) -> dict[str, MetricValue]:
     """One optimizer step per batch; metrics are means over the batches, maxima over all.
 
-    `of` names what is trained, for its gradient norm and learning rate.
+    `model` names what is trained, for its gradient norm and learning rate.
     """
-    steps = [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
+    return _metrics(_optimizer_steps(trainer, batches, objective, temperature), model)
+
+
+def _optimizer_steps(
+    trainer: TrainerGroup, batches: Iterable[RaggedBatch], objective: Objective, temperature: float
+) -> list[list[StepResult]]:
+    return [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
+
+
+def _merged(steps: Sequence[Sequence[StepResult]]) -> list[Metrics]:
+    """The metrics of each optimizer step, of all its ranks."""
+    return [Metrics.merge([part for result in step for part in result.metrics]) for step in steps]
+
+
+def _metrics(steps: Sequence[Sequence[StepResult]], model: str) -> dict[str, MetricValue]:
     loads = [step[0].expert_load for step in steps if step[0].expert_load is not None]
-    merged = [Metrics.merge([part for result in step for part in result.metrics]) for step in steps]
     return {
-        **Metrics.summary(merged),
-        f"{of}/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
-        f"{of}/learning_rate": steps[-1][0].learning_rate,
-        **(expert_metrics(torch.stack(loads).sum(0)) if loads and of == "policy" else {}),
+        **Metrics.summary(_merged(steps)),
+        f"{model}/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
+        f"{model}/learning_rate": steps[-1][0].learning_rate,
+        **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
     }

@@ -13,9 +13,8 @@ from megarl.config.compose import compose
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rollout.protocol import SamplingParameters
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
-from megarl.stages.rollout import rollout
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -57,9 +56,9 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         prompts = job.task.eval_prompts[:4]
         # The model's own end tokens are not in the way of twelve tokens: the engine stops where transformers would.
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
-        answers = rollout(job.engines, prompts, [greedy] * len(prompts))
+        answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {STEPS}
 

@@ -20,10 +20,9 @@ from megarl.cluster import runtime
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.refit.refit import check_machines
-from megarl.rollout.protocol import SamplingParameters
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
 from megarl.schema import RefitConfig
-from megarl.stages.rollout import rollout
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -81,10 +80,10 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
         job.export()
         prompts = job.task.eval_prompts[:4]
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
-        answers = rollout(job.engines, prompts, [greedy] * len(prompts))
+        answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
         check_door(job)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {2}
 

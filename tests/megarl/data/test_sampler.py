@@ -36,6 +36,17 @@ def test_how_the_draws_are_cut_changes_nothing(size, seed, count):
     assert at_once.next(count) == [index for _ in range(count) for index in one_by_one.next(1)]
 
 
+@given(sizes, seeds, draws, st.integers(0, 30))
+def test_draws_are_numbered_for_the_whole_run_also_after_it_was_resumed(size, seed, counts, more):
+    sampler, plain = PromptSampler(size, True, seed), PromptSampler(size, True, seed)
+    numbered = [each for count in counts for each in sampler.draw(count)]
+    resumed = PromptSampler(size, True, seed)
+    resumed.load_state_dict(sampler.state_dict())
+    numbered += resumed.draw(more)
+    assert numbered == list(enumerate(plain.next(sum(counts) + more)))
+    assert resumed.drawn == len(numbered)
+
+
 def test_epochs_and_seeds_differ_when_shuffled():
     sampler = PromptSampler(100, True, 1)
     first, second = sampler.next(100), sampler.next(100)

@@ -9,20 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data import Prompt, Trajectory, Turn
+from megarl.data import Trajectory, Turn
 from megarl.diagnostics.advantages import advantage_metrics
 from megarl.diagnostics.groups import group_metrics
 from megarl.diagnostics.ratios import RATIO_EDGES, ratio_counts, ratio_histogram
 from megarl.diagnostics.responses import length_edges, response_metrics
 from megarl.tracking import Histogram
 
-PROMPT = Prompt(0, "source", [1], "truth", {})
-
 
 def response(length: int, *, oldest: int = 5, cut: bool = False) -> Trajectory:
     versions = [oldest] * min(length, 1) + [7] * (length - 1)
-    turn = Turn.of(PROMPT.token_ids, [2] * length, [0.0] * length, versions, "length" if cut else "stop")
-    return Trajectory(PROMPT, 0, (turn,))
+    turn = Turn.of([1], [2] * length, [0.0] * length, versions, "length" if cut else "stop")
+    return Trajectory((turn,), turn.finish_reason)
 
 
 def test_responses_are_told_by_their_lengths_and_ages():
@@ -61,14 +59,13 @@ def test_bins_of_lengths_are_few_and_equal_and_hold_every_length(max_tokens):
 
 
 def test_groups_are_counted_once_whatever_their_size():
-    rewards, groups = [1, 1, 0, 0, 0, 1, 0.7, 0.9], [4, 4, 2, 2, 2, 1, 3, 3]
-    assert group_metrics(rewards, groups) == {
+    assert group_metrics([[1, 1], [0, 0, 0], [1], [0.7, 0.9]]) == {
         "groups/no_signal": 0.75,
         "groups/all_right": 0.75,
         "groups/all_wrong": 0.25,
     }
-    assert group_metrics([0.5, 1.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 0}
-    assert group_metrics([0.5, 0.0], [0, 0]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 1}
+    assert group_metrics([[0.5, 1.0]]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 0}
+    assert group_metrics([[0.5, 0.0]]) == {"groups/no_signal": 0, "groups/all_right": 0, "groups/all_wrong": 1}
 
 
 def test_advantages_are_told_by_their_moments_and_signs():

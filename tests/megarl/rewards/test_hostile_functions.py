@@ -5,6 +5,7 @@ import os
 
 import psutil
 import pytest
+from outcomes import values
 
 from converters.errors import UserError
 from megarl.rewards import RewardSample, Scorer
@@ -47,7 +48,7 @@ def score(tmp_path):
         file.write_text(function_of(body, kind))
         with scorer_of(file, on_error="drop", on_timeout="drop", **config) as scorer:
             scored = scorer.score([sample(number) for number in (1, 2, 3, 4, 5)])
-        return [score and score.value for score in scored.scores]
+        return values(scored)
 
     return score
 

@@ -28,7 +28,7 @@ CASES = {
 def score(spec, solution, ground_truth):
     sample = RewardSample("any", solution, ground_truth, {"index": 1})
     with Scorer(RewardConfig(function=spec, workers=1)) as scorer:
-        return scorer.score([sample]).scores
+        return scorer.score([sample])
 
 
 def test_built_in_rewards_go_by_name():
@@ -39,7 +39,7 @@ def test_built_in_rewards_go_by_name():
     }
     samples = [RewardSample(name, case[1], case[2], {}, response_tokens=15) for name, case in CASES.items()]
     with Scorer(RewardConfig(functions=terms, workers=2)) as scorer:
-        scores = scorer.score(samples).scores
+        scores = scorer.score(samples)
     assert {name: score.value for name, score in zip(CASES, scores, strict=True)} == {
         name: case[3] for name, case in CASES.items()
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import eventually
+from outcomes import failures, values
 
 from converters.errors import UserError
 from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
@@ -84,10 +85,6 @@ def scorer_of(file, name, **config):
     return Scorer(RewardConfig(function=f"{file}:{name}", **{"workers": 2, **config}))
 
 
-def value(score):
-    return score and score.value
-
-
 def processes():
     """The processes that score for this one, by those that watch them."""
     watching = [
@@ -121,15 +118,15 @@ def test_what_hangs_is_ended_and_counted_and_the_others_are_scored(file):
     samples = [text for act in HANGS.values() for text in (act, "1.5")]
     with scorer_of(file, "act", timeout_s=2.0, on_timeout="drop") as scorer:
         scored = scorer.score([sample(text) for text in samples])
-    assert [value(score) for score in scored.scores] == [None, 1.5] * len(HANGS)
-    assert (scored.failed, scored.timed_out) == (0, len(HANGS))
+    assert values(scored) == [None, 1.5] * len(HANGS)
+    assert failures(scored) == (0, len(HANGS))
     assert processes() == {}
 
 
-def test_what_times_out_may_score_zero_or_stop(file):
+def test_what_times_out_is_said_or_stops(file):
     with scorer_of(file, "act", timeout_s=1.5, on_timeout="zero") as scorer:
         scored = scorer.score([sample("forever()"), sample("1")])
-    assert ([value(score) for score in scored.scores], scored.timed_out) == ([0.0, 1.0], 1)
+    assert [type(each) for each in scored] == [RewardTimedOut, Score]
     said = r"(?s)longer than reward\.timeout_s.*on_timeout.*'forever\(\)'"
     with scorer_of(file, "act", timeout_s=1.5, on_timeout="stop") as scorer, pytest.raises(RewardTimedOut, match=said):
         scorer.score([sample("1"), sample("forever()")])
@@ -143,8 +140,8 @@ def test_what_ends_its_process_fails_with_the_manner_of_its_end_and_the_others_a
             assert said in raised.value.reason
     with scorer_of(file, "act", on_error="drop") as scorer:
         scored = scorer.score([sample(text) for text in ("1.5", "os._exit(3)", "2.5", "1 / 0")])
-    assert [value(score) for score in scored.scores] == [1.5, None, 2.5, None]
-    assert (scored.failed, scored.timed_out) == (2, 0)
+    assert values(scored) == [1.5, None, 2.5, None]
+    assert failures(scored) == (2, 0)
 
 
 def test_after_a_failure_no_further_sample_is_begun(file, tmp_path):
@@ -153,13 +150,13 @@ def test_after_a_failure_no_further_sample_is_begun(file, tmp_path):
         with pytest.raises(RewardFailed, match="ZeroDivisionError"):
             scorer.score(samples)
         assert list(tmp_path.iterdir()) == []
-        assert value(scorer.score([sample("2")]).scores[0]) == 2.0
+        assert values(scorer.score([sample("2")])) == [2.0]
 
 
 def test_processes_of_a_function_end_with_it(file):
     with scorer_of(file, "act", timeout_s=1.5, on_error="drop", workers=2) as scorer:
         scored = scorer.score([sample("family() or forever()"), sample("family() or os._exit(0)"), sample("1")])
-    assert (scored.timed_out, scored.failed) == (1, 1)
+    assert failures(scored) == (1, 1)
     assert not any(MARK in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
@@ -168,7 +165,7 @@ def test_so_many_processes_score_at_once_and_no_more(file, tmp_path):
         scored = scorer.score([sample(f"arrive({str(tmp_path)!r}, 2)")] * 10)
         assert sorted([int(path.name)] for path in tmp_path.iterdir()) == sorted(processes().values())
         assert len(processes()) == 2
-    assert [value(score) for score in scored.scores] == [1.0] * 10
+    assert values(scored) == [1.0] * 10
     assert processes() == {}
 
 
@@ -176,11 +173,11 @@ def test_the_processes_are_light_and_hold_nothing_of_the_parent(file, tmp_path):
     with (tmp_path / "secret-of-the-parent").open("w") as secret:
         os.set_inheritable(secret.fileno(), True)
         with scorer_of(file, "descriptors") as scorer:
-            (score,) = scorer.score([sample("")]).scores
+            (score,) = scorer.score([sample("")])
     assert score.parts["inherited"] == 0
     assert score.parts["all"] < 8
     with scorer_of(file, "imports") as scorer:
-        (score,) = scorer.score([sample("")]).scores
+        (score,) = scorer.score([sample("")])
     assert score.parts == {"torch": 0.0, "vllm": 0.0, "ray": 0.0, "transformers": 0.0}
 
 
@@ -201,46 +198,46 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
 
 def test_async_functions_run_side_by_side(file):
     with scorer_of(file, "meet", workers=20) as scorer:
-        assert scorer.score([sample("")] * 20).scores == [Score(1.0, {}, {"score": 1.0})] * 20
+        assert scorer.score([sample("")] * 20) == [Score(1.0, {}, {"score": 1.0})] * 20
         assert processes() == {}
 
 
 def test_async_functions_time_out_also_if_they_block(file):
     with scorer_of(file, "later", timeout_s=1.5, on_timeout="drop") as scorer:
         scored = scorer.score([sample("99"), sample("0")])
-    assert ([value(score) for score in scored.scores], scored.timed_out) == ([None, 1.0], 1)
+    assert (values(scored), failures(scored)) == ([None, 1.0], (0, 1))
     with scorer_of(file, "blocks", timeout_s=0.3) as scorer:
-        assert scorer.score([sample("")]).timed_out == 1
+        assert failures(scorer.score([sample("")])) == (0, 1)
 
 
 def test_samples_are_scored_while_others_come(file):
     with scorer_of(file, "act") as scorer:
         batch = scorer.begin()
-        batch.add(sample("1"))
-        assert eventually(lambda: batch._futures[0].done())
-        batch.add(sample("2"))
-        assert [value(score) for score in batch.finish().scores] == [1.0, 2.0]
+        batch.add("first", sample("1"))
+        assert eventually(lambda: batch._futures["first"].done())
+        batch.add("second", sample("2"))
+        assert {key: each.value for key, each in batch.finish().items()} == {"first": 1.0, "second": 2.0}
 
 
 def test_a_cancelled_batch_is_not_scored_and_the_next_one_is(file):
     with scorer_of(file, "act", workers=1) as scorer:
         batch = scorer.begin()
-        for _ in range(3):
-            batch.add(sample("forever()"))
+        for number in range(3):
+            batch.add(number, sample("forever()"))
         batch.cancel()
-        assert value(scorer.score([sample("2")]).scores[0]) == 2.0
+        assert values(scorer.score([sample("2")])) == [2.0]
 
 
 def test_a_long_response_is_scored_by_its_end():
     long = "a" * 200_000_000 + "z"
     with scorer_of(FUNCTIONS, "length") as scorer:
-        (score,) = scorer.score([sample(long)]).scores
+        (score,) = scorer.score([sample(long)])
     assert (score.value, score.parts["last"]) == (LONGEST_SCORED_CHARACTERS, ord("z"))
 
 
 def test_a_function_that_asks_for_it_gets_the_length_in_tokens(file):
     with scorer_of(file, "tokens") as scorer:
-        assert value(scorer.score([sample("text", response_tokens=5)]).scores[0]) == 5.0
+        assert values(scorer.score([sample("text", response_tokens=5)])) == [5.0]
 
 
 def test_a_scorer_that_is_closed_leaves_no_thread(file):
@@ -255,6 +252,6 @@ def test_a_file_that_changed_for_the_worse_is_said(tmp_path):
     file.write_text("import os\ndef ends(data_source, solution_str, ground_truth, extra_info):\n    os._exit(3)\n")
     with scorer_of(file, "ends", on_error="drop", workers=1) as scorer:
         file.write_text("1 / 0")
-        assert scorer.score([sample("")]).failed == 1
+        assert failures(scorer.score([sample("")])) == (1, 0)
         with pytest.raises(UserError, match=r"ends: running the file failed with ZeroDivisionError"):
             scorer.score([sample("")])

@@ -25,7 +25,7 @@ def terms():
 
 def test_several_rewards_are_summed_by_their_weights():
     with Scorer(RewardConfig(functions=terms(), workers=2)) as scorer:
-        one, two = scorer.score([sample("7", "sums"), sample("seven", "words")]).scores
+        one, two = scorer.score([sample("7", "sums"), sample("seven", "words")])
     assert one.terms == {"right": 2.0, "form": 0.5, "size": -0.1}
     assert one.parts == {**one.terms, "form/unchecked": 0.0, "size/last": ord("7")}
     assert one.value == pytest.approx(2.4)
@@ -35,7 +35,7 @@ def test_several_rewards_are_summed_by_their_weights():
 
 def test_a_single_reward_is_the_term_score():
     with Scorer(RewardConfig(function=LENGTH, workers=1)) as scorer:
-        assert scorer.score([sample("ab")]).scores == [Score(2.0, {"last": ord("b")}, {"score": 2.0})]
+        assert scorer.score([sample("ab")]) == [Score(2.0, {"last": ord("b")}, {"score": 2.0})]
 
 
 def test_a_hanging_format_scores_zero_in_its_term_only():
@@ -43,9 +43,9 @@ def test_a_hanging_format_scores_zero_in_its_term_only():
     config = RewardConfig(functions={"form": evil, "size": RewardTermConfig(LENGTH)}, workers=1, timeout_s=5)
     with Scorer(config) as scorer:
         scored = scorer.score([sample("a" * 60 + "b")])
-    assert scored.scores[0].terms == {"form": 0.0, "size": 61.0}
-    assert scored.scores[0].parts["form/unchecked"] == 1.0
-    assert scored.timed_out == 0
+    (score,) = scored
+    assert score.terms == {"form": 0.0, "size": 61.0}
+    assert score.parts["form/unchecked"] == 1.0
 
 
 def test_a_sample_that_no_term_is_for_is_refused():

@@ -1,5 +1,6 @@
 """Trajectories to scored trajectories: texts, failures, groups, the penalty of long ones, and the metrics of it all."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,62 +8,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.data import Prompt, Trajectory, Turn
+from megarl.data import Prompt, PromptGroup, Trajectory, Turn
+from megarl.diagnostics import reward_metrics
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import RewardFailed, Score, Scorer
-from megarl.schema import RewardConfig, RewardTermConfig
-from megarl.stages.reward import Scoring, overlong_penalty, reward_metrics
+from megarl.schema import RewardConfig
+from megarl.stages.reward import overlong_penalty, score
+from megarl.tracking.clock import Clock
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
 NUMBER = f"{Path(__file__).parents[1] / 'reward_functions.py'}:as_number_later"
 
 
-def trajectory(text, group=0, ground_truth="truth", data_source="any", score=None):
+def response(text):
     tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
-    prompt = Prompt(group, data_source, [1], ground_truth, {"index": group})
-    turn = Turn.of([1], tokens, [0] * len(tokens), [0] * len(tokens), "stop")
-    return Trajectory(prompt, group, (turn,), score)
+    return Trajectory((Turn.of([1], tokens, [0] * len(tokens), [0] * len(tokens), "stop"),), "stop")
 
 
-def score(trajectories, *, max_response_tokens=None, **config):
+def group(*texts, ordinal=0, ground_truth="truth", data_source="any"):
+    prompt = Prompt(ordinal, data_source, [1], ground_truth, {"index": ordinal})
+    return PromptGroup(prompt, ordinal, [response(text) for text in texts])
+
+
+def score_all(groups, *, max_response_tokens=None, **config):
     with Scorer(RewardConfig(function=NUMBER, workers=2, **config)) as scorer:
-        scoring = Scoring(scorer, TOKENIZER, max_response_tokens=max_response_tokens)
-        scoring.add(trajectories)
-        return scoring.finish().trajectories
+        return score(groups, scorer, TOKENIZER, Clock(), max_response_tokens=max_response_tokens)
 
 
-def test_every_response_gets_the_score_of_its_text():
-    scored = score([trajectory("1"), trajectory("2", 1)])
-    assert [t.score for t in scored] == [Score(float(n), {"half": n / 2}, {"score": float(n)}) for n in (1, 2)]
-    assert [t.token_ids.tolist() for t in scored] == [
-        [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id] for text in "12"
+def test_every_response_gets_the_score_of_its_text_whatever_comes_first():
+    scored = score_all([group("2", ordinal=5), group("1", "3", ordinal=4)])
+    assert [each.ordinal for each in scored] == [4, 5]
+    assert [each.score for group in scored for each in group.trajectories] == [
+        Score(float(n), {"half": n / 2}, {"score": float(n)}) for n in (1, 3, 2)
     ]
+    assert scored[1].trajectories[0].turns == response("2").turns
 
 
-def test_what_fails_is_left_out_or_stops():
-    responses = [trajectory("1"), trajectory("x"), trajectory("2")]
-    assert [t.reward for t in score(responses, on_error="drop")] == [1.0, 2.0]
+def test_the_baseline_is_scored_with_its_group():
+    (scored,) = score_all([group("1", "2").with_members([response("1")], response("3"))])
+    assert (scored.rewards, scored.baseline.reward) == ([1.0], 3.0)
+    (failed,) = score_all([group().with_members([response("1")], response("x"))], on_error="drop")
+    assert failed.baseline.failure == "failed"
+    assert failed.scored().trajectories == []
+    assert reward_metrics([scored, failed])["reward/dropped"] == 1
+
+
+def test_what_fails_has_no_score_or_stops():
+    responses = group("1", "x", "2")
+    (scored,) = score_all([responses], on_error="drop")
+    assert [(each.score and each.reward, each.failure) for each in scored.trajectories] == [
+        (1.0, None),
+        (None, "failed"),
+        (2.0, None),
+    ]
+    assert scored.scored().rewards == [1.0, 2.0]
     with pytest.raises(RewardFailed, match="could not convert"):
-        score(responses)
+        score_all([responses])
     with pytest.raises(UserError, match=r"failed for all 1 responses \(0 took too long\)"):
-        score([trajectory("x")], on_error="drop")
+        score_all([group("x")], on_error="drop")
 
 
-def test_responses_are_scored_as_they_come_and_leave_by_group():
-    config = RewardConfig(functions={"right": RewardTermConfig("exact_match", weight=2.0)}, workers=2)
-    with Scorer(config) as scorer:
-        scoring = Scoring(scorer, TOKENIZER)
-        scoring.add([trajectory("b", 1, "b"), trajectory("a", 1, "b")])
-        scoring.add([])
-        scoring.add([trajectory("", 2, "")])
-        scoring.add([trajectory("c", 0, "c")])
-        rewarded = scoring.finish()
-    assert [(t.group, t.reward) for t in rewarded.trajectories] == [(0, 2.0), (1, 2.0), (1, 0.0), (2, 2.0)]
-    assert (rewarded.failed, rewarded.timed_out) == (0, 0)
+def test_the_text_of_a_conversation_is_all_after_the_first_prompt():
+    ids = [TOKENIZER(digit).input_ids for digit in "12"]
+    turns = [
+        Turn.of(prompt, own, [0], [0], "stop") for prompt, own in zip([[1], TOKENIZER("3").input_ids], ids, strict=True)
+    ]
+    talk = PromptGroup(group().prompt, 0, [Trajectory(turns, "stop")])
+    (scored,) = score_all([talk], overlong_buffer_tokens=1, max_response_tokens=2)
+    # One of the two sampled tokens is in the buffer of one.
+    assert scored.rewards == [132.0 - 1.0]
 
 
-@pytest.mark.parametrize(("how", "rewards"), [({}, [1.0, 0.0, 2.0]), ({"on_timeout": "drop"}, [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("how", "rewards"), [({}, [1.0, None, 0.0, 2.0]), ({"on_timeout": "drop"}, [1.0, None, None, 2.0])]
+)
 def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_counted(tmp_path, how, rewards):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -71,11 +91,11 @@ def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_count
     )
     config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop", **how)
     with Scorer(config) as scorer:
-        scoring = Scoring(scorer, TOKENIZER)
-        scoring.add([trajectory(text) for text in ("1", "x", "slow", "2")])
-        rewarded = scoring.finish()
-    assert [t.reward for t in rewarded.trajectories] == rewards
-    assert (rewarded.failed, rewarded.timed_out) == (1, 1)
+        (scored,) = score([group("1", "x", "slow", "2")], scorer, TOKENIZER, Clock())
+    assert [each.score and each.reward for each in scored.trajectories] == rewards
+    assert [each.failure for each in scored.trajectories] == [None, "failed", "timed_out", None]
+    metrics = reward_metrics([scored])
+    assert (metrics["reward/dropped"], metrics["reward/timed_out"]) == (2, 1)
 
 
 # By hand, from the formula of verl 0.10.0.dev's DAPO reward manager: longest response 20, buffer 8, factor 1.
@@ -98,19 +118,24 @@ def test_overlong_penalty_is_between_nothing_and_its_factor(buffer, more, tokens
 
 def test_long_responses_are_penalised_in_training_only():
     config = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
-    responses = [trajectory("1"), trajectory("1.0"), trajectory("1.00000")]  # 2, 4 and 8 tokens
-    shaped = score(responses, max_response_tokens=8, **config)
-    assert [t.reward for t in shaped] == [1.0, 1.0, 0.5]
-    assert shaped[2].scored == Score(0.5, {"half": 0.5, "overlong": -0.5}, {"score": 1.0, "overlong": -0.5})
-    assert [t.reward for t in score(responses, **config)] == [1.0, 1.0, 1.0]
+    responses = group("1", "1.0", "1.00000")  # 2, 4 and 8 tokens
+    (shaped,) = score_all([responses], max_response_tokens=8, **config)
+    assert shaped.rewards == [1.0, 1.0, 0.5]
+    long = shaped.trajectories[2].score
+    assert long == Score(0.5, {"half": 0.5, "overlong": -0.5}, {"score": 1.0, "overlong": -0.5})
+    (plain,) = score_all([responses], **config)
+    assert plain.rewards == [1.0, 1.0, 1.0]
 
 
 def test_metrics_of_rewards():
-    scored = [
-        trajectory("", data_source=source, score=Score(value, {"half": value / 2}))
-        for source, value in (("a", 1.0), ("b", 3.0), ("any", 5.0))
-    ]
-    assert reward_metrics(scored, dropped=2, timed_out=1) == pytest.approx(
+    def scored(source, value):
+        (one,) = group("", data_source=source).trajectories
+        return group(data_source=source).with_members([replace(one, score=Score(value, {"half": value / 2}))])
+
+    groups = [scored("a", 1.0), scored("b", 3.0), scored("any", 5.0)]
+    (failed, timed_out) = (replace(response(""), failure=failure) for failure in ("failed", "timed_out"))
+    groups[0] = groups[0].with_members([*groups[0].trajectories, failed, timed_out])
+    assert reward_metrics(groups) == pytest.approx(
         {
             "reward/mean": 3.0,
             "reward/std": (8 / 3) ** 0.5,

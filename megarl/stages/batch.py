@@ -1,0 +1,137 @@
+"""Groups to the batches that the trainer's ranks compute with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from converters.errors import UserError
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS
+from megarl.algorithms.ragged import Ragged
+from megarl.data import PromptGroup, Trajectory
+from megarl.schema import AlgorithmConfig, MegarlConfig
+from megatron_ext.packing import RaggedBatch
+
+
+def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
+    """The groups of scored trajectories that are large enough for a comparison.
+
+    A group shrinks by dropped rewards, and by truncated responses where `truncated_responses_in_statistics` is off.
+
+    Raises UserError if none is left.
+    """
+    in_statistics = config.train_on_truncated_responses or config.truncated_responses_in_statistics
+    smallest = ADVANTAGES[config.advantage].smallest_group
+    counted = [
+        group.with_members([each for each in group.trajectories if in_statistics or not each.is_truncated])
+        for group in groups
+    ]
+    kept = [group for group in counted if len(group.trajectories) >= smallest]
+    if not kept:
+        scored = [each for group in groups for each in group.trajectories]
+        raise UserError(
+            f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
+            f" the {len(scored)} that were scored {sum(each.is_truncated for each in scored)} were truncated at"
+            " rollout.max_response_tokens, and those whose reward failed had been dropped; raise"
+            " rollout.max_response_tokens, or repair reward.function"
+        )
+    return kept
+
+
+def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> RaggedBatch:
+    """The trajectories of all groups end to end, group by group.
+
+    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
+    `response` and `prompt`, the places of the trajectory in the step and of its prompt in the data, which name a token
+    in an error; `turn_rewards`, where turns have scores of their own.
+    """
+    trajectories = [each for group in groups for each in group.trajectories]
+    tokens, lengths = sequences(trajectories)
+    prompts = [group.prompt.index for group in groups for _ in group.trajectories]
+    fields = {
+        "trained": _joined([each.is_sampled & _counts(each, config) for each in trajectories]),
+        "rollout_log_probs": _joined([each.log_probs for each in trajectories]),
+        "response": torch.arange(len(trajectories)).repeat_interleave(lengths),
+        "prompt": torch.tensor(prompts).repeat_interleave(lengths),
+    }
+    if any(each.turn_scores for each in trajectories):
+        fields["turn_rewards"] = _joined([_turn_rewards(each) for each in trajectories])
+    return RaggedBatch(tokens, lengths, fields)
+
+
+def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[RaggedBatch]:
+    """One batch per optimizer step, with the field `weights`: whole groups, in order.
+
+    One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
+    out.
+    """
+    count, lengths = config.algorithm.updates_per_step, trained_responses(batch).lengths
+    group = group_of_each(groups)
+    part = group * count // len(groups)
+    options = _aggregation_options(config)
+    chosen = [(part == number).nonzero().flatten() for number in range(count)]
+    return [
+        weighted(batch.select(each), config.algorithm.aggregation, group[each], options)
+        for each in chosen
+        if bool(lengths[each].any())
+    ]
+
+
+def weighted(
+    batch: RaggedBatch, aggregation: str, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
+) -> RaggedBatch:
+    """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
+
+    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
+    """
+    weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, groups, options)
+    return batch.with_fields(weights=at_trained_tokens(weights, batch))
+
+
+def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
+    """long[N]: the place of its group, of each trajectory."""
+    return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
+
+
+def trained_responses(batch: RaggedBatch) -> Ragged:
+    """The tokens of `batch` that are trained on."""
+    return Ragged(torch.stack([each.sum() for each in batch.split_field("trained")]))
+
+
+def at_trained_tokens(values: Tensor, batch: RaggedBatch) -> Tensor:
+    """Values of the trained tokens at their places in the batch, 0 at all others: float32[T]."""
+    trained = batch.fields["trained"]
+    return torch.zeros(len(trained)).masked_scatter(trained, values.float())
+
+
+def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """Whole conversations end to end: tokens long[T], and the length of each long[N]."""
+    pieces = [each.token_ids for each in trajectories]
+    return _joined(pieces).long(), torch.tensor([len(piece) for piece in pieces])
+
+
+def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
+    """Options of the aggregation; a constant length is that of the longest response unless it is given."""
+    options = config.algorithm.aggregation_options
+    takes_length = "length" in AGGREGATIONS[config.algorithm.aggregation].options
+    return {"length": config.rollout.max_response_tokens, **options} if takes_length else options
+
+
+def _counts(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
+    return config.train_on_truncated_responses or not trajectory.is_truncated
+
+
+def _turn_rewards(trajectory: Trajectory) -> np.ndarray:
+    """float32[T]: the score of each turn at its last sampled token; of a turn without any it is lost."""
+    values, end = np.zeros(len(trajectory.token_ids), dtype=np.float32), 0
+    for turn, reward in zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores)):
+        end += len(turn.prompt_ids) + len(turn.token_ids)
+        if len(turn.token_ids):
+            values[end - 1] = reward
+    return values
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(pieces))

@@ -1,0 +1,59 @@
+"""What a trajectory says of its turns, and a group of its trajectories."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.data import Prompt, PromptGroup, Trajectory, Turn
+from megarl.rewards import Score
+
+ASKED = Turn.of([9, 8], [1, 2], [-0.5, -0.25], [3, 4], "stop")
+TOOL = Turn.of([5], [], [], [], "stop")
+ANSWERED = Turn.of([6, 6], [7], [-1.0], [4], "length")
+TALK = Trajectory((ASKED, TOOL, ANSWERED), "length", Score(1.0))
+
+
+def test_a_conversation_is_its_turns_end_to_end() -> None:
+    assert TALK.token_ids.tolist() == [9, 8, 1, 2, 5, 6, 6, 7]
+    assert TALK.response_ids.tolist() == [1, 2, 5, 6, 6, 7]
+    assert TALK.is_sampled.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert TALK.log_probs.tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1]
+    assert TALK.versions.tolist() == [3, 4, 4]
+    assert (TALK.sampled_tokens, TALK.is_truncated, TALK.reward) == (3, True, 1.0)
+
+
+def test_a_sampled_token_takes_twelve_bytes_also_between_processes() -> None:
+    prompt, length = np.arange(1000, dtype=np.int32), 100_000
+    turns = [Turn.of(prompt, range(length), [-1.0] * length, [7] * length, "stop") for _ in range(4)]
+    assert {each.dtype.itemsize for each in (turns[0].token_ids, turns[0].log_probs, turns[0].versions)} == {4}
+    # The prompt goes along once, whatever the number of samples.
+    assert len(pickle.dumps(turns)) < 4 * 12 * length + prompt.nbytes + 2000
+
+
+def test_turns_are_compared_by_what_is_in_them() -> None:
+    assert pickle.loads(pickle.dumps(TALK)) == TALK
+    assert replace(ASKED, versions=np.array([3, 3], dtype=np.int32)) != ASKED
+    assert replace(ASKED, finish_reason="length") != ASKED
+
+
+def test_pieces_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 tokens, 1 log-probs and 2 versions"):
+        Turn.of([1], [2, 3], [-1.0], [0, 0], "stop")
+    with pytest.raises(ValueError, match="3 turns has 2 scores of turns"):
+        replace(TALK, turn_scores=(1.0, 2.0))
+    with pytest.raises(ValueError, match="without a score"):
+        _ = replace(TALK, score=None).reward
+
+
+def test_a_group_is_compared_as_far_as_it_has_scores() -> None:
+    payload = object()
+    scored, failed = replace(TALK, payload=payload), replace(TALK, score=None, failure="failed")
+    group = PromptGroup(Prompt(3, "sums", [9, 8], "7", {}), 12, [scored, failed], baseline=TALK)
+    assert group.members == [scored, failed, TALK]
+    kept = group.scored()
+    assert (kept.ordinal, kept.rewards, kept.baseline) == (12, [1.0], TALK)
+    # What belongs to a conversation goes with it by reference.
+    assert kept.trajectories[0].payload is payload
+    assert group.with_members(group.trajectories, failed).scored().trajectories == []

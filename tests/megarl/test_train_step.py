@@ -1,0 +1,107 @@
+"""From drawn prompts to the groups of a step: who is asked for what, how often, and with which seeds."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.algorithms import AdaptiveKl
+from megarl.data import Prompt, PromptSampler, Turn
+from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.rewards import Scorer
+from megarl.rollout.protocol import Request
+from megarl.run.job import LoopState
+from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, RewardConfig
+from megarl.tracking.clock import Clock
+from megarl.train import sample
+
+TOKENIZER = make_tokenizer()
+# An async one: no process has to start.
+NUMBER = f"{Path(__file__).parent / 'reward_functions.py'}:as_number_later"
+
+
+class Answers:
+    """Answers the prompt [n] with the texts of place n, the last request first; with 2 where it is greedy."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self.calls: list[list[Request]] = []
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        self.calls.append(list(requests))
+        for place, request in reversed(list(enumerate(requests))):
+            greedy = request.sampling.temperature == 0
+            digits = "2" if greedy else self.texts[request.prompt_token_ids[0]]
+            assert len(digits) == request.sampling.samples
+            tokens = [TOKENIZER(digit).input_ids for digit in digits]
+            yield place, [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (0,), "stop") for (one,) in tokens]
+
+
+class TenTimesTheToken:
+    """A reward model: ten times the digit that a response is."""
+
+    def scores(self, batch):
+        last = batch.tokens[batch.lengths.cumsum(0) - 1].tolist()
+        return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(RewardConfig(function=NUMBER, workers=2)) as scorer:
+        yield scorer
+
+
+def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, **algorithm):
+    """As much of a job as sampling asks for: ten prompts, drawn in their order."""
+    config = MegarlConfig(
+        algorithm=AlgorithmConfig(**algorithm),
+        loop=LoopConfig(prompts_per_step=prompts_per_step, samples_per_prompt=2),
+    )
+    return SimpleNamespace(
+        config=config,
+        engines=engines,
+        scorer=scorer,
+        model=SimpleNamespace(tokenizer=TOKENIZER, stop_token_ids=()),
+        task=SimpleNamespace(prompts=[Prompt(index, "any", [index], "truth", {}) for index in range(10)]),
+        companions=SimpleNamespace(reward_model=reward_model),
+        state=LoopState(0, PromptSampler(10, shuffle=False, seed=0), AdaptiveKl(0.0)),
+        needs=lambda field: field == "baseline_rewards" and config.algorithm.advantage == "remax",
+    )
+
+
+def test_one_rollout_gives_every_drawn_prompt_its_samples(scorer) -> None:
+    job = job_of(scorer, Answers("10", "11", "00", "31"), prompts_per_step=2)
+    for ordinals in ((0, 1), (2, 3)):
+        sampled, groups, rollouts = sample(job, Clock())
+        assert sampled == groups
+        assert rollouts == 1
+        assert [(group.ordinal, group.prompt.index) for group in groups] == [(each, each) for each in ordinals]
+    assert [group.rewards for group in groups] == [[0, 0], [3, 1]]
+    assert [each.turns[0].prompt_ids.tolist() for group in groups for each in group.trajectories] == [
+        [2],
+        [2],
+        [3],
+        [3],
+    ]
+
+
+def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> None:
+    job = job_of(scorer, Answers("00", "11", "01", "10", "00", "20"), dynamic_sampling=True)
+    sampled, groups, rollouts = sample(job, Clock())
+    assert [len(call) for call in job.engines.calls] == [3, 2, 1]
+    assert [group.ordinal for group in groups] == [2, 3, 5]
+    assert [group.rewards for group in groups] == [[0, 1], [1, 0], [2, 0]]
+    assert [group.ordinal for group in sampled] == [0, 1, 2, 3, 4, 5]
+    assert rollouts == 3
+    assert len({request.sampling.seed for call in job.engines.calls for request in call}) == 6
+
+
+def test_the_greedy_baseline_has_the_score_of_the_model_as_the_others_have(scorer) -> None:
+    job = job_of(scorer, Answers("10", "11", "00"), reward_model=TenTimesTheToken(), advantage="remax")
+    _, groups, _ = sample(job, Clock())
+    assert [group.rewards for group in groups] == [[11, 0], [11, 11], [0, 0]]
+    assert [group.baseline.reward for group in groups] == [22, 22, 22]
+    ((*sampled, _, _, _),) = ([request.sampling.temperature for request in call] for call in job.engines.calls)
+    assert sampled == [1, 1, 1]
