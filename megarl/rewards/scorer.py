@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.schema import RewardConfig
 
 Outcome = Score | RewardFailed
-"""What scoring a sample gives."""
+"""Result of scoring a sample."""
 
 _CLOSE_WAIT_S = 10.0
 

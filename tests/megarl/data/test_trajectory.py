@@ -1,4 +1,4 @@
-"""What a trajectory says of its turns, and a group of its trajectories."""
+"""Trajectories as their turns make them, and groups as their trajectories do."""
 
 import pickle
 from dataclasses import replace
