@@ -127,8 +127,9 @@ def draw_iteration(
         # The version `step` is what the engines of a run that continues there have got already.
         metrics = refit(step + 1)
     with clock.stage("rollout"):
-        drawn = [exchanges[i] for i in sampler.next(settings.pairs_per_step * settings.steps_per_generation)]
-        pairs = pairs_against(drawn, _replies(training, engines, drawn, step))
+        draws = sampler.draw(settings.pairs_per_step * settings.steps_per_generation)
+        drawn, ordinals = [exchanges[index] for _, index in draws], [ordinal for ordinal, _ in draws]
+        pairs = pairs_against(drawn, _replies(training, engines, drawn, ordinals))
     if not pairs:
         print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
         return
@@ -149,10 +150,12 @@ def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[Prefer
     return [pairs[len(pairs) * i // count : len(pairs) * (i + 1) // count] for i in range(count)]
 
 
-def _replies(training: Training, engines: EngineGroup, exchanges: Sequence[Exchange], step: int) -> list[list[int]]:
-    """Replies of the opponent of the iteration that begins after `step`, one to each prompt."""
+def _replies(
+    training: Training, engines: EngineGroup, exchanges: Sequence[Exchange], ordinals: Sequence[int]
+) -> list[list[int]]:
+    """Replies of the opponent, one to each prompt; `ordinals` are the numbers of their draws."""
     config, stop = training.start.config, training.start.model.stop_token_ids
-    sampling = sampling_parameters(config, stop, step, count=len(exchanges))
+    sampling = sampling_parameters(config, stop, ordinals)
     requests = [
         Request(exchange.prompt, replace(parameters, samples=1))
         for exchange, parameters in zip(exchanges, sampling, strict=True)

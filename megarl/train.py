@@ -97,17 +97,17 @@ def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup]
     groups = groups_to_train_on(sampled, algorithm)
     while algorithm.dynamic_sampling and len(groups) < wanted:
         check_refills(groups, sampled, rollouts, job.config)
-        more = _sample_and_score(job, clock, wanted - len(groups), refill=rollouts)
+        more = _sample_and_score(job, clock, wanted - len(groups))
         sampled, groups = sampled + more, groups + groups_to_train_on(more, algorithm)
         rollouts += 1
     return sampled, groups, rollouts
 
 
-def _sample_and_score(job: Job, clock: Clock, count: int, refill: int = 0) -> list[PromptGroup]:
-    """Scored groups of the next `count` prompts; `refill` counts the rollouts of the step before this one."""
+def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
+    """Scored groups of the next `count` prompts."""
     config, reward_model = job.config, job.companions.reward_model
     drawn = [PromptGroup(job.task.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
-    sampling = sampling_parameters(config, job.model.stop_token_ids, job.state.step, count=count, refill=refill)
+    sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
     finished = rollout(job.engines, drawn, sampling, with_baselines=job.needs("baseline_rewards"))
     limit = config.rollout.max_response_tokens
     groups = score(finished, job.scorer, job.model.tokenizer, clock, max_response_tokens=limit)

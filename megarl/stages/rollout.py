@@ -10,29 +10,31 @@ from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 
+# Keeps these seeds apart from others that are made of loop.seed and a number.
+_ROLLOUT = 0x5A3B
+
 
 def sampling_parameters(
-    config: MegarlConfig, stop_token_ids: tuple[int, ...], step: int, *, count: int, refill: int = 0
+    config: MegarlConfig, stop_token_ids: tuple[int, ...], ordinals: Sequence[int]
 ) -> list[SamplingParameters]:
-    """Parameters for each of `count` prompts of a step, or of its `refill`-th further rollout.
+    """Parameters for the prompts that were drawn with these `ordinals`.
 
-    Each has a seed of its own, made from the run's seed, the step and its place: what is sampled doesn't depend on how
-    the prompts are spread over engines, and a resumed run samples what the interrupted one would have.
+    Each has a seed of its own, which follows from the run's seed and the ordinal, and from it follows the random stream
+    of each sample: no token depends on the step or the engine that samples a prompt, on how the prompts are spread over
+    engines, or on whether the run was interrupted.
     """
-    rollout = config.rollout
-    entropy = (config.loop.seed, step, refill) if refill else (config.loop.seed, step)
-    seeds = np.random.SeedSequence(entropy).generate_state(count).tolist()
+    rollout, samples = config.rollout, config.loop.samples_per_prompt
     return [
         SamplingParameters(
-            samples=config.loop.samples_per_prompt,
+            samples=samples,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=stop_token_ids,
-            seed=seed,
+            seed=_seed(config.loop.seed, ordinal),
         )
-        for seed in seeds
+        for ordinal in ordinals
     ]
 
 
@@ -57,6 +59,11 @@ def rollout(
         if all(part in answers for part in own):
             trajectories, *greedy = (answers.pop(part) for part in own)
             yield groups[own.start].with_members(trajectories, greedy[0][0] if greedy else None)
+
+
+def _seed(seed: int, ordinal: int) -> int:
+    """A number in [0, 2^63)."""
+    return int(np.random.SeedSequence((seed, ordinal, _ROLLOUT)).generate_state(1, np.uint64)[0]) >> 1
 
 
 def _of_one_turn(turn: Turn) -> Trajectory:

@@ -14,6 +14,7 @@ from megarl.rewards import Scorer
 from megarl.rollout.protocol import Request
 from megarl.run.job import LoopState
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, RewardConfig
+from megarl.stages.rollout import sampling_parameters
 from megarl.tracking.clock import Clock
 from megarl.train import sample
 
@@ -96,6 +97,30 @@ def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> No
     assert [group.ordinal for group in sampled] == [0, 1, 2, 3, 4, 5]
     assert rollouts == 3
     assert len({request.sampling.seed for call in job.engines.calls for request in call}) == 6
+
+
+def test_a_sample_has_the_seed_of_its_draw_whatever_step_and_rollout_it_falls_in(scorer) -> None:
+    def seeds(*texts, prompts_per_step, dynamic_sampling=False):
+        job = job_of(scorer, Answers(*texts), prompts_per_step=prompts_per_step, dynamic_sampling=dynamic_sampling)
+        while job.state.sampler.drawn < 6:
+            sample(job, Clock())
+            job.state.step += 1
+        return {r.prompt_token_ids[0]: r.sampling.seed for call in job.engines.calls for r in call}
+
+    in_steps_of_two = seeds(*["01"] * 6, prompts_per_step=2)
+    assert len(set(in_steps_of_two.values())) == 6
+    assert seeds(*["01"] * 6, prompts_per_step=3) == in_steps_of_two
+    assert seeds("00", "00", "01", "00", "00", "01", prompts_per_step=2, dynamic_sampling=True) == in_steps_of_two
+
+
+def test_the_same_prompt_in_another_epoch_and_another_run_has_another_seed(scorer) -> None:
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=10)
+    for _ in range(2):
+        sample(job, Clock())
+    first, second = ([request.sampling.seed for request in call] for call in job.engines.calls)
+    job.config.loop.seed += 1
+    (third,) = {tuple(each.seed for each in sampling_parameters(job.config, (), range(10)))}
+    assert len({*first, *second, *third}) == 30
 
 
 def test_the_greedy_baseline_has_the_score_of_the_model_as_the_others_have(scorer) -> None:
