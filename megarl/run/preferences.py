@@ -10,6 +10,7 @@ from megarl.algorithms.ragged import Ragged
 from megarl.data import PreferencePair, PromptSampler, load_pairs
 from megarl.run.draws import Draw, Draws
 from megarl.run.supervised import Start, conversation_batch
+from megarl.stages.fields import with_fields
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -48,7 +49,7 @@ def draw_pairs(
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
     """A batch of pairs with the reference's log-probs [T]. Raises UserError for a reply that it finds impossible."""
     check_finite("reference model's log-probability", log_probs, _name, Ragged(batch.lengths))
-    return batch.with_fields(reference_log_probs=log_probs)
+    return with_fields(batch, reference_log_probs=log_probs)
 
 
 def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:

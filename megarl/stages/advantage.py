@@ -15,6 +15,7 @@ from megarl.data import PromptGroup, Trajectory
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import at_trained_tokens, group_of_each, trained_responses
+from megarl.stages.fields import with_fields
 from megarl.stages.reward import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch
 
@@ -88,7 +89,7 @@ def with_advantages(
         fields["returns"] = at_trained_tokens(estimated.returns, batch)
     if scored.process_rewards is not None:
         fields["outcomes"] = at_trained_tokens(responses.spread(_outcomes(scored.rewards)), batch)
-    return batch.with_fields(**fields)
+    return with_fields(batch, **fields)
 
 
 _LOG_PROBS = {"rollout_log_probs": "engine's log-prob", "reference_log_probs": "reference's log-prob"}

@@ -12,6 +12,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.data import PromptGroup, Trajectory
 from megarl.schema import AlgorithmConfig, MegarlConfig
+from megarl.stages.fields import with_fields
 from megatron_ext.packing import RaggedBatch
 
 
@@ -58,7 +59,7 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> RaggedBa
     }
     if any(each.turn_scores for each in trajectories):
         fields["turn_rewards"] = _joined([_turn_rewards(each) for each in trajectories])
-    return RaggedBatch(tokens, lengths, fields)
+    return with_fields(RaggedBatch(tokens, lengths), **fields)
 
 
 def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[RaggedBatch]:
@@ -87,7 +88,7 @@ def weighted(
     `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
     """
     weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, groups, options)
-    return batch.with_fields(weights=at_trained_tokens(weights, batch))
+    return with_fields(batch, weights=at_trained_tokens(weights, batch))
 
 
 def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:

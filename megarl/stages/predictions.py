@@ -10,6 +10,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
 from megarl.models.auxiliary import Companions
 from megarl.schema import MegarlConfig
+from megarl.stages.fields import with_fields
 from megatron_ext.packing import RaggedBatch
 
 _OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs"}
@@ -50,7 +51,7 @@ def with_predictions(
         now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
         fields["implicit_reference_log_probs"] = before.log_probs
         fields["process_rewards"] = implicit_process_rewards(now.log_probs, before.log_probs, config.reward_model.beta)
-    return batch.with_fields(**fields)
+    return with_fields(batch, **fields)
 
 
 def _teacher_log_probs(

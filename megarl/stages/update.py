@@ -9,6 +9,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics
 from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
+from megarl.stages.fields import with_fields
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
@@ -48,7 +49,7 @@ def _selected(
     # A generator, so that each choice is made with the weights that the optimizer step before it left.
     for number, batch in enumerate(batches):
         present = trainer.log_probs(batch, temperature=temperature).log_probs
-        yield batch.with_fields(chosen=objective.select(batch, present, seed=(*seed, number)))
+        yield with_fields(batch, chosen=objective.select(batch, present, seed=(*seed, number)))
 
 
 def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, MetricValue]:
@@ -63,7 +64,7 @@ def update_implicit_reward_model(
     """One optimizer step of an implicit reward model per batch: towards the field `outcomes`."""
     own = [
         weighted(
-            batch.with_fields(reference_log_probs=batch.fields["implicit_reference_log_probs"]),
+            with_fields(batch, reference_log_probs=batch.fields["implicit_reference_log_probs"]),
             "seq_mean_token_sum",
         )
         for batch in batches

@@ -1,0 +1,81 @@
+"""The fields of a batch: what each value per token is, who makes it and who reads it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.packing import RaggedBatch
+
+
+class Field(NamedTuple):
+    """One field of a `RaggedBatch`: a value for each of its T tokens.
+
+    Example: Field("advantages", torch.float32, "how much better ...", made_by="with_advantages", read_by="policy loss")
+    """
+
+    name: str
+    dtype: torch.dtype
+    meaning: str
+    made_by: str
+    read_by: str
+
+
+_F32 = torch.float32
+FIELDS = (
+    Field("trained", torch.bool, "whether the token is trained on", "to_batch", "all that follows"),
+    Field("rollout_log_probs", _F32, "the engine's log-prob, 0 if not sampled", "to_batch", "corrections, policy loss"),
+    Field("response", torch.int64, "place of the trajectory in the step", "to_batch", "errors, to name it"),
+    Field("prompt", torch.int64, "place of the prompt in the data", "to_batch", "errors, to name it"),
+    Field("turn_rewards", _F32, "score of a turn, at its last token", "to_batch", "with_advantages"),
+    Field(
+        "old_log_probs",
+        _F32,
+        "the policy's before the step",
+        "with_predictions",
+        "ratios, KL in the reward, advantages",
+    ),
+    Field("reference_log_probs", _F32, "the reference's", "with_predictions", "KL, sppo, preferences"),
+    Field("probability_squares", _F32, "sum of squared probabilities", "with_predictions", "optimal_token_baseline"),
+    Field("teacher_log_probs", _F32, "the teacher's", "with_predictions", "distillation"),
+    Field("old_values", _F32, "the critic's before the step", "with_predictions", "gae, value loss"),
+    Field("process_rewards", _F32, "of the implicit reward model", "with_predictions", "prime"),
+    Field(
+        "implicit_reference_log_probs",
+        _F32,
+        "of that model's reference",
+        "with_predictions",
+        "update of the implicit reward model",
+    ),
+    Field("advantages", _F32, "0 if not trained on", "with_advantages", "policy loss"),
+    Field("returns", _F32, "what a critic learns", "with_advantages", "value loss"),
+    Field("outcomes", _F32, "reward of the response", "with_advantages", "update of the implicit reward model"),
+    Field("weights", _F32, "weight in the loss, 0 if not trained on", "mini_batches", "all losses"),
+    Field("chosen", torch.bool, "whether the loss treats the token apart", "update_policy", "clip_cov, kl_cov"),
+)
+"""In the order in which a step makes them. Each is [T] and lies where its token does."""
+
+_BY_NAME = {field.name: field for field in FIELDS}
+
+
+def with_fields(batch: RaggedBatch, **values: Tensor) -> RaggedBatch:
+    """`batch` with more (or replaced) fields.
+
+    Raises ValueError for one that is not in `FIELDS` or has another dtype.
+    """
+    for name, each in values.items():
+        if name not in _BY_NAME:
+            raise ValueError(f"a batch has no field {name!r}: enter it in megarl/stages/fields.py")
+        if each.dtype != _BY_NAME[name].dtype:
+            raise ValueError(f"the field {name!r} of a batch is {_BY_NAME[name].dtype}, and not {each.dtype}")
+    return batch.with_fields(**values)
+
+
+def table() -> str:
+    """`FIELDS` in Markdown."""
+    header = ("field", "dtype", "value of a token", "made by", "read by"), ("---",) * 5
+    rows = [
+        (f"`{name}`", str(dtype).removeprefix("torch."), meaning, made_by, read_by)
+        for name, dtype, meaning, made_by, read_by in FIELDS
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (*header, *rows))
