@@ -83,6 +83,9 @@ class Trajectory:
     are rewards of the single turns, beyond the score; each falls due at the last token of its turn. `payload` is a
     reference (a ray.ObjectRef) to what belongs to the conversation and no stage opens.
 
+    A rollout whose history was rewritten has several branches: trajectories of one group with the same `rollout`. What
+    they share is sampled in one of them and appended in the others, so that it is trained once.
+
     Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
 
@@ -92,6 +95,7 @@ class Trajectory:
     failure: Failure | None = None
     turn_scores: Sequence[float] = ()
     payload: object = None
+    rollout: int | None = None
 
     def __post_init__(self) -> None:
         if self.turn_scores and len(self.turn_scores) != len(self.turns):
@@ -153,7 +157,7 @@ class PromptGroup:
     """One drawn prompt with its samples, which are compared with each other; before the rollout it has none.
 
     `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups. `baseline` is the
-    greedy response to the prompt, where the algorithm asks for one.
+    greedy response to the prompt, where the algorithm asks for one. Branches of one rollout are neighbours.
 
     Example: PromptGroup(prompts[17], ordinal=4096, trajectories=[right, wrong])
     """
@@ -163,15 +167,31 @@ class PromptGroup:
     trajectories: Sequence[Trajectory] = ()
     baseline: Trajectory | None = None
 
+    def __post_init__(self) -> None:
+        numbers = [branches[0].rollout for branches in self.rollouts if branches[0].rollout is not None]
+        if len(numbers) != len(set(numbers)):
+            raise ValueError(f"branches of one rollout of draw {self.ordinal} are no neighbours: rollouts {numbers}")
+
     @property
     def members(self) -> list[Trajectory]:
         """All that was sampled: the trajectories, then the baseline."""
         return [*self.trajectories, *([self.baseline] if self.baseline is not None else [])]
 
     @property
+    def rollouts(self) -> list[list[Trajectory]]:
+        """The trajectories by rollout: its branches count once, together, in comparisons."""
+        found: list[list[Trajectory]] = []
+        for each in self.trajectories:
+            if found and each.rollout is not None and each.rollout == found[-1][0].rollout:
+                found[-1].append(each)
+            else:
+                found.append([each])
+        return found
+
+    @property
     def rewards(self) -> list[float]:
-        """One per trajectory. Raises ValueError if one has no score."""
-        return [each.reward for each in self.trajectories]
+        """One per rollout, the mean over its branches. Raises ValueError if one has no score."""
+        return [sum(each.reward for each in branches) / len(branches) for branches in self.rollouts]
 
     def scored(self) -> "PromptGroup":
         """The group of the trajectories with a score; of none where the baseline has no score to compare with."""

@@ -14,7 +14,14 @@ from megarl.algorithms.ragged import Ragged
 from megarl.data import PromptGroup, Trajectory
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
-from megarl.stages.batch import at_trained_tokens, group_of_each, trained_responses
+from megarl.stages.batch import (
+    at_trained_tokens,
+    first_branches,
+    group_of_each,
+    rollout_of_each,
+    sum_of_branches,
+    trained_responses,
+)
 from megarl.stages.fields import with_fields
 from megarl.stages.reward import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch
@@ -48,8 +55,10 @@ def with_advantages(
     """`batch`, that of `to_batch` with the predictions of the models, with the field `advantages`.
 
     Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
-    that of `kl_in_reward`. Raises UserError for what is not a finite number, naming the response, and as `estimate`
-    does.
+    that of `kl_in_reward`. Where responses to a prompt are compared, all branches of a rollout together are one
+    response, whose reward is the mean of theirs.
+
+    Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
     """
     algorithm, trained = config.algorithm, batch.fields["trained"]
     responses = trained_responses(batch)
@@ -63,11 +72,17 @@ def with_advantages(
     for field in ("rollout_log_probs", "reference_log_probs"):
         if field in known:
             check_finite(_LOG_PROBS[field], known[field], describe, responses)
-    terms = _terms(trajectories)
+    rollout = _compared_units(groups, algorithm)
+    branches, first = torch.bincount(rollout), first_branches(rollout)
+
+    def mean_of_branches(values: Sequence[float]) -> Tensor:
+        return sum_of_branches(torch.tensor(values), rollout) / branches
+
+    terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
     scored = ScoredResponses(
-        responses=responses,
-        groups=group_of_each(groups),
-        rewards=torch.tensor([each.reward for each in trajectories]),
+        responses=Ragged(sum_of_branches(responses.lengths, rollout)),
+        groups=group_of_each(groups)[first],
+        rewards=mean_of_branches([each.reward for each in trajectories]),
         penalties=terms.pop(OVERLONG, None),
         parts=terms,
         part_weights=_term_weights(config),
@@ -80,7 +95,9 @@ def with_advantages(
         process_rewards=known.get("process_rewards"),
         teacher_log_probs=known.get("teacher_log_probs"),
     )
-    estimated = estimate(algorithm.advantage, scored, algorithm.advantage_options, describe)
+    estimated = estimate(
+        algorithm.advantage, scored, algorithm.advantage_options, lambda index: describe(int(first[index]))
+    )
     advantages = estimated.advantages
     if scored.teacher_log_probs is not None and algorithm.distillation_coefficient:
         advantages = advantages + algorithm.distillation_coefficient * distillation(scored).advantages
@@ -88,17 +105,30 @@ def with_advantages(
     if estimated.returns is not None:
         fields["returns"] = at_trained_tokens(estimated.returns, batch)
     if scored.process_rewards is not None:
-        fields["outcomes"] = at_trained_tokens(responses.spread(_outcomes(scored.rewards)), batch)
+        fields["outcomes"] = at_trained_tokens(scored.responses.spread(_outcomes(scored.rewards)), batch)
     return with_fields(batch, **fields)
 
 
 _LOG_PROBS = {"rollout_log_probs": "engine's log-prob", "reference_log_probs": "reference's log-prob"}
 
 
-def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Tensor:
+    """long[N]: the response that each trajectory is part of: its rollout where responses are compared, or itself."""
+    rollout = rollout_of_each(groups)
+    if ADVANTAGES[config.advantage].smallest_group == 1:
+        return torch.arange(len(rollout))
+    if config.advantage == "prime" and int(rollout[-1]) + 1 < len(rollout):
+        raise UserError(
+            "algorithm.advantage=prime adds up rewards of tokens to the end of a response, and rollouts of this step"
+            " have several branches: choose another advantage"
+        )
+    return rollout
+
+
+def _terms(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
     """The weighted, named rewards of all responses; one that a response does not have is 0 there."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.scored.terms)
-    return {name: torch.tensor([each.scored.terms.get(name, 0.0) for each in trajectories]) for name in names}
+    return {name: [each.scored.terms.get(name, 0.0) for each in trajectories] for name in names}
 
 
 def _term_weights(config: MegarlConfig) -> dict[str, float]:

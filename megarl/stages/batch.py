@@ -29,7 +29,7 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
         group.with_members([each for each in group.trajectories if in_statistics or not each.is_truncated])
         for group in groups
     ]
-    kept = [group for group in counted if len(group.trajectories) >= smallest]
+    kept = [group for group in counted if len(group.rollouts) >= smallest]
     if not kept:
         scored = [each for group in groups for each in group.trajectories]
         raise UserError(
@@ -69,31 +69,57 @@ def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: Mega
     out.
     """
     count, lengths = config.algorithm.updates_per_step, trained_responses(batch).lengths
-    group = group_of_each(groups)
+    group, rollout = group_of_each(groups), rollout_of_each(groups)
     part = group * count // len(groups)
     options = _aggregation_options(config)
     chosen = [(part == number).nonzero().flatten() for number in range(count)]
     return [
-        weighted(batch.select(each), config.algorithm.aggregation, group[each], options)
+        weighted(batch.select(each), config.algorithm.aggregation, group[each], options, rollout[each])
         for each in chosen
         if bool(lengths[each].any())
     ]
 
 
 def weighted(
-    batch: RaggedBatch, aggregation: str, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
+    batch: RaggedBatch,
+    aggregation: str,
+    groups: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+    rollouts: Tensor | None = None,
 ) -> RaggedBatch:
     """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
 
     `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
+    With `rollouts` long[N], all branches of a rollout together count as one response.
     """
-    weights = AGGREGATIONS[aggregation](trained_responses(batch).lengths, groups, options)
+    lengths = trained_responses(batch).lengths
+    if rollouts is not None:
+        rollout = rollouts.unique_consecutive(return_inverse=True)[1]
+        groups = None if groups is None else groups[first_branches(rollout)]
+        lengths = sum_of_branches(lengths, rollout)
+    weights = AGGREGATIONS[aggregation](lengths, groups, options)
     return with_fields(batch, weights=at_trained_tokens(weights, batch))
 
 
 def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
     """long[N]: the place of its group, of each trajectory."""
     return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
+
+
+def rollout_of_each(groups: Sequence[PromptGroup]) -> Tensor:
+    """long[N]: the place of its rollout among those of all groups, of each trajectory."""
+    branches = torch.tensor([len(each) for group in groups for each in group.rollouts])
+    return torch.arange(len(branches)).repeat_interleave(branches)
+
+
+def first_branches(rollout: Tensor) -> Tensor:
+    """long[R]: where the first branch of each of R rollouts is; `rollout` long[N] is that of `rollout_of_each`."""
+    return rollout.diff(prepend=rollout.new_tensor([-1])).nonzero().flatten()
+
+
+def sum_of_branches(values: Tensor, rollout: Tensor) -> Tensor:
+    """Sum over the branches of each rollout: [N] to [R]."""
+    return values.new_zeros(int(rollout[-1]) + 1).index_add(0, rollout, values)
 
 
 def trained_responses(batch: RaggedBatch) -> Ragged:

@@ -35,7 +35,9 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
     answers that differ by their length penalty alone would otherwise be kept, and GRPO would blow the penalty up to
     advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
     """
-    values = [_measure(each, config.filter_on, group.prompt.data_source) for each in group.trajectories]
+    source = group.prompt.data_source
+    measured = [[_measure(each, config.filter_on, source) for each in branches] for branches in group.rollouts]
+    values = [sum(each) / len(each) for each in measured]
     mean = sum(values) / len(values)
     low, high = config.filter_low, config.filter_high
     return min(values) < max(values) and (low is None or mean >= low) and (high is None or mean <= high)
