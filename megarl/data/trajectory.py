@@ -83,8 +83,8 @@ class Trajectory:
     are rewards of the single turns, beyond the score; each falls due at the last token of its turn. `payload` is a
     reference (a ray.ObjectRef) to what belongs to the conversation and no stage opens.
 
-    A rollout whose history was rewritten has several branches: trajectories of one group with the same `rollout`. Tokens
-    that they share are sampled in one of them and appended in the others, and so trained once.
+    A rollout whose history was rewritten has several branches: trajectories of one group with the same `rollout`.
+    Tokens that they share are sampled in one of them and appended in the others, and so trained once.
 
     Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
