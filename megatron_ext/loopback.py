@@ -6,7 +6,8 @@ from importlib import import_module
 
 from torch.distributed import TCPStore
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 # The package's attribute of this name is a function.
 _rendezvous = import_module("torch.distributed.rendezvous")
 _original = _rendezvous._create_c10d_store
@@ -22,7 +23,7 @@ def listen_on_loopback() -> None:
 
 def open_store(host: str, timeout: timedelta) -> TCPStore:
     """A new store of this process, reachable at its `port` of `host`; on loopback, from this machine alone."""
-    if host not in _LOOPBACK:
+    if host not in _LOOPBACK_NAMES:
         return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     listener = socket.create_server((host, 0), family=_family(host))
     port = listener.getsockname()[1]
@@ -34,7 +35,7 @@ def open_store(host: str, timeout: timedelta) -> TCPStore:
 def _create_store(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
 ) -> TCPStore:
-    if hostname not in _LOOPBACK:
+    if hostname not in _LOOPBACK_NAMES:
         return _original(hostname, port, rank, world_size, timeout, use_libuv)
     is_master = rank == 0
     listener = socket.create_server((hostname, port), family=_family(hostname)).detach() if is_master else None

@@ -17,8 +17,8 @@ from megarl.cluster.scratch import scratch_folder
 from megarl.process.phase import phase
 from megarl.process.signals import held
 from megarl.schema import ClusterConfig
+from megatron_ext.loopback import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 _RAY = "r"
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000

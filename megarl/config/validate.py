@@ -14,7 +14,7 @@ from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.output.places import LOGS, check_output
-from megarl.resharding.direct.messages import ALIGNMENT_BYTES
+from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpus import needs_gpus
 
-from megarl.resharding.direct.cuda_ipc import Segment, map_segment
+from megarl.resharding.direct.transports.mapped import CudaSegment, map_cuda_segment
 from megatron_ext import device
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cuda, needs_gpus(1)]
 def read_and_add(handle, size_bytes, index):
     """Where torch has the mapped memory and its sum there, as GPU `index` of this process sees it; adds 1 to all."""
     torch.cuda.set_device(index)
-    memory = map_segment(handle, size_bytes)
+    memory = map_cuda_segment(handle, size_bytes)
     same = torch.equal(memory, torch.arange(size_bytes, dtype=torch.uint8, device="cuda"))
     memory.add_(1)
     device.synchronize()
@@ -27,7 +27,7 @@ def read_and_add(handle, size_bytes, index):
 
 
 def shared_with(index, visible=None):
-    segment = Segment(200)
+    segment = CudaSegment(200)
     segment.memory.copy_(torch.arange(200, dtype=torch.uint8))
     device.synchronize()
     before = os.environ.get("CUDA_VISIBLE_DEVICES")

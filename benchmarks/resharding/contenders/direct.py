@@ -9,11 +9,10 @@ from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megatron_ext.loopback import open_store
+from megatron_ext.loopback import LOOPBACK, open_store
 from resharding.party import Destination, Party
 from resharding.processes import DEADLINE_S
 
-_LOOPBACK = "127.0.0.1"
 _VERSION = 1
 
 
@@ -31,7 +30,7 @@ class Direct:
         self.moved_bytes = moved if party.is_source else 0
         self._run: Callable[[], object]
         if party.is_source:
-            sender = Sender(party.number, messages, party.tensors, _LOOPBACK)
+            sender = Sender(party.number, messages, party.tensors, LOOPBACK)
             sender.connect(self._rendezvous(transport, sender))
             self._run = partial(sender.send, _VERSION, with_checksum=with_checksum)
         else:
@@ -54,10 +53,10 @@ class Direct:
     def _rendezvous(self, transport: str, sender: Sender | None) -> Rendezvous:
         party, port = self._party, None
         if TRANSPORTS[transport].needs_store and party.place.rank == 0:
-            self._store = open_store(_LOOPBACK, timedelta(seconds=DEADLINE_S))
+            self._store = open_store(LOOPBACK, timedelta(seconds=DEADLINE_S))
             port = self._store.port
         said = party.exchange((secrets.token_bytes(16), port, sender and sender.address))
         key, port, _ = said[0]
         listeners = [address for *_, address in said[: party.sources]]
-        store = (_LOOPBACK, port) if port else None
+        store = (LOOPBACK, port) if port else None
         return Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)

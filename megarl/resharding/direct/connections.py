@@ -11,10 +11,11 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, TypeAlias, TypeVar, cast
+
+from megarl.resharding.direct.wire import Failure
 
 Kind = TypeVar("Kind")
 Address: TypeAlias = tuple[str, int]
@@ -25,13 +26,6 @@ _RAISED_S = "raised_s"
 
 class TransferError(RuntimeError):
     """A transfer that cannot come to its end: a peer is gone, silent, failed, or not the one that was expected."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The last message of a rank that failed."""
-
-    reason: str
 
 
 class Link:

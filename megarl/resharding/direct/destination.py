@@ -20,8 +20,7 @@ from megarl.resharding.direct.transports import MAPPED
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Announcement
 from megatron_ext import device
-
-_LOOPBACK = "127.0.0.1"
+from megatron_ext.loopback import LOOPBACK
 
 
 class Destination:
@@ -36,7 +35,7 @@ class Destination:
         self._messages = messages
         self._tensors = tensors
         self._readiness = RelayReadiness(messages)
-        self._to_neighbours = Sender(rank, messages.relays_out, tensors, _LOOPBACK)
+        self._to_neighbours = Sender(rank, messages.relays_out, tensors, LOOPBACK)
         self._inside: Rendezvous | None = None
         self._from_sources: Receiver | None = None
         self._from_neighbours: Receiver | None = None

@@ -14,9 +14,7 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shape
 from converters.plan import Transfer
-
-# A cache line: enough for any dtype and for vector loads.
-ALIGNMENT_BYTES = 64
+from megarl.resharding.alignment import ALIGNMENT_BYTES, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def cut_into_messages(
     for transfer in transfers:
         dtype = dtypes[transfer.destination_name]
         for part in parts(transfer.source_box.shape, room // dtype.itemsize):
-            size = _aligned(part.size * dtype.itemsize)
+            size = aligned(part.size * dtype.itemsize)
             if end + size > room:
                 messages.append(Message(tuple(pieces), end))
                 pieces, end = [], 0
@@ -113,7 +111,3 @@ def _piece(transfer: Transfer, part: Box, dtype: torch.dtype, offset_bytes: int)
         dtype,
         offset_bytes,
     )
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

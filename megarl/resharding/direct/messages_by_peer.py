@@ -3,16 +3,19 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from converters.plan import Plan, Transfer
 from megarl.resharding.direct.messages import Message, cut_into_messages
 
-DTypes = Mapping[str, torch.dtype]
+DTypes: TypeAlias = Mapping[str, torch.dtype]
 """Type of each tensor of a destination rank, by its name there."""
-MessagesByPeer = Mapping[int, Sequence[Message]]
+MessagesByPeer: TypeAlias = Mapping[int, Sequence[Message]]
 """The messages with each peer, by its rank."""
+MessageId: TypeAlias = tuple[int, int]
+"""A message: the peer's rank, and the message's number among those with this peer."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ def largest_bytes(messages: MessagesByPeer) -> int:
 
 
 def _messages(
-    transfers_of: Mapping[int, Sequence[Transfer]], dtypes_of: Callable[[int], DTypes], bucket_bytes: int
+    transfers_of: Mapping[int, Sequence[Transfer]],
+    dtypes_of: Callable[[int], DTypes],
+    bucket_bytes: int,
 ) -> MessagesByPeer:
     return {
         peer: cut_into_messages(transfers, dtypes_of(peer), bucket_bytes) for peer, transfers in transfers_of.items()

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from torch import Tensor
 
@@ -25,9 +24,6 @@ from megarl.resharding.direct.transports.endpoint import Pull, RecvEndpoint, Ren
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megatron_ext import device
 
-Taken: TypeAlias = Callable[[int, Announcement], None]
-"""Is told of every message that was taken, with its source."""
-
 
 @dataclass(frozen=True)
 class _Incoming:
@@ -48,8 +44,9 @@ class Receiver:
         messages: MessagesByPeer,
         tensors: Mapping[str, Tensor],
         rendezvous: Rendezvous,
-        taken: Taken = lambda _source, _announcement: None,
+        taken: Callable[[int, Announcement], None] = lambda _source, _announcement: None,
     ) -> None:
+        """`taken` is called with every message that was taken, and its source."""
         self._rank = rank
         self._taken = taken
         self._messages = messages

@@ -3,15 +3,10 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from threading import Condition
-from typing import TypeAlias
 
 from converters.boxes import Box
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.messages_by_peer import DestinationMessages
-from megarl.resharding.direct.sender import Outgoing
-
-Incoming: TypeAlias = tuple[int, int]
-"""A message that comes directly: its source, and its number among those from it."""
+from megarl.resharding.direct.messages_by_peer import DestinationMessages, MessageId
 
 
 class RelayReadiness:
@@ -30,11 +25,11 @@ class RelayReadiness:
     def expect(self) -> None:
         """A refit begins: nothing has come."""
         with self._changed:
-            self._came: set[Incoming] = set()
+            self._came: set[MessageId] = set()
             self._with_checksum = True
             self._failure: str | None = None
 
-    def add(self, incoming: Incoming, *, with_checksum: bool) -> None:
+    def add(self, incoming: MessageId, *, with_checksum: bool) -> None:
         """A message is here, and came with a checksum or without."""
         with self._changed:
             self._came.add(incoming)
@@ -47,7 +42,7 @@ class RelayReadiness:
             self._failure = failure
             self._changed.notify()
 
-    def choose(self, left: Collection[Outgoing]) -> tuple[Outgoing, bool]:
+    def choose(self, left: Collection[MessageId]) -> tuple[MessageId, bool]:
         """The first that is all here, as soon as one is, with a checksum if that is how things come.
 
         Raises TransferError after a failure, or if nothing comes for the time.
@@ -63,14 +58,14 @@ class RelayReadiness:
                     raise TransferError(f"nothing came for {self.timeout_s:g} s (refit.timeout_s) to pass on")
 
 
-def _needs(messages: DestinationMessages) -> Mapping[Outgoing, set[Incoming]]:
+def _needs(messages: DestinationMessages) -> Mapping[MessageId, set[MessageId]]:
     """For each message that is passed on, those that bring it."""
-    coming: dict[str, list[tuple[Box, Incoming]]] = defaultdict(list)
+    coming: dict[str, list[tuple[Box, MessageId]]] = defaultdict(list)
     for source, from_source in messages.direct.items():
         for number, message in enumerate(from_source):
             for piece in message.pieces:
                 coming[piece.destination_name].append((piece.destination_box, (source, number)))
-    needs: dict[Outgoing, set[Incoming]] = {}
+    needs: dict[MessageId, set[MessageId]] = {}
     for destination, to_neighbour in messages.relays_out.items():
         for number, message in enumerate(to_neighbour):
             needed = needs[destination, number] = set()

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from megarl.resharding.direct.connections import (
     Address,
-    Failure,
     Link,
     Listener,
     TransferError,
@@ -20,27 +17,14 @@ from megarl.resharding.direct.connections import (
     notify_peers_on_error,
     ready,
 )
-from megarl.resharding.direct.messages import Message, digest
-from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
+from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import Block, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
-from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
+from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
 from megatron_ext import device
-
-Outgoing: TypeAlias = tuple[int, int]
-"""A message: its destination, and its number among those to it."""
-Choice: TypeAlias = Callable[[Collection[Outgoing]], tuple[Outgoing, bool]]
-"""Which of the messages that are left, in the sender's own order, goes next, and whether with a checksum."""
-
-
-@dataclass
-class _Packed:
-    """A message; its views in each bucket are made when they are first needed."""
-
-    message: Message
-    views: dict[int, list[Block]] = field(default_factory=dict)
 
 
 class Sender:
@@ -58,7 +42,9 @@ class Sender:
         self._endpoint: SendEndpoint | None = None
         self._name = ""
         self._timeout_s = 0.0
-        self._outgoing: dict[Outgoing, _Packed] = {}
+        self._order: list[MessageId] = []
+        self._views: dict[tuple[MessageId, int], list[Block]] = {}
+        """Views of a message in one bucket, made when they are first needed."""
         self._readers: list[Link | None] = [None] * BUCKETS
         """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
         self._stream = device.SideStream()
@@ -86,7 +72,7 @@ class Sender:
             for _ in as_they_come(self._links.values(), Connected, rendezvous.timeout_s):
                 pass
             self._endpoint.all_connected()
-        self._outgoing = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
+        self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
     def send(self, version: int, *, with_checksum: bool) -> int:
         """Send everything, as it is now, as `version`; returns when all receivers have it. The number of bytes sent.
@@ -98,19 +84,23 @@ class Sender:
         device.synchronize()
         return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum))
 
-    def send_chosen(self, version: int, choice: Choice) -> int:
-        """`send`, in the order that `choice` makes as it goes along; what it raises, receivers are told."""
-        left = dict(self._outgoing)
+    def send_chosen(self, version: int, choose: Callable[[Collection[MessageId]], tuple[MessageId, bool]]) -> int:
+        """Send everything in the order that `choose` makes as it goes along; receivers are told what it raises.
+
+        `choose` is given the messages that are left, in this rank's own order, and says which goes next and whether
+        with a checksum.
+        """
+        left = dict.fromkeys(self._order)
         with notify_peers_on_error(self._links), self._stream.entered():
             for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
-                chosen, with_checksum = choice(left)
+                chosen, with_checksum = choose(left)
                 del left[chosen]
                 self._send(chosen, version, bucket, with_checksum)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
-        return sum(packed.message.size_bytes for packed in self._outgoing.values())
+        return sum(message.size_bytes for to_peer in self._messages.values() for message in to_peer)
 
     def abort(self, rendezvous: Rendezvous, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
@@ -124,7 +114,7 @@ class Sender:
         self._listener.close()
         for link in self._links.values():
             link.close()
-        self._outgoing = {}
+        self._views = {}
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -137,7 +127,7 @@ class Sender:
         if hello.digest != digest(self._messages[hello.destination]):
             raise TransferError(f"{self._name} and {link.peer} do not have the same plan")
 
-    def _in_order(self, sources: int, destinations: int) -> dict[Outgoing, _Packed]:
+    def _in_order(self, sources: int, destinations: int) -> list[MessageId]:
         messages = {
             (destination, number): message
             for destination, messages in self._messages.items()
@@ -147,17 +137,17 @@ class Sender:
         table = [(*key, message.size_bytes) for key, message in messages.items()]
         columns = np.array(table, np.int64).reshape(-1, 3).T
         order = sending_order(self._rank, sources, destinations, *columns)
-        return {keys[index]: _Packed(messages[keys[index]]) for index in order}
+        return [keys[index] for index in order]
 
-    def _send(self, outgoing: Outgoing, version: int, bucket: int, with_checksum: bool) -> None:
+    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool) -> None:
         assert self._endpoint is not None
-        destination, number = outgoing
-        packed = self._outgoing[outgoing]
-        if bucket not in packed.views:
-            packed.views[bucket] = blocks(packed.message, self._endpoint.buckets[bucket], self._tensors, "source")
-        checksum = pack(packed.views[bucket], with_checksum=with_checksum)
+        destination, number = chosen
+        message = self._messages[destination][number]
+        if (chosen, bucket) not in self._views:
+            self._views[chosen, bucket] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source")
+        checksum = pack(self._views[chosen, bucket], with_checksum=with_checksum)
         self._stream.synchronize()
-        size = packed.message.size_bytes
+        size = message.size_bytes
         self._endpoint.push(bucket, size, destination)
         self._readers[bucket] = link = self._links[destination]
         link.send(Announcement(version, number, bucket, size, checksum))

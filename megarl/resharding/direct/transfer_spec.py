@@ -14,7 +14,7 @@ from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_lay
 from converters.layouts.traced_layout import LoadTrace, traced_layout
 from converters.plan import Plan
 from converters.topology import Topology
-from megarl.resharding.direct.messages import ALIGNMENT_BYTES
+from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.messages_by_peer import DestinationMessages, MessagesByPeer, incoming, outgoing
 
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a destination: who it is, and a digest of the messages that it expects."""
+    """The first message of a destination: who it is, and a digest of the messages that it expects.
+
+    Example: `Hello(destination=4, digest="9f86...")`.
+    """
 
     destination: int
     digest: str
@@ -18,7 +21,10 @@ class Connected:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Message `number` of the pair lies in a bucket of the source, or is on its way from there."""
+    """Message `number` of the pair lies in a bucket of the source, or is on its way from there.
+
+    Example: `Announcement(version=7, number=0, bucket=1, size_bytes=1_048_576, checksum=0x1C291CA3)`.
+    """
 
     version: int
     number: int
@@ -29,6 +35,19 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The destination needs the bucket no more."""
+    """The destination needs the bucket no more.
+
+    Example: `Acknowledgement(bucket=1)`.
+    """
 
     bucket: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The last message of a rank that failed.
+
+    Example: `Failure("trainer rank 3 is gone")`.
+    """
+
+    reason: str

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
-
-# A cache line: enough for any dtype and for vector loads.
-ALIGNMENT_BYTES = 64
+from megarl.resharding.alignment import aligned
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def cut_into_buckets(
                 f"{name} has {size} bytes and refit.bucket_bytes is {bucket_bytes}: raise refit.bucket_bytes to {size} "
                 "or more"
             )
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = aligned(end)
         if start + size > bucket_bytes:
             close()
             start = 0

@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.resharding.direct import checksum as module
-from megarl.resharding.direct.checksum import checksum, weighted_sum
+from megarl.resharding.direct import packing as module
+from megarl.resharding.direct.packing import checksum, weighted_sum
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.cuda_ipc import map_segment
+from megarl.resharding.direct.transports.mapped import map_cuda_segment
 
 GPUS = {0: "GPU-aaaa", 1: "GPU-bbbb", 2: "GPU-cccc"}
 """GPUs that the process that maps can see, by its own numbers."""
@@ -47,7 +47,7 @@ def gpus(monkeypatch):
 
 
 def handle(gpu, name):
-    """As `Segment.handle` makes it on a GPU; `name` is that of the memory."""
+    """As `CudaSegment.handle` makes it on a GPU; `name` is that of the memory."""
     size, counter, event = torch.Size([64]), (b"counter", 0), (b"event", True)
     storage = (Storage, torch.uint8, NUMBER_THERE, name, 64, 0)
     return pickle.loads(pickle.dumps((gpu, (torch.Tensor, size, (1,), 0, *storage, False, *counter, *event))))
@@ -61,18 +61,18 @@ def test_the_arguments_are_those_that_torch_takes():
 
 @pytest.mark.parametrize("gpu", ["GPU-cccc", "GPU-aaaa", "GPU-not-seen-here"])
 def test_memory_is_mapped_on_the_gpu_of_the_process_that_maps_it(gpus, gpu):
-    memory = map_segment(handle(gpu, gpu.encode()), 60)
+    memory = map_cuda_segment(handle(gpu, gpu.encode()), 60)
     assert memory.tolist() == list(range(60))
     assert Storage.mapped_on == (OWN,)
 
 
 def test_a_gpu_whose_memory_is_out_of_reach_is_named_before_it_is_tried(gpus):
     with pytest.raises(TransferError, match=r"GPU GPU-cccc does not reach .* GPU-bbbb .*refit\.transport="):
-        map_segment(handle("GPU-bbbb", b"b"), 64)
+        map_cuda_segment(handle("GPU-bbbb", b"b"), 64)
     assert Storage.mapped_on == ()
 
 
 def test_memory_that_cuda_does_not_map_is_a_transfer_that_failed(gpus, monkeypatch):
     monkeypatch.setattr(Storage, "fails", True)
     with pytest.raises(TransferError, match=r"refit\.transport=point_to_point .*invalid argument"):
-        map_segment(handle("GPU-not-seen-here", b"f"), 64)
+        map_cuda_segment(handle("GPU-not-seen-here", b"f"), 64)

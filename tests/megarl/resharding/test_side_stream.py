@@ -21,7 +21,7 @@ SIZES = ParallelSizes(world_size=1)
 SCENE = Scene(make_config("qwen3"), SIZES, workers=2, topology=Topology([0], [0], [1, 1], [1, 2]))
 
 
-class MessagesByPeer:
+class Streams:
     """Notes what each thread asks for that has not been waited for, and what it waits for."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ class MessagesByPeer:
 
 @pytest.fixture
 def streams(monkeypatch):
-    noted = MessagesByPeer()
+    noted = Streams()
     monkeypatch.setattr(device, "SideStream", noted.stream)
     monkeypatch.setattr(device, "synchronize", noted.whole_device)
     monkeypatch.setattr(sender, "pack", noted.asks(sender.pack))

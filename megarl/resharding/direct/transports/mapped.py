@@ -3,44 +3,65 @@
 On one host, that is shared memory; on GPUs which reach each other's memory, CUDA IPC.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megarl.resharding import shared_memory
-from megarl.resharding.direct import cuda_ipc
+from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Pull, Rendezvous, Transport
+from megarl.resharding.shared_memory import Segment, map_segment
+from megatron_ext import device
+
+_INDEX_OF_DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
 
-class Segment(Protocol):
-    """`memory` of this process (uint8, one dimension)."""
+class CudaSegment:
+    """New memory on this process's GPU: `memory` (uint8 [size_bytes]), and handles for processes that reach the GPU."""
 
-    memory: Tensor
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device.device())
 
     def handle(self) -> Any:
-        """Gives the memory to one other process; of a type that pickles."""
+        """The GPU's UUID and torch's arguments, for one `map_cuda_segment`: torch counts who has mapped the memory."""
+        _, arguments = reduce_tensor(self.memory)
+        return device.uuid(), arguments
 
     def close(self) -> None:
-        """Let nobody else map it; the memory stays until the last mapping is gone."""
+        """Nothing to do: a handle that was given to nobody leads nowhere."""
 
 
-@dataclass(frozen=True)
-class Segments:
-    """A kind of memory: how it is made, and how it is mapped by its handle."""
+def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
+    """Map the segment of `handle`: a uint8 tensor [size_bytes], for torch on this process's GPU, wherever it lies.
 
-    create: Callable[[int], Segment]
-    map: Callable[[Any, int], Tensor]
+    Raises TransferError where this GPU does not reach the memory of the other.
+    """
+    uuid, arguments = handle
+    own = device.device().index
+    unreachable = (
+        f"GPU {device.uuid()} does not reach the memory of GPU {uuid} (CUDA IPC needs NVLink or PCIe peer access): set "
+        "refit.transport=point_to_point"
+    )
+    if not device.reaches(uuid):
+        raise TransferError(unreachable)
+    # The maker's index names another GPU here, or none: each process numbers the GPUs that it sees. CUDA maps memory of
+    # any GPU of the host, seen or not, into the address space of the one that is asked.
+    ours = (*arguments[:_INDEX_OF_DEVICE], own, *arguments[_INDEX_OF_DEVICE + 1 :])
+    try:
+        return rebuild_cuda_tensor(*ours)[:size_bytes]
+    except RuntimeError as error:  # all that CUDA raises
+        raise TransferError(f"{unreachable} ({error})") from error
 
 
 class MappedSendEndpoint:
-    """Two segments."""
+    """The buckets lie in `segments`."""
 
-    def __init__(self, segments: Segments, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
-        self._segments = [segments.create(bucket_bytes) for _ in range(BUCKETS)]
-        self.buckets: Sequence[Tensor] = [segment.memory for segment in self._segments]
+    def __init__(self, segments: Sequence[Segment | CudaSegment]) -> None:
+        self._segments = segments
+        self.buckets: Sequence[Tensor] = [segment.memory for segment in segments]
 
     def offer(self) -> Any:
         """The segments' size and handles."""
@@ -66,8 +87,8 @@ class MappedRecvEndpoint:
 
     pulls_at_once = 2**30
 
-    def __init__(self, segments: Segments, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:  # noqa: ARG002
-        self._map = segments.map
+    def __init__(self, map_memory: Callable[[Any, int], Tensor]) -> None:
+        self._map = map_memory
         self._buckets: dict[int, list[Tensor]] = {}
 
     def connect(self, source: int, offer: Any) -> None:
@@ -84,9 +105,15 @@ class MappedRecvEndpoint:
         self._buckets = {}
 
 
-def _mapped(segments: Segments) -> Transport:
-    return Transport(partial(MappedSendEndpoint, segments), partial(MappedRecvEndpoint, segments))
+def _mapped(create: Callable[[int], Segment | CudaSegment], map_memory: Callable[[Any, int], Tensor]) -> Transport:
+    def send_endpoint(_rendezvous: Rendezvous, _rank: int, bucket_bytes: int) -> MappedSendEndpoint:
+        return MappedSendEndpoint([create(bucket_bytes) for _ in range(BUCKETS)])
+
+    def recv_endpoint(_rendezvous: Rendezvous, _rank: int, _bucket_bytes: int) -> MappedRecvEndpoint:
+        return MappedRecvEndpoint(map_memory)
+
+    return Transport(send_endpoint, recv_endpoint)
 
 
-SHARED_MEMORY = _mapped(Segments(shared_memory.Segment, shared_memory.map_segment))
-CUDA_IPC = _mapped(Segments(cuda_ipc.Segment, cuda_ipc.map_segment))
+SHARED_MEMORY = _mapped(Segment, map_segment)
+CUDA_IPC = _mapped(CudaSegment, map_cuda_segment)

@@ -1,0 +1,9 @@
+"""Where a tensor may begin in a bucket."""
+
+ALIGNMENT_BYTES = 64
+"""A cache line: enough for any dtype and for vector loads."""
+
+
+def aligned(size_bytes: int) -> int:
+    """The least multiple of the alignment that holds `size_bytes`."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
