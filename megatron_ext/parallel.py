@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,18 +19,6 @@ from megatron_ext.loopback import listen_on_loopback
 _TIMEOUT = timedelta(minutes=30)
 _TIMEOUT_OF_FILES = timedelta(hours=12)
 _SEED = 1234
-
-
-@dataclass(frozen=True)
-class ParallelRank:
-    """A rank's place in each kind of parallelism."""
-
-    data: int
-    tensor: int
-    pipeline: int
-    expert: int
-    is_last_stage: bool
-    """Whether logits come out here."""
 
 
 def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: int = _SEED) -> None:
@@ -69,17 +56,6 @@ def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: in
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def parallel_rank() -> ParallelRank:
-    """This rank's place; call after `initialize`."""
-    return ParallelRank(
-        data=parallel_state.get_data_parallel_rank(),
-        tensor=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
-        expert=parallel_state.get_expert_model_parallel_rank(),
-        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-    )
 
 
 @contextmanager

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms.kl import k2, k3
+from megarl.algorithms.kl import LARGEST_LOG_RATIO, k2, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.parts import lookup
 from megarl.algorithms.ragged import Ragged
 from megarl.schema import CorrectionConfig
-
-# exp of more is no weight that means anything; verl's value.
-LARGEST_LOG_RATIO = 20.0
 
 Statistic = Callable[[Tensor, Ragged], Tensor]
 """Log-ratios [T], of responses, to what the bounds speak of, at every token [T]."""

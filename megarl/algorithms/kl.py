@@ -11,8 +11,8 @@ from torch import Tensor
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 
-# exp of more would overflow; beyond it the k3 estimate stays where it is.
-_LARGEST_LOG_RATIO = 20.0
+LARGEST_LOG_RATIO = 20.0
+"""A policy this far from another is lost anyway, and exp of more overflows in a gradient norm; also verl's value."""
 
 
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     verl cuts the value off at 10, which takes the gradient from the tokens that are furthest away; here it is that of
     d = 20 from there on, and nothing else is cut.
     """
-    difference = (reference_log_probs - log_probs).clamp(max=_LARGEST_LOG_RATIO)
+    difference = (reference_log_probs - log_probs).clamp(max=LARGEST_LOG_RATIO)
     # expm1 keeps the digits that exp(d) - 1 loses where the two policies nearly agree.
     return difference.expm1() - difference
 
@@ -58,7 +58,7 @@ def importance_weighted(estimate: Tensor, log_ratio: Tensor) -> Tensor:
     has gone, and the mean gradient is the KL's (arXiv:2512.02556, section 3.1); without r, k3 has the gradient of the
     KL in the other direction, without a bound where the policy has left the reference. `log_ratio` [T] is log r.
     """
-    return log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp() * estimate
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() * estimate
 
 
 KL_ESTIMATORS: Mapping[str, KlEstimator] = {

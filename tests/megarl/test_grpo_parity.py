@@ -96,10 +96,11 @@ def make_batch(trajectories: list[ReferenceTrajectory]) -> RaggedBatch:
 
 
 def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: RaggedBatch) -> dict:
+    from parallel_rank import parallel_rank
+
     from megatron_ext.engine import MegatronEngine
     from megatron_ext.forward import forward_backward, predict_labels
     from megatron_ext.options import MegatronOptions
-    from megatron_ext.parallel import parallel_rank
 
     checkpoint = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(checkpoint.config)

@@ -71,10 +71,11 @@ def test_no_cut_changes_a_loss_or_a_gradient(case, ranks: int) -> None:
 
 def losses_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: RaggedBatch, max_tokens: int) -> dict:
     """By loss: its value over this rank's micro-batches, and the gradients of all ranks together."""
+    from parallel_rank import parallel_rank
+
     from megatron_ext.engine import MegatronEngine
     from megatron_ext.forward import forward_backward, predict_labels
     from megatron_ext.options import MegatronOptions
-    from megatron_ext.parallel import parallel_rank
 
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(

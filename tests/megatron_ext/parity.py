@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
+from parallel_rank import parallel_rank
 from torch import Tensor
 
 from converters.architectures import read_architecture
@@ -23,7 +24,6 @@ from megatron_ext.backbone import LanguageModel
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.optimizer import wrap_distributed
 from megatron_ext.packing import MicroBatch, RaggedBatch, pack
-from megatron_ext.parallel import parallel_rank
 from megatron_ext.weights import load_huggingface
 
 # Micro-batches of different lengths, with sequences of one token and two of the same length.

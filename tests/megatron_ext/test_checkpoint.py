@@ -159,7 +159,7 @@ def make_engine(
 
 
 def train(engine, steps: range, objective=sft_objective) -> dict:
-    from megatron_ext.parallel import parallel_rank
+    from parallel_rank import parallel_rank
 
     results = []
     for step in steps:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distinct_vectors import with_distinct_vectors
 from launch import run_ranks
+from parallel_rank import parallel_rank
 from parity import computed_logits, sequences
 from safetensors.torch import load_file, save_file
 from test_deepseek_models import MODELS as DEEPSEEK_MODELS
@@ -23,7 +24,6 @@ from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.model import build_model, local_tensors
-from megatron_ext.parallel import parallel_rank
 
 DENSE_TOLERANCE, MOE_TOLERANCE = 1e-5, 1e-4
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from parallel_rank import parallel_rank
 from torch import Tensor
 
 from converters.architectures import read_architecture
@@ -16,7 +17,6 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
-from megatron_ext.parallel import parallel_rank
 
 LENGTHS = (8, 4, 12, 6)
 TOPK = 2

@@ -9,6 +9,7 @@ import torch
 from launch import run_ranks
 from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from parallel_rank import parallel_rank
 from parity import sequences
 
 from converters.architectures import read_architecture
@@ -18,7 +19,6 @@ from megarl.algorithms import sft_objective
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
-from megatron_ext.parallel import parallel_rank
 
 ONE = ParallelSizes()
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}

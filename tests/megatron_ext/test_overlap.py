@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from parallel_rank import parallel_rank
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from megatron_ext import checkpoint
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
-from megatron_ext.parallel import parallel_rank
 
 OFF: Mapping[str, Any] = {}
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": 20_000}

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from launch import run_ranks
+from parallel_rank import ParallelRank, parallel_rank
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import parallel
-from megatron_ext.parallel import ParallelRank, parallel_rank
 
 
 def place(rank: int, sizes: ParallelSizes) -> ParallelRank:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from parallel_rank import parallel_rank
 from parity import sequences
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +22,6 @@ from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.engine import MegatronEngine
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens
-from megatron_ext.parallel import parallel_rank
 
 SIZES = {
     "one": ParallelSizes(),

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import LARGEST_LOG_RATIO
 from megarl.algorithms.policy_losses.policy_loss import Tokens
-
-# exp of more would overflow in the gradient norm; a policy this far from the old one is lost anyway.
-_LARGEST_LOG_RATIO = 20.0
 
 
 def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -16,7 +14,7 @@ def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of log-ratios, at most exp(20); beyond it the gradient is 0."""
-    return log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp()
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def of_token(tokens: Tokens) -> Tensor:

@@ -1,0 +1,28 @@
+"""A rank's place in each kind of parallelism, as Megatron has it."""
+
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+
+
+@dataclass(frozen=True)
+class ParallelRank:
+    """A rank's place in each kind of parallelism."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    expert: int
+    is_last_stage: bool
+    """Whether logits come out here."""
+
+
+def parallel_rank() -> ParallelRank:
+    """This rank's place; call after `initialize`."""
+    return ParallelRank(
+        data=parallel_state.get_data_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    )
