@@ -26,7 +26,11 @@ _REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError,
 
 @dataclass(frozen=True)
 class LoadTrace:
-    """Effect of one worker's loader: where its tensors' elements go. Small, and travels between processes."""
+    """Effect of one worker's loader: where its tensors' elements go. Small, and travels between processes.
+
+    Example: a worker at TP 2 has placements of `q_proj`, `k_proj` and `v_proj` in its `qkv_proj.weight`, each of half
+    the heads, and nothing in `untraced`.
+    """
 
     shard: Shard
     """Where HuggingFace tensors lie in the worker's tensors. A parameter that holds whole tensors under an index, such

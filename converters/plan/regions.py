@@ -9,7 +9,10 @@ from converters.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of an HF tensor, and all ranks that hold it, in ascending order."""
+    """A box of an HF tensor, and all ranks that hold it, in ascending order.
+
+    Example: `Region(Box((0, 0), (128, 64)), owners=(0, 2))`: ranks 0 and 2 hold the first 128 rows.
+    """
 
     box: Box
     owners: tuple[int, ...]
@@ -44,6 +47,8 @@ class Cutting:
 
     Only in the first dimension, at multiples of `grain` in the tensor's coordinates, which leaves 128 x 128 blocks of
     FP8 whole; and into parts of at least `smallest` elements on average, since each part is a copy of its own.
+
+    Example: a box of 300 rows and 10 million elements, cut for two ranks, gives rows 0 to 128 and 128 to 300.
     """
 
     grain: int = 128

@@ -16,7 +16,10 @@ from converters.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A box goes from source rank `sender` to destination rank `receiver`, which passes it on to its neighbours."""
+    """A box goes from source rank `sender` to destination rank `receiver`, which passes it on to its neighbours.
+
+    Example: `Delivery(box, sender=0, receiver=8, relayed_to=(9, 10))`.
+    """
 
     box: Box
     sender: int

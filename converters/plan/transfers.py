@@ -16,7 +16,11 @@ from converters.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`source_box` of a tensor of one rank goes, element for element, into `destination_box` of another's."""
+    """`source_box` of a tensor of one rank goes, element for element, into `destination_box` of another's.
+
+    Example: rank 1's rows 0 to 32 of `decoder.layers.0.self_attention.linear_qkv.weight` go into rows 64 to 96 of
+    worker 0's `model.layers.0.self_attn.qkv_proj.weight`; `hf_name` is `model.layers.0.self_attn.q_proj.weight`.
+    """
 
     hf_name: str
     source_rank: int
@@ -32,6 +36,9 @@ class DestinationPart:
     """Transfers and relays of one destination rank, each in the order of its placements.
 
     The ranks of relays are destination ranks on both sides.
+
+    Example: a worker that shares its node with one other gets half of a replicated tensor in `transfers`, gives it away
+    in `relays_out`, and gets the other half in `relays_in`.
     """
 
     transfers: list[Transfer] = field(default_factory=list)
@@ -62,6 +69,8 @@ class Plan:
     passes it on.
 
     Raises UserError where the layouts are not of the same model, and where the topology is not of these ranks.
+
+    Example: `Plan(megatron_layout(...), traced_layout(...), replicas=4)` fills four engines of the traced workers.
     """
 
     source: Layout

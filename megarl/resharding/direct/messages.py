@@ -22,6 +22,9 @@ class Piece:
     """A box of a tensor of the source and the box of the destination's tensor that it fills.
 
     In between it lies contiguously, in the destination's `dtype`, `offset_bytes` after the start of a bucket.
+
+    Example: `Piece("linear_fc2.weight", Box((0, 0), (64, 128)), "down_proj.weight", Box((64, 0), (128, 128)),
+    torch.bfloat16, offset_bytes=0)` has 16 KiB.
     """
 
     source_name: str
@@ -39,7 +42,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces that travel together; `size_bytes` is a multiple of the alignment."""
+    """Pieces that travel together; `size_bytes` is a multiple of the alignment.
+
+    Example: `Message((piece_of_64_rows, piece_of_a_norm), size_bytes=16_640)`.
+    """
 
     pieces: tuple[Piece, ...]
     size_bytes: int

@@ -23,7 +23,11 @@ _FACTOR = 6364136223846793005
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring boxes of a message: `packed` are views of `memory` (uint8), `local` of this rank's tensors."""
+    """Neighbouring boxes of a message: `packed` are views of `memory` (uint8), `local` of this rank's tensors.
+
+    Example: the first MiB of a message: `memory` uint8 [1_048_576], 16 `packed` views of it, 16 `local` views of the
+    parameters in `names`.
+    """
 
     memory: Tensor
     packed: list[Tensor]

@@ -12,7 +12,10 @@ from megarl.resharding.alignment import aligned
 
 @dataclass(frozen=True)
 class Entry:
-    """One whole HF tensor inside a bucket: contiguous, `offset_bytes` after the start of the segment."""
+    """One whole HF tensor inside a bucket: contiguous, `offset_bytes` after the start of the segment.
+
+    Example: `Entry("model.norm.weight", torch.bfloat16, (4096,), offset_bytes=64)`.
+    """
 
     name: str
     dtype: torch.dtype
@@ -22,7 +25,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together through segment number `segment`."""
+    """Tensors that travel together through segment number `segment`.
+
+    Example: `Bucket(segment=1, entries=(entry, other))`.
+    """
 
     segment: int
     entries: tuple[Entry, ...]

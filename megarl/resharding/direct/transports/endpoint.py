@@ -22,6 +22,9 @@ class Rendezvous:
     `listeners` are those of the ranks that send, and `senders` is how errors call one; `relay_listeners` are those of
     the destination ranks, where they pass something on. `store` is the address of torch's key-value store, where one is
     needed. `timeout_s` is how long a rank waits for any sign of another.
+
+    Example: two trainer ranks and four workers on one host: `Rendezvous("shared_memory", key, [("10.0.0.1", 40001),
+    ("10.0.0.1", 40002)], store=None, destinations=4, timeout_s=600.0)`.
     """
 
     transport: str
