@@ -54,6 +54,6 @@ def test_a_group_is_compared_as_far_as_it_has_scores() -> None:
     assert group.members == [scored, failed, TALK]
     kept = group.scored()
     assert (kept.ordinal, kept.rewards, kept.baseline) == (12, [1.0], TALK)
-    # What belongs to a conversation goes with it by reference.
+    # A conversation's payload goes with it by reference.
     assert kept.trajectories[0].payload is payload
     assert group.with_members(group.trajectories, failed).scored().trajectories == []
