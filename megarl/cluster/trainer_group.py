@@ -14,7 +14,7 @@ from torch import Tensor
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.worker_group import WorkerGroup, wait
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -132,7 +132,7 @@ class TrainerGroup(WorkerGroup):
     def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
         """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
         listeners = self.call("open_transfer", ray.put(spec))
-        store = self.wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
+        store = wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
         return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
 
     def export(self, folder: Path, copy_from: Path) -> None:
@@ -158,7 +158,7 @@ class TrainerGroup(WorkerGroup):
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
         stored = [(ray.put(share.batch), share.micro_batches) for share in shares]
         ranks = range(len(self))
-        results = self.wait(
+        results = wait(
             self.begin_each(
                 method, [(*stored[_data_parallel_rank(rank, self._parallel)], *arguments) for rank in ranks]
             )

@@ -1,10 +1,11 @@
-"""A group of worker processes: one call in, all results out, the first failure at once."""
+"""Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Generic, Self, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -15,9 +16,7 @@ from megarl.cluster.placement import Place
 from megarl.cluster.runtime import last_lines
 from megarl.process.errors import RunFailed
 
-Call: TypeAlias = ray.ObjectRef
-"""A call that was begun; `WorkerGroup.wait` gives its result."""
-
+R = TypeVar("R", covariant=True)
 
 # How long the others are given to say that they failed, too.
 _CONSEQUENCES_S = 5.0
@@ -41,19 +40,62 @@ class WorkerGone(WorkerFailed, RunFailed):
         self.sentence = reason
 
 
+class Worker:
+    """A worker process, called `name`. Its `failure` is the last one that was seen of it."""
+
+    def __init__(self, name: str, place: Place, logs: Path, calls_at_once: int = 1) -> None:
+        self.log = logs / f"{name}.log"
+        self.failure: WorkerFailed | None = None
+        actor = ray.remote(num_cpus=place.cpus, num_gpus=place.gpus, max_concurrency=calls_at_once)(Host)
+        self._host = actor.options(runtime_env={"env_vars": dict(place.environment)}).remote(self.log)
+
+    def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
+        """Begin to make the object that answers the calls: import `name` from `module` and call it."""
+        return Call(self, self._host.make.remote(module, name, *arguments))
+
+    def begin_node(self) -> "Call[Any]":
+        """Begin to ask for the machine it runs on, as Ray names it."""
+        return Call(self, self._host.node.remote())
+
+    def begin(self, method: str, *arguments: Any) -> "Call[Any]":
+        """Begin a call of the object's `method`."""
+        return Call(self, self._host.call.remote(method, *arguments))
+
+    def stream(self, method: str, *arguments: Any) -> "Stream":
+        """Begin a call of the object's `method`, which gives its results one by one."""
+        return Stream(self, self._host.stream.remote(method, *arguments))
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        ray.kill(self._host)
+
+
+@dataclass(frozen=True)
+class Call(Generic[R]):
+    """A call that was begun in a worker; `wait` gives its result."""
+
+    worker: Worker
+    reference: ray.ObjectRef
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A call that was begun in a worker and gives its results one by one; `results_of` waits for them."""
+
+    worker: Worker
+    references: ray.ObjectRefGenerator
+
+
 class WorkerGroup:
     """Processes that run the same program. A context manager: they end with it."""
 
     def __init__(self, name: str, size: int, place: Place, logs: Path, calls_at_once: int = 1) -> None:
         self._name = name
         self._place = place
-        self._logs = [logs / f"{name}_{index}.log" for index in range(size)]
-        actor = ray.remote(num_cpus=place.cpus, num_gpus=place.gpus, max_concurrency=calls_at_once)(Host)
-        started = actor.options(runtime_env={"env_vars": dict(place.environment)})
-        self._hosts = [started.remote(log) for log in self._logs]
+        self.workers = [Worker(f"{name}_{index}", place, logs, calls_at_once) for index in range(size)]
 
     def __len__(self) -> int:
-        return len(self._hosts)
+        return len(self.workers)
 
     def __enter__(self) -> Self:
         return self
@@ -64,101 +106,104 @@ class WorkerGroup:
         # After a failure a worker may be stuck in a collective with one that is gone: it is not asked to leave.
         if kind is None:
             self.call("close")
-        for host in self._hosts:
-            ray.kill(host)
+        for worker in self.workers:
+            worker.kill()
 
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
         """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
         self.nodes()
-        self.wait([host.make.remote(module, name, *own) for host, own in zip(self._hosts, arguments, strict=True)])
+        wait([worker.begin_make(module, name, *own) for worker, own in zip(self.workers, arguments, strict=True)])
 
     def nodes(self) -> list[str]:
         """The machine that each worker runs on, as Ray names it.
 
         Raises UserError if the cluster has no room for all workers within the time that `Place` gives.
         """
-        calls = [host.node.remote() for host in self._hosts]
-        up, missing = ray.wait(calls, num_returns=len(self), timeout=self._place.timeout_s)
+        calls = [worker.begin_node() for worker in self.workers]
+        references = [call.reference for call in calls]
+        up, missing = ray.wait(references, num_returns=len(self), timeout=self._place.timeout_s)
         if missing:
             raise UserError(
                 f"after {self._place.timeout_s:.0f} s only {len(up)} of {len(self)} {self._name} processes run: each "
                 f"asks for {self._place.cpus:g} CPUs and {self._place.gpus:g} GPUs, and the cluster has "
                 f"{_free(ray.available_resources())} free of {_free(ray.cluster_resources())}"
             )
-        return self.wait(calls)
+        return wait(calls)
 
-    def begin(self, method: str, *arguments: Any) -> list[Call]:
+    def begin(self, method: str, *arguments: Any) -> list[Call[Any]]:
         """Begin a call of every worker."""
-        return [host.call.remote(method, *arguments) for host in self._hosts]
+        return [worker.begin(method, *arguments) for worker in self.workers]
 
-    def begin_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Call]:
+    def begin_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Call[Any]]:
         """Begin a call of every worker, with arguments of its own."""
-        return [host.call.remote(method, *own) for host, own in zip(self._hosts, arguments, strict=True)]
+        return [worker.begin(method, *own) for worker, own in zip(self.workers, arguments, strict=True)]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call every worker and wait; results in the order of the workers."""
-        return self.wait(self.begin(method, *arguments))
-
-    def stream_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-        """Yield the items that a method of every worker yields, as they come, each with its worker's index.
-
-        Raises as `wait` does.
-        """
-        streams = {
-            host.stream.remote(method, *own): index
-            for index, (host, own) in enumerate(zip(self._hosts, arguments, strict=True))
-        }
-        while streams:
-            (ready,), _ = ray.wait(list(streams), num_returns=1)
-            result = next(ready, None)
-            if result is None:
-                del streams[ready]
-                continue
-            if failure := _failure(result, self._logs[streams[ready]]):
-                raise failure
-            yield streams[ready], ray.get(result)
-
-    def wait(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
-        """Results of all `calls`, one for each worker in order (or none); raises as soon as one of them fails.
-
-        The others may wait for the failed one in a collective, so waiting for them first would never end.
-        Raises UserError if that was raised in the worker, WorkerGone if a process died or has not answered after
-        `timeout_s`, else WorkerFailed with the reason and the end of its log.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        log_of = self.log_of(calls)
-        pending = list(calls)
-        while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=left)
-            if not done:
-                log = log_of[pending[0]]
-                raise WorkerGone(f"{log.stem} gave no answer for {timeout_s:g} s: see the end of its log", log)
-            if failure := _failure(done[0], log_of[done[0]]):
-                raise _cause(failure, {call: log_of[call] for call in pending})
-        return ray.get(list(calls))
-
-    def log_of(self, calls: Sequence[Call]) -> dict[Call, Path]:
-        """Each call, one for each worker, with the worker's log."""
-        return dict(zip(calls, self._logs, strict=False))
+        return wait(self.begin(method, *arguments))
 
 
-def wait_together(log_of: Mapping[Call, Path], consequence: type[Exception]) -> None:
-    """Wait for calls of workers, of any groups, that need each other; `log_of` is from `WorkerGroup.log_of`.
+def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
+    """Results of all `calls`, in order; raises as soon as one of them fails.
 
-    Where one fails, the others soon fail for that reason, with a `consequence`. Raises, as `WorkerGroup.wait` does, the
-    failure that says most: the end of a process, then any error but a consequence.
+    The others may wait for the failed one in a collective, so waiting for them first would never end.
+    Raises UserError if that was raised in the worker, WorkerGone if a process died or has not answered after
+    `timeout_s`, else WorkerFailed with the reason and the end of its log.
     """
-    pending = list(log_of)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    pending = list(calls)
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done = _first_done(pending, left)
+        if done is None:
+            worker = pending[0].worker
+            reason = f"{worker.log.stem} gave no answer for {timeout_s:g} s: see the end of its log"
+            worker.failure = WorkerGone(reason, worker.log)
+            raise worker.failure
+        pending.remove(done)
+        if failure := _failure(done):
+            raise _cause(failure, pending)
+    return ray.get([call.reference for call in calls])
+
+
+def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
+    """Yield the results of all streams, as they come, each with its stream. Raises as `wait`."""
+    by_references = {stream.references: stream for stream in streams}
+    while by_references:
+        (ready,), _ = ray.wait(list(by_references), num_returns=1)
+        result = next(ready, None)
+        if result is None:
+            del by_references[ready]
+            continue
+        stream = by_references[ready]
+        if failure := _failure(Call[Any](stream.worker, result)):
+            raise failure
+        yield stream, ray.get(result)
+
+
+def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> None:
+    """Wait for calls of workers, of any groups, that need each other.
+
+    Where one fails, the others soon fail for that reason, with a `consequence`. Raises, as `wait` does, the failure
+    that says most: the end of a process, then any error but a consequence.
+    """
+    pending = list(calls)
     failures: list[Exception] = []
     while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=_CONSEQUENCES_S if failures else None)
-        if not done:
+        done = _first_done(pending, _CONSEQUENCES_S if failures else None)
+        if done is None:
             break
-        if failure := _failure(done[0], log_of[done[0]]):
+        pending.remove(done)
+        if failure := _failure(done):
             failures.append(failure)
     if failures:
         raise min(failures, key=lambda failure: _depth(failure, consequence))
+
+
+def _first_done(calls: Sequence[Call[R]], timeout_s: float | None) -> Call[R] | None:
+    """The first of the calls that has ended; None if none has within the time."""
+    done, _ = ray.wait([call.reference for call in calls], num_returns=1, timeout=timeout_s)
+    return next((call for call in calls if call.reference in done), None)
 
 
 def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
@@ -166,44 +211,49 @@ def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
     return 0 if error is None else 2 if isinstance(error, consequence) else 1
 
 
-def _cause(failure: Exception, pending: Mapping[Call, Path]) -> Exception:
+def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
     """The death of another worker that comes to light soon after an error, which then is its consequence."""
     if _depth(failure, ()) != 1:
         return failure
     deadline = time.monotonic() + _CONSEQUENCES_S
     left = list(pending)
     while left and (seconds := deadline - time.monotonic()) > 0:
-        done, left = ray.wait(left, num_returns=1, timeout=seconds)
-        for call in done:
-            if isinstance(other := _failure(call, pending[call]), WorkerGone):
-                return other
+        done = _first_done(left, seconds)
+        if done is None:
+            break
+        left.remove(done)
+        if isinstance(other := _failure(done), WorkerGone):
+            return other
     return failure
 
 
-def _failure(done: Call, log: Path) -> Exception | None:
+def _failure(done: Call[Any]) -> Exception | None:
     """Why a call that has ended failed; None if it did not."""
+    log = done.worker.log
     try:
-        ray.get(done)
+        ray.get(done.reference)
     except RayTaskError as error:
-        cause = error.cause
-        return cause if isinstance(cause, UserError) else WorkerFailed(f"{type(cause).__name__}: {cause}", log, cause)
+        if isinstance(error.cause, UserError):
+            return error.cause
+        done.worker.failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
     except OutOfMemoryError:
-        return WorkerGone(
+        done.worker.failure = WorkerGone(
             f"Ray ended {log.stem}, because the memory of its machine was nearly full: leave the machine to the run, "
             f"or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines); {_GOES_ON}",
             log,
         )
     except RayActorError as error:
         if "node has died" in str(error):
-            return WorkerGone(
-                f"{log.stem} is gone with the Ray node that it was on: see to the machine; {_GOES_ON}", log
+            reason = f"{log.stem} is gone with the Ray node that it was on: see to the machine; {_GOES_ON}"
+        else:
+            reason = (
+                f"the process of {log.stem} died: where the end of its log says nothing, the kernel may have ended it "
+                f"for want of memory (dmesg tells); {_GOES_ON}"
             )
-        return WorkerGone(
-            f"the process of {log.stem} died: where the end of its log says nothing, the kernel may have ended it for "
-            f"want of memory (dmesg tells); {_GOES_ON}",
-            log,
-        )
-    return None
+        done.worker.failure = WorkerGone(reason, log)
+    else:
+        return None
+    return done.worker.failure
 
 
 def _free(resources: Mapping[str, float]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -10,12 +11,13 @@ from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.topology import Topology
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Call, wait_together
+from megarl.cluster.worker_group import Call, wait, wait_together
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces
 from megarl.resharding.direct.transports import MAPPED
+from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
 
@@ -31,7 +33,7 @@ class DirectPath:
     """
 
     def __init__(
-        self, trainer: TrainerGroup, engines: EngineGroup, architecture: Architecture, config: RefitConfig
+        self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
     ) -> None:
         self._trainer = trainer
         self._engines = engines
@@ -39,8 +41,8 @@ class DirectPath:
         dtypes = trainer.weight_dtypes()
         traces = _traces(engines, architecture, dtypes)
         module_names, backend = trainer.model_form()
-        trainer_nodes, engine_nodes = trainer.nodes(), engines.nodes()
-        usual = MAPPED[backend] if len({*trainer_nodes, *engine_nodes}) == 1 else "point_to_point"
+        trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
+        usual = MAPPED[backend] if len({*trainer_nodes, *worker_nodes}) == 1 else "point_to_point"
         self.transport = usual if config.transport == "auto" else config.transport
         self._spec = TransferSpec(
             architecture,
@@ -48,7 +50,7 @@ class DirectPath:
             module_names,
             traces,
             len(engines),
-            _topology(trainer_nodes, engine_nodes, len(traces)),
+            _topology(trainer_nodes, worker_nodes),
             config.bucket_bytes,
         )
         self._spec.check(dtypes)
@@ -59,34 +61,33 @@ class DirectPath:
         workers = len(self._engines) * len(self._spec.traces)
         rendezvous = self._trainer.open_transfer(self._spec, self.transport, workers, timeout_s)
         rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
-        connecting = [group.begin("connect_transfer", rendezvous) for group in (self._trainer, self._engines)]
-        self._together(*connecting)
+        self._together(self._trainer.begin("connect_transfer", rendezvous), self._engines.begin_connect(rendezvous))
 
     def send(self, version: int) -> int:
         """Give all weights to engines that have begun an update. The number of bytes."""
-        return self._send(version, self._engines.begin("receive", version))
+        return self._send(version, self._engines.begin(Engine.receive, version))
 
     def differing(self, version: int) -> list[str]:
         """The parameters, of any engine, that `send` would change now. They are what engines keep in another form."""
-        comparing = self._engines.begin("compare", version)
+        comparing = self._engines.begin_compare(version)
         self._send(version, comparing)
-        return sorted(set(chain.from_iterable(self._engines.wait(comparing))))
+        return sorted(set().union(*chain.from_iterable(wait(comparing))))
 
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
         self._trainer.call("close_transfer")
-        self._engines.call("close_transfer")
+        self._engines.close_transfer()
 
-    def _send(self, version: int, receiving: Sequence[Call]) -> int:
+    def _send(self, version: int, receiving: Sequence[Call[Any]]) -> int:
         sending = self._trainer.begin("send", version, self._config.verify == "checksum")
         self._together(sending, receiving)
-        return sum(self._trainer.wait(sending))
+        return sum(wait(sending))
 
-    def _together(self, of_trainer: Sequence[Call], of_engines: Sequence[Call]) -> None:
-        wait_together(self._trainer.log_of(of_trainer) | self._engines.log_of(of_engines), consequence=TransferError)
+    def _together(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
+        wait_together([*of_trainer, *of_engines], consequence=TransferError)
 
 
-def _traces(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+def _traces(engines: Engines, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
     """Traces of the workers of one engine; all engines are alike."""
     try:
         first, *others = engines.trace_layouts(architecture.hf_shapes, dtypes)
@@ -102,13 +103,12 @@ def _traces(engines: EngineGroup, architecture: Architecture, dtypes: Mapping[st
     return first
 
 
-def _topology(trainer_nodes: Sequence[str], engine_nodes: Sequence[str], workers: int) -> Topology:
-    """Each rank and each worker on a GPU of its own, on the node of its process."""
-    numbers = {node: number for number, node in enumerate(dict.fromkeys([*trainer_nodes, *engine_nodes]))}
-    destination_nodes = [numbers[node] for node in engine_nodes for _ in range(workers)]
+def _topology(trainer_nodes: Sequence[str], worker_nodes: Sequence[str]) -> Topology:
+    """Each rank and each worker of an engine on a GPU of its own, on the node of its process."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys([*trainer_nodes, *worker_nodes]))}
     return Topology(
         [numbers[node] for node in trainer_nodes],
         range(len(trainer_nodes)),
-        destination_nodes,
-        range(len(trainer_nodes), len(trainer_nodes) + len(destination_nodes)),
+        [numbers[node] for node in worker_nodes],
+        range(len(trainer_nodes), len(trainer_nodes) + len(worker_nodes)),
     )

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 
 from converters.layout import Shape
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Call
+from megarl.cluster.worker_group import Call, wait
 from megarl.resharding.loader.buckets import cut_into_buckets
 from megarl.resharding.shared_memory import Segment
+from megarl.rollout.protocol import Engine
 
 # While the engines load one bucket, the ranks write the next into the other segment.
 _SEGMENTS = 2
@@ -17,7 +18,7 @@ class LoaderPath:
     """Moves weights through two shared-memory segments that trainer and engines of one host map."""
 
     def __init__(
-        self, trainer: TrainerGroup, engines: EngineGroup, hf_shapes: Mapping[str, Shape], bucket_bytes: int
+        self, trainer: TrainerGroup, engines: Engines, hf_shapes: Mapping[str, Shape], bucket_bytes: int
     ) -> None:
         self._trainer = trainer
         self._engines = engines
@@ -28,13 +29,13 @@ class LoaderPath:
         """Give all weights to engines that have begun an update. The number of bytes."""
         if not self._is_open:
             self._open()
-        loading: dict[int, list[Call]] = {}
+        loading: dict[int, list[Call[None]]] = {}
         for bucket in self._buckets:
-            self._engines.wait(loading.pop(bucket.segment, []))
+            wait(loading.pop(bucket.segment, []))
             self._trainer.write(bucket)
-            loading[bucket.segment] = self._engines.begin_write(bucket)
+            loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
         for references in loading.values():
-            self._engines.wait(references)
+            wait(references)
         return sum(bucket.size_bytes for bucket in self._buckets)
 
     def close(self) -> None:

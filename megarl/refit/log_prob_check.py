@@ -6,7 +6,7 @@ from itertools import chain, cycle, islice
 
 import torch
 
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing import RaggedBatch
@@ -26,7 +26,7 @@ class LogProbCheck:
     max_tokens: int
     tolerance: float
 
-    def __call__(self, trainer: TrainerGroup, engines: EngineGroup) -> dict[str, float]:
+    def __call__(self, trainer: TrainerGroup, engines: Engines) -> dict[str, float]:
         """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """

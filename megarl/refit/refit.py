@@ -2,7 +2,7 @@
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
@@ -41,7 +41,7 @@ class Refit:
     def __init__(
         self,
         trainer: TrainerGroup,
-        engines: EngineGroup,
+        engines: Engines,
         architecture: Architecture,
         config: RefitConfig,
         log_prob_check: LogProbCheck | None = None,

@@ -1,19 +1,19 @@
 """Protocol of an inference engine for the training loop: token ids in, token ids out, new weights in between."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
-from megarl.resharding.direct.connections import Address
-from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 PauseMode = Literal["keep", "abort"]
 
 
@@ -52,14 +52,10 @@ class Request:
     sampling: SamplingParameters
 
 
-class Engine(Protocol):
-    """An inference engine in this process. Every method may be called from any thread.
+class Generator(Protocol):
+    """An inference engine as one who samples.
 
-    A weight update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the
-    engine serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights
-    come either through the engine's loader, with `write` of every bucket, or by `receive` straight into the parameters,
-    for which the engine has to say where it keeps them (`trace_layout`) and to meet the trainer's ranks
-    (`connect_transfer`). Every method but `close` raises EngineDiedError once the engine has failed.
+    Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
     def start(self) -> None:
@@ -86,58 +82,6 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Go on after `pause`."""
 
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Map the shared-memory segments of coming buckets; afterwards their names are not needed any more."""
-
-    def begin_update(self, version: int, names: Sequence[str]) -> None:
-        """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
-
-        Raises UpdateError if `version` is not above the current one or an update is under way.
-        """
-
-    def write(self, bucket: Bucket) -> None:
-        """Load the bucket's tensors; when it returns its segment can be used again.
-
-        Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
-        """
-
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
-        """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
-
-        Raises UserError for a version of the engine of which this is not known.
-        """
-
-    def open_transfer(self, spec: TransferSpec, replica: int) -> list[Address]:
-        """Prepare to be written along `spec` as engine number `replica`; an earlier transfer is left.
-
-        For each worker, where its neighbours find it if it passes something on to them.
-        """
-
-    def connect_transfer(self, rendezvous: Rendezvous) -> None:
-        """Meet the trainer's ranks, and the workers that pass something on.
-
-        Raises TransferError if one of them does not come.
-        """
-
-    def receive(self, version: int) -> None:
-        """Let all weights of the update be written by the trainer's ranks.
-
-        Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
-        the transfer is to be connected anew.
-        """
-
-    def compare(self, version: int) -> set[str]:
-        """The parameters that `receive` would change; nothing is written. Raises TransferError as `receive`."""
-
-    def close_transfer(self) -> None:
-        """Free what belongs to the transfer, if there is one."""
-
-    def commit_update(self, version: int) -> None:
-        """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.
-
-        Raises UpdateError if `version` is not the one begun or if a tensor is missing.
-        """
-
     def version(self) -> int:
         """The version of the weights that are served: 0 are those of the model's folder, -1 are none."""
 
@@ -146,3 +90,60 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; unfinished `generate` calls raise EngineDiedError."""
+
+
+class LayoutSource(Protocol):
+    """An inference engine as one who says where its weights are."""
+
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+        """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
+
+        Raises UserError for a version of the engine of which this is not known.
+        """
+
+    def worker_nodes(self) -> list[str | None]:
+        """The Ray node that each worker is on; None for the one that the engine is on."""
+
+
+class WeightTarget(Protocol):
+    """An inference engine as one whose weights are replaced.
+
+    An update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the engine
+    serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights come
+    either by the engine's own loader, with `write` of every bucket, or by `receive` straight into the parameters.
+    """
+
+    def begin_update(self, version: int, names: Sequence[str]) -> None:
+        """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
+
+        Raises UpdateError if `version` is not above the current one or an update is under way.
+        """
+
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Map the shared-memory segments of coming buckets; afterwards their names are not needed any more."""
+
+    def write(self, bucket: Bucket) -> None:
+        """Load the bucket's tensors; when it returns its segment can be used again.
+
+        Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
+        """
+
+    def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
+        """Call a method of the `WeightReceiver` of every worker. Raises TransferError if one of them does."""
+
+    def receive(self, version: int) -> None:
+        """Let the `WeightReceiver` of every worker receive all weights of the update.
+
+        Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
+        the transfer is to be connected anew.
+        """
+
+    def commit_update(self, version: int) -> None:
+        """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.
+
+        Raises UpdateError if `version` is not the one begun or if a tensor is missing.
+        """
+
+
+class Engine(Generator, LayoutSource, WeightTarget, Protocol):
+    """An inference engine in this process. Every method may be called from any thread."""

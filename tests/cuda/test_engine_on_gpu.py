@@ -20,6 +20,7 @@ from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import MAPPED
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import device, parallel
@@ -111,11 +112,11 @@ def write_and_compare(first, second, **arguments):
         spec = TransferSpec(architecture, ONE, names, traces, 1, topology, bucket_bytes=2**16)
         spec.check(dtypes)
         listeners = [trainer.open(spec)]
-        key, relay_listeners = secrets.token_bytes(16), engine.open_transfer(spec, 0)
+        key, relay_listeners = secrets.token_bytes(16), engine.call_receivers(WeightReceiver.open, spec, 0)
         rendezvous = Rendezvous(MAPPED[backend], key, listeners, None, len(traces), 60.0, relay_listeners)
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(trainer.connect, rendezvous)
-            engine.connect_transfer(rendezvous)
+            engine.call_receivers(WeightReceiver.connect, rendezvous)
             connecting.result(60)
         hf_names = list(architecture.hf_shapes)
         update(trainer, engine, hf_names, 1)

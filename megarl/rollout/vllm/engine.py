@@ -1,26 +1,42 @@
 """vLLM as an engine: the LLMEngine of this process, owned and stepped by one thread."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
 
 from converters.errors import UserError
+from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
-from megarl.resharding.direct.connections import Address, TransferError
-from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.sequences import Listener, SequencesInFlight
 
-Result = TypeVar("Result")
+R = TypeVar("R")
+P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
+
+
+def _by_owner(method: "Callable[Concatenate[VllmEngine, P], R]") -> "Callable[Concatenate[VllmEngine, P], R]":
+    """Let a method run in the thread that owns vLLM, behind what was asked of it before; a dead engine runs none."""
+
+    @functools.wraps(method)
+    def call(self: "VllmEngine", *arguments: P.args, **options: P.kwargs) -> R:
+        def task() -> R:
+            self._check_alive()
+            return method(self, *arguments, **options)
+
+        return self._owner.submit(task).result()
+
+    return call
 
 
 class VllmEngine:
@@ -42,109 +58,10 @@ class VllmEngine:
         self._step_queued = False
         self._death: BaseException | None = None
 
+    @_by_owner
     def start(self) -> None:
-        """See `Engine.start`."""
+        """See `Generator.start`."""
         prepare_environment()
-        self._call(self._start)
-
-    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
-        """See `Engine.generate`."""
-        return [future.result() for future in self._call(self._add, requests)]
-
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """See `Engine.generate_each`."""
-        place = {future: index for index, future in enumerate(self._call(self._add, requests))}
-        for future in as_completed(place):
-            yield place[future], future.result()
-
-    def generate_stream(self, request: Request) -> Iterator[list[int]]:
-        """See `Engine.generate_stream`."""
-        if request.sampling.samples != 1:
-            raise UserError(f"a stream of {request.sampling.samples} samples: ask for one")
-        pieces = SimpleQueue[list[int] | None]()
-        (future,) = self._call(self._add, [request], pieces.put)
-        future.add_done_callback(lambda _: pieces.put(None))
-        while (piece := pieces.get()) is not None:  # not `yield from`: Ray sends to what this gives
-            yield piece
-        future.result()
-
-    def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`."""
-        self._call(self._pause, mode)
-
-    def resume(self) -> None:
-        """See `Engine.resume`."""
-        self._call(self._resume)
-
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """See `Engine.map_segments`."""
-        init_info = {"paths": list(segments), "segment_bytes": segment_bytes}
-        self._call(self._workers, "init_weight_transfer_engine", init_info)
-
-    def begin_update(self, version: int, names: Sequence[str]) -> None:
-        """See `Engine.begin_update`."""
-        self._call(self._begin_update, version, names)
-
-    def open_transfer(self, spec: TransferSpec, replica: int) -> list[Address]:
-        """See `Engine.open_transfer`."""
-        return self._call(self._workers, "open_transfer", spec, replica)
-
-    def connect_transfer(self, rendezvous: Rendezvous) -> None:
-        """See `Engine.connect_transfer`."""
-        self._call(self._transfer, "connect_transfer", rendezvous)
-
-    def receive(self, version: int) -> None:
-        """See `Engine.receive`."""
-        self._call(self._receive, version)
-
-    def compare(self, version: int) -> set[str]:
-        """See `Engine.compare`."""
-        return set().union(*self._call(self._transfer, "compare_transfer", version))
-
-    def close_transfer(self) -> None:
-        """See `Engine.close_transfer`."""
-        self._call(self._workers, "close_transfer")
-
-    def write(self, bucket: Bucket) -> None:
-        """See `Engine.write`."""
-        self._call(self._write, bucket)
-
-    def commit_update(self, version: int) -> None:
-        """See `Engine.commit_update`."""
-        self._call(self._commit_update, version)
-
-    def version(self) -> int:
-        """See `Engine.version`."""
-        return self._call(lambda: self._version)
-
-    def reset_prefix_cache(self) -> None:
-        """See `Engine.reset_prefix_cache`."""
-        self._call(self._reset_prefix_cache)
-
-    def trace_layout(
-        self, hf_shapes: Mapping[str, tuple[int, ...]], hf_dtypes: Mapping[str, torch.dtype]
-    ) -> list[LoadTrace]:
-        """Where each worker keeps the tensors of a HuggingFace checkpoint; see `tracing.trace_model`.
-
-        Raises UserError for a version of vLLM that is not supported.
-        """
-        return self._call(self._trace_layout, hf_shapes, hf_dtypes)
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self._owner.submit(self._close).result()
-
-    # The methods below run in the owner thread.
-
-    def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        def task() -> Result:
-            if self._death is not None:
-                raise EngineDiedError(f"the vLLM engine has died: {self._death}") from self._death
-            return function(*arguments)
-
-        return self._owner.submit(task).result()
-
-    def _start(self) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         config = make_engine_config(self._model_path, self._engine_args)
@@ -152,6 +69,132 @@ class VllmEngine:
         self._sequences = SequencesInFlight(self._llm_engine)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
+        """See `Generator.generate`."""
+        return [future.result() for future in self._add(requests)]
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        """See `Generator.generate_each`."""
+        place = {future: index for index, future in enumerate(self._add(requests))}
+        for future in as_completed(place):
+            yield place[future], future.result()
+
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """See `Generator.generate_stream`."""
+        if request.sampling.samples != 1:
+            raise UserError(f"a stream of {request.sampling.samples} samples: ask for one")
+        pieces = SimpleQueue[list[int] | None]()
+        (future,) = self._add([request], pieces.put)
+        future.add_done_callback(lambda _: pieces.put(None))
+        while (piece := pieces.get()) is not None:  # not `yield from`: Ray sends to what this gives
+            yield piece
+        future.result()
+
+    @_by_owner
+    def pause(self, mode: PauseMode) -> None:
+        """See `Generator.pause`."""
+        self._paused = True
+        if mode == "abort":
+            self._sequences.abort()
+
+    @_by_owner
+    def resume(self) -> None:
+        """See `Generator.resume`."""
+        self._paused = False
+        self._queue_step()
+
+    @_by_owner
+    def version(self) -> int:
+        """See `Generator.version`."""
+        return self._version
+
+    @_by_owner
+    def reset_prefix_cache(self) -> None:
+        """See `Generator.reset_prefix_cache`."""
+        self._forget()
+
+    def close(self) -> None:
+        """See `Generator.close`."""
+        self._owner.submit(self._close).result()
+
+    @_by_owner
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+        """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
+        from megarl.rollout.vllm.tracing import check_version
+
+        # Here too: what a worker of another process raises arrives as another exception.
+        check_version()
+        return self._workers("trace_layout", hf_shapes, hf_dtypes)
+
+    @_by_owner
+    def worker_nodes(self) -> list[str | None]:
+        """See `LayoutSource.worker_nodes`."""
+        return self._workers("node")
+
+    @_by_owner
+    def begin_update(self, version: int, names: Sequence[str]) -> None:
+        """See `WeightTarget.begin_update`."""
+        if self._update is not None and not self._update.failed:
+            raise UpdateError(f"update {version} cannot begin before {self._update.version} was committed")
+        if version <= self._version:
+            raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
+        if self._update is not None:
+            self._workers("abort_weight_update")
+        self._update = WeightUpdate(version, names)
+
+    @_by_owner
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """See `WeightTarget.map_segments`."""
+        self._workers("init_weight_transfer_engine", {"paths": list(segments), "segment_bytes": segment_bytes})
+
+    @_by_owner
+    def write(self, bucket: Bucket) -> None:
+        """See `WeightTarget.write`."""
+        update = self._update_under_way("write")
+        update.failed = True
+        if not update.loads_by_name:
+            self._workers("start_weight_update")
+            update.loads_by_name = True
+        update.accept(entry.name for entry in bucket.entries)
+        self._workers("update_weights", {"bucket": bucket})
+        update.failed = False
+
+    @_by_owner
+    def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
+        """See `WeightTarget.call_receivers`."""
+        return self._receivers(method, *arguments)
+
+    @_by_owner
+    def receive(self, version: int) -> None:
+        """See `WeightTarget.receive`."""
+        update = self._update_under_way("receive")
+        update.check_version(version)
+        update.failed = True
+        update.accept_all()
+        self._receivers(WeightReceiver.receive, version)
+        update.failed = False
+
+    @_by_owner
+    def commit_update(self, version: int) -> None:
+        """See `WeightTarget.commit_update`."""
+        update = self._update_under_way("commit")
+        update.check_version(version)
+        update.failed = True
+        update.check_complete()
+        if update.loads_by_name:
+            self._workers("finish_weight_update")
+        self._forget()
+        self._version = version
+        self._update = None
+        self._queue_step()
+
+    # The methods below, too, run in the owner thread.
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDiedError(f"the vLLM engine has died: {self._death}") from self._death
+
+    @_by_owner
     def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
@@ -179,70 +222,11 @@ class VllmEngine:
             died.__cause__ = self._death
             self._sequences.fail(died)
 
-    def _pause(self, mode: PauseMode) -> None:
-        self._paused = True
-        if mode == "abort":
-            self._sequences.abort()
-
-    def _resume(self) -> None:
-        self._paused = False
-        self._queue_step()
-
-    def _trace_layout(self, *arguments: Any) -> list[LoadTrace]:
-        from megarl.rollout.vllm.tracing import check_version
-
-        # Here too: what a worker of another process raises arrives as another exception.
-        check_version()
-        return self._workers("trace_layout", *arguments)
-
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         return self._llm_engine.collective_rpc(method, args=arguments)
 
-    def _transfer(self, method: str, *arguments: Any) -> list[Any]:
-        results = self._workers(method, *arguments)
-        for result in results:
-            if isinstance(result, str):
-                raise TransferError(result)
-        return results
-
-    def _receive(self, version: int) -> None:
-        update = self._update_under_way("receive")
-        update.check_version(version)
-        update.failed = True
-        update.accept_all()
-        self._transfer("receive_transfer", version)
-        update.failed = False
-
-    def _begin_update(self, version: int, names: Sequence[str]) -> None:
-        if self._update is not None and not self._update.failed:
-            raise UpdateError(f"update {version} cannot begin before {self._update.version} was committed")
-        if version <= self._version:
-            raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
-        if self._update is not None:
-            self._workers("abort_weight_update")
-        self._update = WeightUpdate(version, names)
-
-    def _write(self, bucket: Bucket) -> None:
-        update = self._update_under_way("write")
-        update.failed = True
-        if not update.loads_by_name:
-            self._workers("start_weight_update")
-            update.loads_by_name = True
-        update.accept(entry.name for entry in bucket.entries)
-        self._workers("update_weights", {"bucket": bucket})
-        update.failed = False
-
-    def _commit_update(self, version: int) -> None:
-        update = self._update_under_way("commit")
-        update.check_version(version)
-        update.failed = True
-        update.check_complete()
-        if update.loads_by_name:
-            self._workers("finish_weight_update")
-        self._reset_prefix_cache()
-        self._version = version
-        self._update = None
-        self._queue_step()
+    def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return results(self._workers("call_receiver", method, *arguments))
 
     def _update_under_way(self, action: str) -> WeightUpdate:
         if self._update is None:
@@ -251,7 +235,7 @@ class VllmEngine:
             raise UpdateError(f"{action} after update {self._update.version} failed: begin it anew")
         return self._update
 
-    def _reset_prefix_cache(self) -> None:
+    def _forget(self) -> None:
         # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
         if not self._llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not reset its prefix cache")

@@ -4,18 +4,19 @@ vLLM imports the module of its argument `worker_extension_cls` in every worker b
 is the only hook at that moment, so here, and nowhere else, importing has effects.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import ray
 import torch
+from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
-from megarl.resharding.direct.connections import Address, TransferError
-from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import cpu, routers, tracing, weight_transfer
-from megarl.rollout.vllm.direct_writing import DirectWriter
 
 weight_transfer.register()
 routers.keep_logits_in_float32()
@@ -23,13 +24,26 @@ if current_platform.is_cpu():
     cpu.install()
 
 
+class VllmModel:
+    """See `megarl.resharding.direct.weight_receiver.ReceivingModel`."""
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+        self._model = model
+        self._config = config
+
+    def loaded_parameters(self) -> Mapping[str, Tensor]:
+        """See `ReceivingModel.loaded_parameters`."""
+        return tracing.loaded_parameters(self._model)
+
+    def after_direct_write(self) -> None:
+        """See `ReceivingModel.after_direct_write`."""
+        tracing.after_direct_write(self._model, self._config)
+
+
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class.
+    """Methods that vLLM adds to its worker class."""
 
-    Methods of a transfer return the reason if it fails: an exception in a vLLM process arrives as something else.
-    """
-
-    _direct_writer: DirectWriter | None = None
+    _receiver: WeightReceiver | None = None
 
     def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
@@ -40,46 +54,13 @@ class WorkerExtension:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
         return tracing.trace_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
-    def open_transfer(self, spec: TransferSpec, replica: int) -> Address:
-        """Prepare to be written straight into the parameters; where neighbours that pass something on find this one."""
-        self.close_transfer()
-        model, config, worker = self.get_model(), self.model_config, self.rank  # type: ignore[attr-defined]
-        self._direct_writer = DirectWriter(model, config, spec, replica, worker)
-        return self._direct_writer.address
+    def node(self) -> str | None:
+        """The Ray node of this worker; None if Ray does not run it, so that it is on the engine's."""
+        return ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
 
-    def connect_transfer(self, rendezvous: Rendezvous) -> str | None:
-        """See `DirectWriter.connect`."""
-        try:
-            self._writer().connect(rendezvous)
-        except TransferError as error:
-            self.close_transfer()
-            return str(error)
-        return None
-
-    def receive_transfer(self, version: int) -> str | None:
-        """See `DirectWriter.receive`."""
-        try:
-            self._writer().receive(version)
-        except TransferError as error:
-            self.close_transfer()
-            return str(error)
-        return None
-
-    def compare_transfer(self, version: int) -> set[str] | str:
-        """See `DirectWriter.compare`."""
-        try:
-            return self._writer().compare(version)
-        except TransferError as error:
-            self.close_transfer()
-            return str(error)
-
-    def close_transfer(self) -> None:
-        """Free what a transfer holds."""
-        if self._direct_writer is not None:
-            self._direct_writer.close()
-            self._direct_writer = None
-
-    def _writer(self) -> DirectWriter:
-        if self._direct_writer is None:
-            raise TransferError("the engine is not connected for a transfer")
-        return self._direct_writer
+    def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """The `outcome` of a method of this worker's WeightReceiver."""
+        if self._receiver is None:
+            model = VllmModel(self.get_model(), self.model_config)  # type: ignore[attr-defined]
+            self._receiver = WeightReceiver(model, self.rank)  # type: ignore[attr-defined]
+        return outcome(method, self._receiver, *arguments)

@@ -4,6 +4,7 @@ import signal
 import stat
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from converters.errors import UserError
 from megarl.cluster import worker_group
 from megarl.cluster.placement import Place, engine_place, trainer_place
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.worker_group import WorkerFailed, WorkerGone, WorkerGroup, wait_together
+from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait, wait_together
 from megarl.schema import ClusterConfig, RolloutConfig
 
 PROGRAM = """
@@ -104,7 +105,7 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
             play(group, "lose_a_peer", "fail_later")
         with pytest.raises(WorkerFailed, match="ConnectionError: a peer is gone"):
             play(group, "lose_a_peer", "pid")
-        assert group.wait(group.begin_each("rank_plus", [(1,), (2,)])) == [1, 3]
+        assert wait(group.begin_each("rank_plus", [(1,), (2,)])) == [1, 3]
         first, second = group.nodes()
         assert first == second
         pids = group.call("pid")
@@ -123,7 +124,7 @@ def fail_beside_one_that_stands_still(group):
         play(group, "sleep", "fail")
     with pytest.raises(UserError, match=r"^rank 1 was given nonsense$"):
         group.call("refuse")
-    group.wait(group.begin("sleep"), timeout_s=0.5)
+    wait(group.begin("sleep"), timeout_s=0.5)
 
 
 def test_dead_worker_is_reported_with_its_last_lines(make_group):
@@ -138,7 +139,7 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
     assert caught.value.details.startswith(f"The end of {tmp_path}/logs/worker_1.log:")
     # Nor where nobody said what a consequence looks like.
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
-        group.wait(group.begin_each("play", [("lose_a_peer",), ("die_later",)]))
+        wait(group.begin_each("play", [("lose_a_peer",), ("die_later",)]))
 
 
 def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothing(monkeypatch, tmp_path):
@@ -146,7 +147,8 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
         raise ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
 
     monkeypatch.setattr(ray, "get", get)
-    failure = worker_group._failure(None, tmp_path / "trainer_3.log")
+    worker = SimpleNamespace(log=tmp_path / "trainer_3.log", failure=None)
+    failure = worker_group._failure(Call(worker, None))
     assert isinstance(failure, WorkerGone)
     assert failure.sentence.startswith("Ray ended trainer_3, because the memory of its machine was nearly full: ")
     raylet = Path(ray._private.worker._global_node.get_logs_dir_path()) / "raylet.out"
@@ -155,7 +157,7 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
 
 def play(group, *parts):
     """Each worker its part, in which they need each other."""
-    wait_together(group.log_of(group.begin_each("play", [(part,) for part in parts])), consequence=ConnectionError)
+    wait_together(group.begin_each("play", [(part,) for part in parts]), consequence=ConnectionError)
 
 
 def test_cluster_without_room_is_a_user_error(make_group):

@@ -43,7 +43,7 @@ def open_run(tmp_path):
                 "megatron.lr=1e-2",
                 "loop.prompts_per_step=4",
                 "loop.samples_per_prompt=2",
-                f"reward.function={Path(__file__).with_name('digits.py')}:count_digits",
+                f"reward.function={Path(__file__).parents[1] / 'digits.py'}:count_digits",
                 "refit.bucket_bytes=600000",
                 "tracking.loggers=[]",
                 *overrides,
@@ -58,7 +58,7 @@ def run_in(group, worker, function, *arguments):
     """Run a function in the process of a worker, whose program does not know."""
     for module in (transfer_ranks, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)
-    ray.get(group._hosts[worker].__ray_call__.remote(lambda _: function(*arguments)))
+    ray.get(group.workers[worker]._host.__ray_call__.remote(lambda _: function(*arguments)))
 
 
 def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
@@ -119,12 +119,12 @@ def probe_and_lose_the_engine(open_run):
             job.refit(2)
         check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
         job.refit._planned.connect()
-        run_in(job.engines, 0, break_at, "unpacked", 1, "kill")
+        run_in(job.engines.processes, 0, break_at, "unpacked", 1, "kill")
         job.refit(7)
 
 
 def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
-    run_in(job.engines, 0, permute_after_loading)
+    run_in(job.engines.processes, 0, permute_after_loading)
 
     def make_refit(path):
         return Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path=path))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
 
+import psutil
 from safetensors.torch import load_file
 
 from megarl.quickstart.tiny_models import END, make_tokenizer
@@ -38,6 +39,9 @@ class Engines:
         self.running = self._host.engine(folder, {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, **engine_args})
         self.running.start()
         return self.running
+
+    def processes(self):
+        return psutil.Process(self._host._process.pid).children(recursive=True)
 
     def close(self):
         if self.running is not None:

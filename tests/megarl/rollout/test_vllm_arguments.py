@@ -26,7 +26,7 @@ def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
     [
         ({"tensor_parallel": 2}, r"engine_args\.tensor_parallel: .* did you mean .*\.tensor_parallel_size"),
         # An argument of the class for servers alone.
-        ({"enable_log_requests": True}, r"engine_args\.enable_log_requests: the installed vllm has no such option"),
+        ({"enable_log_requests": True}, r"engine_args\.enable_log_requests: the installed vLLM has no such option"),
         ({"logprobs_mode": "raw_logprobs"}, r"engine_args\.logprobs_mode is set by megarl"),
         ({"max_model_len": -5}, r"vLLM refuses rollout\.engine_args=.*max_model_len"),
         ({"dtype": "float13"}, r"vLLM refuses rollout\.engine_args=.*float13"),

@@ -38,7 +38,7 @@ def test_two_ranks(engines, folders, make_trainer, pool, assert_greedy):
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     addresses = [
         connection.laddr.ip
-        for process in psutil.Process().children(recursive=True)
+        for process in engines.processes()
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]

@@ -15,6 +15,7 @@ from converters.topology import Topology
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver
 
 RANKS = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 
@@ -71,12 +72,12 @@ class Trainer:
     def connect(self, timeout_s=20.0):
         listeners = [rank.open() for rank in self.ranks]
         workers = len(self.spec.traces)
-        relay_listeners = self._engine.open_transfer(self.spec, 0)
+        relay_listeners = self._engine.call_receivers(WeightReceiver.open, self.spec, 0)
         rendezvous = Rendezvous(
             "shared_memory", secrets.token_bytes(16), listeners, None, workers, timeout_s, relay_listeners
         )
         connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
-        self._engine.connect_transfer(rendezvous)
+        self._engine.call_receivers(WeightReceiver.connect, rendezvous)
         for each in connecting:
             each.result(60)
 
@@ -97,7 +98,7 @@ class Trainer:
 
     def compare(self, version):
         sending = self.begin_send(version)
-        found = self._engine.compare(version)
+        found = set().union(*self._engine.call_receivers(WeightReceiver.compare, version))
         for each in sending:
             each.result(60)
         return found

@@ -1,0 +1,61 @@
+"""One engine as the controller knows it: its process, state, weights and load."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
+
+from megarl.cluster.worker_group import Call, Stream, Worker, WorkerGone
+from megarl.rollout.protocol import Engine, EngineDiedError
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+EngineState: TypeAlias = Literal["starting", "serving", "updating", "failed"]
+
+
+class EngineHandle:
+    """An engine in a process of its own.
+
+    Example: an engine of two workers that samples 64 responses with the weights of step 12 has state "serving",
+    version 12, load 64 and worker_nodes ["node-a", "node-a"]. One that starts without weights is "starting" until its
+    first update is committed; one that is "updating" lets requests wait.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._state: EngineState = "starting"
+        self.version = -1
+        """The version of the weights that it serves; -1 are none."""
+        self.load = 0
+        """How many samples it has been asked for and has not given yet."""
+        self.worker_nodes: list[str] = []
+        """The machine that each of its workers is on, as Ray names it; known once it has started."""
+
+    @property
+    def state(self) -> EngineState:
+        """Whether it can be asked for samples."""
+        failure = self.worker.failure
+        died = isinstance(failure, WorkerGone) or (failure is not None and isinstance(failure.error, EngineDiedError))
+        return "failed" if died else self._state
+
+    def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> Call[R]:
+        """Begin a call of a method of `Engine`, such as `Engine.write`."""
+        return self.worker.begin(method.__name__, *arguments)
+
+    def stream(self, method: Callable[[Any, *Ts], Any], *arguments: *Ts) -> Stream:
+        """Begin a call of a method of `Engine` that gives its results one by one."""
+        return self.worker.stream(method.__name__, *arguments)
+
+    def started(self, version: int, worker_nodes: Sequence[str]) -> None:
+        """Note that it is up, with the weights of this version."""
+        self.worker_nodes = list(worker_nodes)
+        if version >= 0:
+            self._state, self.version = "serving", version
+
+    def begin_update(self, version: int, names: Sequence[str]) -> Call[None]:
+        """Begin to fence it; from here on new requests go to engines that serve, if there are any."""
+        if self._state == "serving":
+            self._state = "updating"
+        return self.begin(Engine.begin_update, version, list(names))
+
+    def committed(self, version: int) -> None:
+        """Note that it serves the weights of this version."""
+        self._state, self.version = "serving", version

@@ -1,0 +1,73 @@
+"""An engine without a model: it answers with the prompt, the seed, the sample and its own process."""
+
+import os
+from pathlib import Path
+from threading import Condition
+
+from megarl.data import Turn
+from megarl.rollout.kind import EngineKind
+
+DEADLY = 666
+"""A prompt that begins with this token ends the process."""
+
+
+class EchoEngine:
+    def __init__(self, model_path, arguments):
+        self._version = arguments.get("version", 0)
+        self._is_fenced = False
+        self._changed = Condition()
+
+    def start(self):
+        pass
+
+    def version(self):
+        return self._version
+
+    def worker_nodes(self):
+        return [None, "elsewhere"]
+
+    def generate_each(self, requests):
+        for place, request in enumerate(requests):
+            if request.prompt_token_ids[0] == DEADLY:
+                os._exit(7)
+            with self._changed:
+                assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
+                version = self._version
+            yield place, [echo(request, sample, version) for sample in range(request.sampling.samples)]
+
+    def generate_stream(self, request):
+        yield request.prompt_token_ids
+
+    def begin_update(self, version, names):
+        assert names == ["weight"]
+        self._is_fenced = True
+
+    def commit_update(self, version):
+        with self._changed:
+            self._version, self._is_fenced = version, False
+            self._changed.notify_all()
+
+    def close(self):
+        pass
+
+
+def echo(request, sample, version):
+    tokens = [*request.prompt_token_ids, request.sampling.seed, sample, os.getpid()]
+    return Turn.of(request.prompt_token_ids, tokens, [0.0] * len(tokens), [version] * len(tokens), "stop")
+
+
+ECHO = EngineKind(
+    title="Echo",
+    engine_class=("echo_engine", "EchoEngine"),
+    argument_class=("no_such_engine", "Arguments"),
+    refused={},
+    tested={},
+    workers=lambda _arguments: 2,
+    loopback_environment={
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    },
+    without_weights={"version": -1},
+    float32_logits={},
+    layout_versions=(),
+    packages={},
+)

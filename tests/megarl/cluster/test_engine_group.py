@@ -1,0 +1,123 @@
+"""Engines as one: who gets a request, whose weights are replaced, and what is known of each. The engines echo."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from echo_engine import DEADLY, ECHO
+from eventually import eventually
+
+import megarl.rollout
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.worker_group import WorkerGone
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.schema import ClusterConfig, RolloutConfig
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+
+@pytest.fixture
+def open_group(tmp_path, monkeypatch):
+    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", ECHO)
+
+    def make(replicas):
+        return EngineGroup(RolloutConfig(engine="echo", replicas=replicas), ClusterConfig(), tmp_path)
+
+    return make
+
+
+def request(prompt, samples=1):
+    return Request([prompt], SamplingParameters(samples=samples, seed=prompt + 100))
+
+
+def spread(engines, requests):
+    """The answers without the process that gave them, and the processes that answered each request."""
+    answers = engines.generate(requests)
+    tokens = [[turn.token_ids.tolist() for turn in turns] for turns in answers]
+    servers = [{each[-1] for each in own} for own in tokens]
+    return [[each[:-1] for each in own] for own in tokens], servers
+
+
+def states(engines):
+    return [(handle.state, handle.version, handle.load) for handle in engines.handles]
+
+
+def test_a_life_of_two_engines(open_group):
+    """In one test, because processes take seconds to start."""
+    with pytest.raises(WorkerGone, match="the process of engine_0 died"), open_group(2) as engines:
+        live_and_lose_one(engines)
+
+
+def live_and_lose_one(engines):
+    engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
+    here = engines.nodes()[0]
+    assert engines.worker_nodes() == [here, "elsewhere", here, "elsewhere"]
+    assert states(engines) == [("starting", -1, 0)] * 2
+    update(engines, 1)
+    assert states(engines) == [("serving", 1, 0)] * 2
+    check_that_requests_go_to_the_least_loaded(engines)
+    check_that_one_is_written_while_the_other_serves(engines)
+    check_that_requests_wait_where_none_serves(engines)
+    check_that_an_answer_nobody_waits_for_is_no_load(engines)
+    lose_the_first(engines)
+
+
+def update(engines, version):
+    engines.begin_update(version, ["weight"], timeout_s=60)
+    engines.commit_update(version, timeout_s=60)
+
+
+def check_that_requests_go_to_the_least_loaded(engines):
+    requests = [request(1, samples=4), request(2), request(3), request(4, samples=2), request(5)]
+    answers, servers = spread(engines, requests)
+    assert all(len(each) == 1 for each in servers)
+    (first,), (second,) = servers[:2]
+    assert servers == [{first}, {second}, {second}, {second}, {first}]
+    assert states(engines) == [("serving", 1, 0)] * 2
+    # Wherever they go, the answers are the same.
+    alone, own = spread(engines.only(1), requests)
+    assert (alone, own) == (answers, [{second}] * 5)
+    assert answers[0] == [[1, 101, sample] for sample in range(4)]
+
+
+def check_that_one_is_written_while_the_other_serves(engines):
+    before = [spread(engines.only(number), [request(1)])[1][0] for number in range(2)]
+    one = engines.only(0)
+    one.begin_update(2, ["weight"], timeout_s=60)
+    assert [state for state, _, _ in states(engines)] == ["updating", "serving"]
+    answers = engines.generate([request(prompt) for prompt in range(4)])
+    assert {(turn.token_ids[-1], turn.versions[0]) for (turn,) in answers} == {(*before[1], 1)}
+    one.commit_update(2, timeout_s=60)
+    assert states(engines) == [("serving", 2, 0), ("serving", 1, 0)]
+    answers = engines.generate([request(prompt) for prompt in range(4)])
+    assert [turn.versions[0] for (turn,) in answers] == [2, 1, 2, 1]
+
+
+def check_that_requests_wait_where_none_serves(engines):
+    engines.begin_update(3, ["weight"], timeout_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(engines.generate, [request(prompt, samples=3) for prompt in range(2)])
+        assert eventually(lambda: states(engines) == [("updating", 2, 3), ("updating", 1, 3)])
+        assert not generating.done()
+        engines.commit_update(3, timeout_s=60)
+        assert {turn.versions[0] for turns in generating.result(60) for turn in turns} == {3}
+    assert states(engines) == [("serving", 3, 0)] * 2
+
+
+def check_that_an_answer_nobody_waits_for_is_no_load(engines):
+    answers = engines.generate_each([request(prompt) for prompt in range(6)])
+    next(answers)
+    assert sum(load for _, _, load in states(engines)) == 5
+    answers.close()
+    assert list(engines.generate_stream(request(9))) == [[9]]
+    assert states(engines) == [("serving", 3, 0)] * 2
+
+
+def lose_the_first(engines):
+    with pytest.raises(WorkerGone, match="the process of engine_0 died"):
+        engines.generate([request(DEADLY)])
+    assert states(engines) == [("failed", 3, 0), ("serving", 3, 0)]
+    answers, servers = spread(engines, [request(prompt) for prompt in range(3)])
+    assert answers == [[[prompt, prompt + 100, 0]] for prompt in range(3)]
+    assert len(set.union(*servers)) == 1
+    engines.begin_update(4, ["weight"], timeout_s=60)
