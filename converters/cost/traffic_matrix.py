@@ -20,7 +20,7 @@ class Traffic:
     direct: np.ndarray
     """[source ranks, destination ranks]: what a source sends to a destination."""
     relayed: np.ndarray
-    """[destination ranks, destination ranks]: what a destination passes on to another of its node (NVLink)."""
+    """[destination ranks, destination ranks]: what a destination relays to another of its node (NVLink)."""
     needed: np.ndarray
     """[destination ranks]: what a destination must hold."""
     unique_needed: np.ndarray

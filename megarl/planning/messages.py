@@ -11,7 +11,7 @@ from converters.topology import Topology
 from megarl.resharding.direct.schedule import sending_order
 
 RELAYS = 16
-"""Parts in which a destination passes on what it relays to another: as these bytes arrive, not all in the end."""
+"""Parts in which a destination relays to another: as the bytes arrive, not all in the end."""
 
 Integers = NDArray[np.int64]
 
@@ -52,7 +52,7 @@ def direct_messages(direct: Integers, bucket_bytes: int) -> Messages:
 
 
 def relayed_messages(relayed: Integers, bucket_bytes: int) -> Messages:
-    """Messages that destinations pass on, in the order of the parts, to the next rank first and so round the node."""
+    """Messages that destinations relay, in the order of the parts, to the next rank first and so round the node."""
     parts = np.maximum(-(-relayed // bucket_bytes), np.minimum(relayed, RELAYS))
     messages = _cut(relayed, parts)
     distance = (messages.receiver - messages.sender) % max(1, len(relayed))
@@ -106,5 +106,5 @@ def nanoseconds(nbytes: Integers, bytes_per_s: float | NDArray[np.float64]) -> I
 
 
 def traffic_messages(traffic: Traffic, bucket_bytes: int) -> tuple[Messages, Messages]:
-    """Messages that sources send, and messages that destinations pass on."""
+    """Messages that sources send, and messages that destinations relay."""
     return direct_messages(traffic.direct, bucket_bytes), relayed_messages(traffic.relayed, bucket_bytes)

@@ -156,7 +156,7 @@ class _Machine:
             self._later(self._pack_ns[message], _PACKED, message)
 
     def _relay(self, rank: int, freed_out: set[int]) -> None:
-        """Make ready what `rank` can pass on now."""
+        """Make ready what `rank` can relay now."""
         gates = self._relays[rank]
         while gates and gates[0][0] <= self._unpacked_bytes[rank]:
             message = gates.popleft()[1]

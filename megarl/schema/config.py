@@ -63,7 +63,7 @@ class RefitConfig:
     """Transport of direct refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
     that both sides have mapped, and between machines point_to_point."""
     bucket_bytes: int = 512 * 1024**2
-    """Size of a bucket; each rank has two at most, or four of half the size where workers of a node pass on to each
+    """Size of a bucket; each rank has two at most, or four of half the size where workers of a node relay to each
     other what they all need. None is larger than what a rank sends at once."""
     verify: str = "checksum"
     """How direct refits are checked: checksum compares those of each bucket before and after its way, logprobs lets

@@ -1,7 +1,7 @@
-"""A destination rank: what sources send to it, what it passes on to its neighbours, and what they pass on to it.
+"""A destination rank: what sources send to it, what it relays to its neighbours, and what they relay to it.
 
 Elements that several ranks of a node want enter the node once (`Plan.node_once`): each rank gets a part from the
-sources and passes it on, message by message as it comes, through memory that the ranks of a node map.
+sources and relays it, message by message as it comes, through memory that the ranks of a node map.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ from megatron_ext.loopback import LOOPBACK
 class Destination:
     """The part of destination rank `rank` in every refit: `messages` says what comes into its `tensors` and goes on.
 
-    It meets its peers in `connect`; after an error of any method only `close` is left. Raises ValueError where
-    something would be passed on that sources do not send.
+    `connect` brings it together with its peers; after an error of any method only `close` is left. Raises ValueError
+    for a relay of something that no source sends.
     """
 
     def __init__(self, rank: int, messages: DestinationMessages, tensors: Mapping[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class Destination:
         return self._to_neighbours.address
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Meet all sources and neighbours. Raises TransferError as `Sender.connect` and `Receiver.connect`."""
+        """Connect with all sources and neighbours. Raises TransferError as `Sender.connect` and `Receiver.connect`."""
         messages = self._messages
         self._inside = inside = _inside_nodes(rendezvous)
         self._readiness.timeout_s = rendezvous.timeout_s
@@ -68,7 +68,7 @@ class Destination:
     def compare(self, version: int) -> set[str]:
         """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
 
-        This rank passes on its own elements, right or wrong: a difference is named where it begins.
+        This rank relays its own elements, right or wrong: a mismatch is reported only on the rank where it starts.
         """
         names: set[str] = set()
         self._take(version, lambda receiver: names.update(receiver.compare(version)))

@@ -1,4 +1,4 @@
-"""A rank that receives: takes its messages from all sources as they come, straight into its tensors."""
+"""The receiving side: takes a rank's messages from all sources as they come, straight into its tensors."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ class _Incoming:
 class Receiver:
     """The part of destination rank `rank` in every refit: `messages` says what it gets from whom, into its `tensors`.
 
-    It meets the sources in `connect`; after an error of any method only `close` is left.
+    `connect` goes to the sources; after an error of any method only `close` is left.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Receiver:
         self._stream = device.SideStream()
 
     def connect(self) -> None:
-        """Meet all sources. Raises TransferError if one does not answer or has another plan."""
+        """Connect with all sources. Raises TransferError if one does not answer or has another plan."""
         rendezvous = self._rendezvous
         with notify_peers_on_error(self._links):
             self._connect()

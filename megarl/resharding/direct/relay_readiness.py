@@ -12,7 +12,7 @@ from megarl.resharding.direct.messages_by_peer import DestinationMessages, Messa
 class RelayReadiness:
     """Lets the thread that relays messages wait for the one that receives what is in them, once in every refit.
 
-    Raises ValueError where something is to be passed on that does not come directly.
+    Raises ValueError for a relay of something that does not come directly.
     """
 
     def __init__(self, messages: DestinationMessages) -> None:
@@ -55,11 +55,11 @@ class RelayReadiness:
                 if self._failure is not None:
                     raise TransferError(self._failure)
                 if not self._changed.wait(self.timeout_s):
-                    raise TransferError(f"nothing came for {self.timeout_s:g} s (refit.timeout_s) to pass on")
+                    raise TransferError(f"nothing came for {self.timeout_s:g} s (refit.timeout_s) to relay")
 
 
 def _needs(messages: DestinationMessages) -> Mapping[MessageId, set[MessageId]]:
-    """For each message that is passed on, those that bring it."""
+    """For each message that is relayed, the messages that bring it."""
     coming: dict[str, list[tuple[Box, MessageId]]] = defaultdict(list)
     for source, from_source in messages.direct.items():
         for number, message in enumerate(from_source):
@@ -76,5 +76,5 @@ def _needs(messages: DestinationMessages) -> Mapping[MessageId, set[MessageId]]:
                         missing -= common.size
                         needed.add(incoming)
                 if missing:
-                    raise ValueError(f"{piece.source_box} of {piece.source_name} is passed on and does not come")
+                    raise ValueError(f"{piece.source_box} of {piece.source_name} is relayed and does not come")
     return needs

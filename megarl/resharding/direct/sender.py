@@ -1,4 +1,4 @@
-"""A rank that sends: packs its messages into two buckets in turn and announces each to its destination."""
+"""The sending side: packs a rank's messages into two buckets in turn and announces each to its destination."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -30,7 +30,7 @@ from megatron_ext import device
 class Sender:
     """The part of sending rank `rank` in every refit: `messages` says what it sends to whom, out of its `tensors`.
 
-    It meets its receivers in `connect`; after an error of any method only `close` is left.
+    `connect` waits for its receivers; after an error of any method only `close` is left.
     """
 
     def __init__(self, rank: int, messages: MessagesByPeer, tensors: Mapping[str, Tensor], host: str) -> None:

@@ -1,4 +1,4 @@
-"""A spec: all that a rank has to know to find its own part of every refit."""
+"""The specification of a transfer: all that a rank has to know to find its own part of every refit."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class TransferSpec:
 
     @property
     def node_once(self) -> bool:
-        """Whether workers pass on to their neighbours what would enter their node several times.
+        """Whether workers relay to their neighbours what would enter their node several times.
 
         Nothing would where all sources are on it.
         """
@@ -63,11 +63,11 @@ class TransferSpec:
         return any(ranks > 1 and source_nodes != {node} for node, ranks in on_node.items())
 
     def outgoing(self, source_rank: int) -> MessagesByPeer:
-        """MessagesByPeer of a source rank, by destination rank."""
+        """The messages of a source rank, by destination rank."""
         return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
 
     def incoming(self, destination_rank: int) -> DestinationMessages:
-        """MessagesByPeer that a destination rank gets and passes on."""
+        """The messages that a destination rank gets and relays."""
         return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
@@ -84,7 +84,7 @@ class TransferSpec:
 
     @property
     def _message_bytes(self) -> int:
-        # A worker that passes on has two buckets more; all four together take the memory of two.
+        # A worker that relays has two buckets more; all four together take the memory of two.
         half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
         return half if self.node_once else self.bucket_bytes
 

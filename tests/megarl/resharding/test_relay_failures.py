@@ -1,4 +1,4 @@
-"""A rank that ends, stops, fails or sends something else while weights are passed on: its neighbours hear of it."""
+"""A rank that ends, stops, fails or sends something else while weights are relayed: its neighbours hear of it."""
 
 from dataclasses import replace
 
@@ -10,15 +10,15 @@ from converters.topology import Topology
 
 SCENE = replace(TWO_ENGINES, transport="shared_memory")
 GIVEN_UP = "refit.timeout_s"
-MEETING = ("accept", "connected")
+CONNECTING = ("accept", "connected")
 HEAD, TAIL = "TransferError: message ", " of engine worker 1 came with checksum "
 
 
-@pytest.mark.parametrize("point", [*MEETING, "packed", "unpacked"])
+@pytest.mark.parametrize("point", [*CONNECTING, "packed", "unpacked"])
 def test_the_death_of_a_neighbour_is_heard_of(set_up, point):
     stage = set_up(SCENE)
     victim = stage.destinations[1]
-    if point in MEETING:
+    if point in CONNECTING:
         victim.break_at(point, 1, "kill")
         calls = stage.begin_join()
     else:

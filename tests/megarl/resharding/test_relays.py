@@ -1,4 +1,4 @@
-"""Relays: bytes that several ranks of a node want enter it once, and are passed on."""
+"""Relays: bytes that several ranks of a node want enter it once, and are relayed."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ SCENES = {
         transport="shared_memory",
         topology=Topology.separate(2, 3, gpus_per_node=2),
     ),
-    # A rank that passes on, a neighbour, and one that is with the sources.
+    # A rank that relays, a neighbour, and one that is with the sources.
     "an engine beside the trainer": replace(
         TWO_ENGINES,
         workers=1,
@@ -150,7 +150,7 @@ def test_nothing_is_passed_on_before_it_is_there(data):
             for each in ready:
                 assert readiness.choose(waiting) == (each, True)
                 waiting.remove(each)
-            with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to pass on"):
+            with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to relay"):
                 readiness.choose(waiting)
         assert not waiting
     readiness.fail("no more")
@@ -163,7 +163,7 @@ def test_nothing_is_passed_on_before_it_is_there(data):
 
 def test_what_does_not_come_is_not_passed_on():
     messages = messages_of(TWO_ENGINES)[0]
-    with pytest.raises(ValueError, match="is passed on and does not come"):
+    with pytest.raises(ValueError, match="is relayed and does not come"):
         RelayReadiness(DestinationMessages({}, {}, messages.relays_out))
 
 
