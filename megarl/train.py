@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from megarl.data import PromptGroup
-from megarl.diagnostics import advantage_metrics, group_metrics, response_metrics, reward_metrics
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, is_finished, open_job
 from megarl.schema import MegarlConfig
-from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
-from megarl.stages.batch import mini_batches, to_batch, trained_responses, without_small_groups
+from megarl.stages.advantage import kl_in_reward, with_advantages
+from megarl.stages.batch import mini_batches, to_batch, without_small_groups
 from megarl.stages.evaluate import evaluate
 from megarl.stages.filtering import check_refills, groups_to_train_on, left_out
+from megarl.stages.metrics import step_metrics
 from megarl.stages.predictions import with_predictions
 from megarl.stages.reward import score, with_model_scores
 from megarl.stages.rollout import rollout, sampling_parameters
@@ -79,7 +79,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         state.step = version + 1
         metrics |= job.refit(state.step)
 
-    metrics |= _dynamics(sampled, batch, version, config)
+    metrics |= step_metrics(sampled, batch, version, config)
     metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
     if job.task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
@@ -141,22 +141,6 @@ def _update(job: Job, batches: Sequence[RaggedBatch], responses: int, kl: float 
     if refresh and (state.step + 1) % refresh == 0:
         job.trainer.refresh_reference()
     return metrics
-
-
-def _dynamics(
-    sampled: Sequence[PromptGroup], batch: RaggedBatch, version: int, config: MegarlConfig
-) -> dict[str, MetricValue]:
-    trajectories = [each for group in sampled for each in group.trajectories]
-    rewards = [group.scored().rewards for group in sampled]
-    advantages = batch.fields["advantages"][batch.fields["trained"]]
-    to_teachers = kl_to_teachers(batch)
-    return {
-        **response_metrics(trajectories, version, config.rollout.max_response_tokens),
-        **reward_metrics(sampled),
-        **group_metrics([each for each in rewards if each]),
-        **advantage_metrics(advantages.numpy(), trained_responses(batch).lengths.numpy()),
-        **({} if to_teachers is None else {"distillation/kl": to_teachers}),
-    }
 
 
 def _evaluate(job: Job) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from dataclasses import fields
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 import torch
@@ -26,15 +26,8 @@ from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, assign
 from megatron_ext.step_result import StepResult
 
-
-@dataclass(frozen=True)
-class Share:
-    """One data-parallel rank's share of a batch: which sequences, and how they fall into micro-batches."""
-
-    sequences: list[int]
-    batch: RaggedBatch
-    micro_batches: list[list[int]]
-
+Cut: TypeAlias = list[list[list[int]]]
+"""How a batch falls apart: the sequences of each micro-batch of each data-parallel rank."""
 
 POLICY = "trainer"
 """The name of the group whose model is the policy."""
@@ -87,18 +80,24 @@ class TrainerGroup(WorkerGroup):
 
     def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> LogProbs:
         """Log-probabilities of all tokens of `batch`, in its order."""
-        shares = self._cut(batch)
-        return _restore_order(shares, self._call_shares("log_probs", shares, temperature, reference))
+        cut = self._cut(batch)
+        results = self._call_shares("log_probs", batch, cut, temperature, reference)
+        return LogProbs(
+            **{
+                field.name: _in_order_of_tokens(batch, cut, [getattr(result, field.name) for result in results])
+                for field in fields(LogProbs)
+            }
+        )
 
     def values(self, batch: RaggedBatch) -> Tensor:
         """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
-        shares = self._cut(batch)
-        return _in_order_of_tokens(shares, self._call_shares("values", shares))
+        cut = self._cut(batch)
+        return _in_order_of_tokens(batch, cut, self._call_shares("values", batch, cut))
 
     def scores(self, batch: RaggedBatch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
-        shares = self._cut(batch)
-        return torch.cat(self._call_shares("scores", shares))[_order(shares)]
+        cut = self._cut(batch)
+        return torch.cat(self._call_shares("scores", batch, cut))[_sequences(cut).argsort()]
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference model; checkpoints then hold them."""
@@ -106,7 +105,7 @@ class TrainerGroup(WorkerGroup):
 
     def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> list[StepResult]:
         """One optimizer step on `batch`; one result per data-parallel rank. The `temperature` divides logits."""
-        return self._call_shares("train_step", self._cut(batch), objective, temperature)
+        return self._call_shares("train_step", batch, self._cut(batch), objective, temperature)
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of the model."""
@@ -151,12 +150,12 @@ class TrainerGroup(WorkerGroup):
         """The most memory that each rank ever held."""
         return self.call("peak_memory_bytes")
 
-    def _cut(self, batch: RaggedBatch) -> list[Share]:
-        return cut_into_shares(batch, self._options, self._max_tokens)
+    def _cut(self, batch: RaggedBatch) -> Cut:
+        return cut_batch(batch, self._options, self._max_tokens)
 
-    def _call_shares(self, method: str, shares: Sequence[Share], *arguments: Any) -> list[Any]:
+    def _call_shares(self, method: str, batch: RaggedBatch, cut: Cut, *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
-        stored = [(ray.put(share.batch), share.micro_batches) for share in shares]
+        stored = [(ray.put(batch.select(list(chain.from_iterable(share)))), _renumbered(share)) for share in cut]
         ranks = range(len(self))
         results = wait(
             self.begin_each(
@@ -172,39 +171,25 @@ def _data_parallel_rank(rank: int, parallel: ParallelSizes) -> int:
     return rank // parallel.tensor_model_parallel_size % parallel.data_parallel_size
 
 
-def cut_into_shares(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> list[Share]:
+def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> Cut:
     """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    return [_share(batch, cut) for cut in assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)]
+    return assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)
 
 
-def _share(batch: RaggedBatch, cut: list[list[int]]) -> Share:
-    sequences = list(chain.from_iterable(cut))
-    ends = torch.tensor([len(micro_batch) for micro_batch in cut]).cumsum(0).tolist()
-    micro_batches = [list(range(end - len(micro_batch), end)) for micro_batch, end in zip(cut, ends, strict=True)]
-    return Share(sequences, batch.select(sequences), micro_batches)
+def _renumbered(share: list[list[int]]) -> list[list[int]]:
+    """The micro-batches of a share by the places of its sequences in the share."""
+    places = count()
+    return [[next(places) for _ in micro_batch] for micro_batch in share]
 
 
-def _order(shares: Sequence[Share]) -> Tensor:
-    """Where each sequence of the batch that was cut is among those of the shares."""
-    return torch.tensor(list(chain.from_iterable(share.sequences for share in shares)), dtype=torch.long).argsort()
+def _sequences(cut: Cut) -> Tensor:
+    """long[N]: the sequences of the batch that was cut, share after share."""
+    return torch.tensor([each for share in cut for each in chain.from_iterable(share)], dtype=torch.long)
 
 
-def _in_order_of_tokens(shares: Sequence[Share], values: Sequence[Tensor]) -> Tensor:
+def _in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[Tensor]) -> Tensor:
     """Join values of the tokens of the shares into those of the batch that was cut."""
-    pieces = [
-        piece
-        for share, of_share in zip(shares, values, strict=True)
-        for piece in of_share.split(share.batch.lengths.tolist())
-    ]
-    return torch.cat([pieces[index] for index in _order(shares).tolist()])
-
-
-def _restore_order(shares: Sequence[Share], results: Sequence[LogProbs]) -> LogProbs:
-    """Join predictions for the shares into those for the batch that was cut."""
-    return LogProbs(
-        **{
-            field.name: _in_order_of_tokens(shares, [getattr(result, field.name) for result in results])
-            for field in fields(LogProbs)
-        }
-    )
+    sequences = _sequences(cut)
+    pieces = torch.cat(list(values)).split(batch.lengths[sequences].tolist())
+    return torch.cat([pieces[index] for index in sequences.argsort().tolist()])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.trainer_group import cut_into_shares
+from megarl.cluster.trainer_group import cut_batch
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, assign, pack, unpack
 
@@ -185,5 +185,5 @@ def test_shapes_that_disagree_are_refused() -> None:
 @pytest.mark.parametrize("sequences", [0, 1, 3, 7])
 def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) -> None:
     sizes = ParallelSizes(world_size=8, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    cut = cut_into_shares(ragged([5] * sequences), MegatronOptions(sizes, torch.float32), max_tokens=5)
-    assert [len(share.micro_batches) for share in cut] == [4, 4]
+    cut = cut_batch(ragged([5] * sequences), MegatronOptions(sizes, torch.float32), max_tokens=5)
+    assert [len(share) for share in cut] == [4, 4]
