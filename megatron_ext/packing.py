@@ -20,6 +20,8 @@ class RaggedBatch:
 
     With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
     data-parallel ranks get them whole and in order.
+
+    Example: RaggedBatch(torch.tensor([5, 9, 40]), torch.tensor([2, 1]), {"weights": torch.tensor([0.0, 0.5, 0.5])})
     """
 
     tokens: Tensor

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised once; `index` is its position in its `PromptSet`."""
+    """One prompt, tokenised once; `index` is its position in its `PromptSet`.
+
+    Example: Prompt(17, "gsm8k", [5, 9], ground_truth="4", extra_info={"split": "train"})
+    """
 
     index: int
     data_source: str

@@ -159,7 +159,7 @@ class PromptGroup:
     `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups. `baseline` is the
     greedy response to the prompt, where the algorithm asks for one. Branches of one rollout are neighbours.
 
-    Example: PromptGroup(prompts[17], ordinal=4096, trajectories=[right, wrong])
+    Example: PromptGroup(Prompt(17, "gsm8k", [5, 9], "4", {}), ordinal=4096, trajectories=[])
     """
 
     prompt: Prompt

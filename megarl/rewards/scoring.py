@@ -25,6 +25,8 @@ class RewardSample:
     """One response to score: `solution` is the response's text, without its prompt and special tokens.
 
     `response_tokens` is its length in tokens, special ones included.
+
+    Example: RewardSample("gsm8k", "it is #### 4", ground_truth="4", extra_info={"split": "train"}, response_tokens=7)
     """
 
     data_source: str
@@ -40,6 +42,8 @@ class Score:
 
     `parts` are the named numbers that are logged beside it. `terms` are what it is the sum of: each named reward with
     its weight applied; a single reward is the one term "score".
+
+    Example: Score(0.9, parts={"unchecked": 0.0}, terms={"score": 1.0, "overlong": -0.1})
     """
 
     value: float

@@ -46,7 +46,10 @@ class SamplingParameters:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it."""
+    """A prompt and how to continue it.
+
+    Example: Request([5, 9], SamplingParameters(samples=8, max_tokens=1024, seed=7))
+    """
 
     prompt_token_ids: list[int]
     sampling: SamplingParameters

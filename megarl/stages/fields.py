@@ -11,7 +11,7 @@ from megatron_ext.packing import RaggedBatch
 class Field(NamedTuple):
     """One field of a `RaggedBatch`: a value for each of its T tokens.
 
-    Example: Field("advantages", torch.float32, "how much better ...", made_by="with_advantages", read_by="policy loss")
+    Example: Field("advantages", torch.float32, "how much better ...", made_by="with_advantages", read_by="losses")
     """
 
     name: str

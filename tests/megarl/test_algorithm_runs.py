@@ -50,7 +50,7 @@ def critic_learns_first(history: Sequence[dict[str, Any]]) -> None:
     warm_up, rest = history[:14], history[14:]
     assert all("policy/loss" not in line for line in warm_up)
     assert all("policy/loss" in line for line in rest)
-    assert mean(warm_up[-2:], "value/loss") < 0.7 * warm_up[0]["value/loss"]
+    assert mean(warm_up[-2:], "value/loss") < 0.8 * warm_up[0]["value/loss"]
     assert mean(warm_up[-2:], "value/explained_variance") > warm_up[0]["value/explained_variance"] + 0.15
     assert mean(rest[-2:], "reward/mean") > mean(warm_up, "reward/mean") + 0.3
 

@@ -12,7 +12,10 @@ from megarl.algorithms.ragged import Ragged
 
 @dataclass(frozen=True)
 class Advantages:
-    """How much better each token was than expected."""
+    """How much better each token was than expected.
+
+    Example: Advantages(torch.tensor([0.5, 0.5, -0.5]))
+    """
 
     advantages: Tensor
     """float[T]"""
@@ -22,7 +25,10 @@ class Advantages:
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """N responses of T trained tokens, with all that is known of them; an estimator names the fields it needs."""
+    """N responses of T trained tokens, with all that is known of them; an estimator names the fields it needs.
+
+    Example: ScoredResponses(Ragged(torch.tensor([2, 1])), groups=torch.tensor([0, 0]), rewards=torch.tensor([1.0, 0]))
+    """
 
     responses: Ragged
     groups: Tensor

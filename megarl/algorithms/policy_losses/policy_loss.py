@@ -15,7 +15,10 @@ from megatron_ext.dataclass_fields import FieldType
 
 @dataclass(frozen=True)
 class Tokens:
-    """Input of a policy loss: the T trained tokens of N responses, end to end. All but `log_probs` are constants."""
+    """Input of a policy loss: the T trained tokens of N responses, end to end. All but `log_probs` are constants.
+
+    Example: Tokens(torch.zeros(3), torch.zeros(3), torch.tensor([0.5, 0.5, -0.5]), Ragged(torch.tensor([2, 1])))
+    """
 
     log_probs: Tensor
     """[T]: under the policy, differentiable."""
