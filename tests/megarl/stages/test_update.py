@@ -1,0 +1,49 @@
+"""Metrics of an update, and the KL that it gives by value."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megarl.algorithms import Metrics, PolicyObjective
+from megarl.algorithms.metrics import Mean
+from megarl.stages.update import update, update_policy
+from megatron_ext.packing import RaggedBatch
+from megatron_ext.step_result import StepResult
+
+BATCH = RaggedBatch(torch.tensor([1, 2]), torch.tensor([2]))
+
+
+class Trainer:
+    """Two data-parallel ranks, whose KL of the tokens is as given for each optimizer step."""
+
+    def __init__(self, steps: Sequence[Sequence[Sequence[float]]]) -> None:
+        self.steps = iter(steps)
+
+    def train_step(self, batch, objective, *, temperature):
+        ranks = next(self.steps)
+        kl = [Mean.of(torch.tensor(each)) if each else None for each in ranks]
+        return [
+            StepResult([Metrics({"policy/loss": torch.tensor(1.0)}, kl_to_reference=each)], 2.0, 0.1) for each in kl
+        ]
+
+
+def test_the_kl_to_the_reference_is_the_mean_over_tokens_then_over_steps() -> None:
+    trainer = Trainer([[[1.0], [2.0, 6.0]], [[5.0], [5.0]]])
+    metrics, kl = update_policy(trainer, [BATCH, BATCH], PolicyObjective(), temperature=1.0, seed=(0, 0))
+    assert kl == pytest.approx(4.0)
+    assert metrics["policy/kl_to_reference"] == kl
+    assert (metrics["policy/loss"], metrics["policy/gradient_norm"]) == (2.0, 2.0)
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    metrics, kl = update_policy(Trainer([[[], []]]), [BATCH], PolicyObjective(), temperature=1.0, seed=(0, 0))
+    assert kl is None
+    assert "policy/kl_to_reference" not in metrics
+    with pytest.raises(ValueError, match="different metrics"):
+        update_policy(Trainer([[[1.0], []]]), [BATCH], PolicyObjective(), temperature=1.0, seed=(0, 0))
+
+
+def test_what_is_trained_names_the_norm() -> None:
+    metrics = update(Trainer([[[], []]]), [BATCH], PolicyObjective(), temperature=1.0, model="value")
+    assert (metrics["value/gradient_norm"], metrics["value/learning_rate"]) == (2.0, 0.1)
