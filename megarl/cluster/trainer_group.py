@@ -84,7 +84,7 @@ class TrainerGroup(WorkerGroup):
         results = self._call_shares("log_probs", batch, cut, temperature, reference)
         return LogProbs(
             **{
-                field.name: _in_order_of_tokens(batch, cut, [getattr(result, field.name) for result in results])
+                field.name: in_order_of_tokens(batch, cut, [getattr(result, field.name) for result in results])
                 for field in fields(LogProbs)
             }
         )
@@ -92,7 +92,7 @@ class TrainerGroup(WorkerGroup):
     def values(self, batch: RaggedBatch) -> Tensor:
         """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
         cut = self._cut(batch)
-        return _in_order_of_tokens(batch, cut, self._call_shares("values", batch, cut))
+        return in_order_of_tokens(batch, cut, self._call_shares("values", batch, cut))
 
     def scores(self, batch: RaggedBatch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
@@ -155,7 +155,8 @@ class TrainerGroup(WorkerGroup):
 
     def _call_shares(self, method: str, batch: RaggedBatch, cut: Cut, *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
-        stored = [(ray.put(batch.select(list(chain.from_iterable(share)))), _renumbered(share)) for share in cut]
+        shares = [share_of(batch, each) for each in cut]
+        stored = [(ray.put(share), micro_batches) for share, micro_batches in shares]
         ranks = range(len(self))
         results = wait(
             self.begin_each(
@@ -177,10 +178,11 @@ def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> 
     return assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)
 
 
-def _renumbered(share: list[list[int]]) -> list[list[int]]:
-    """The micro-batches of a share by the places of its sequences in the share."""
+def share_of(batch: RaggedBatch, cut: list[list[int]]) -> tuple[RaggedBatch, list[list[int]]]:
+    """The sequences of one share of a cut batch, and its micro-batches by their places in the share."""
     places = count()
-    return [[next(places) for _ in micro_batch] for micro_batch in share]
+    renumbered = [[next(places) for _ in micro_batch] for micro_batch in cut]
+    return batch.select(list(chain.from_iterable(cut))), renumbered
 
 
 def _sequences(cut: Cut) -> Tensor:
@@ -188,7 +190,7 @@ def _sequences(cut: Cut) -> Tensor:
     return torch.tensor([each for share in cut for each in chain.from_iterable(share)], dtype=torch.long)
 
 
-def _in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[Tensor]) -> Tensor:
+def in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[Tensor]) -> Tensor:
     """Join values of the tokens of the shares into those of the batch that was cut."""
     sequences = _sequences(cut)
     pieces = torch.cat(list(values)).split(batch.lengths[sequences].tolist())
