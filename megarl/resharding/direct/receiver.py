@@ -20,7 +20,7 @@ from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import Block, blocks, differing, unpack
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.endpoint import Pull, RecvEndpoint, Rendezvous
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megatron_ext import device
 
@@ -29,7 +29,7 @@ from megatron_ext import device
 class _Incoming:
     source: int
     announcement: Announcement
-    pull: Pull
+    pull: Callable[[], Tensor]
 
 
 class Receiver:
@@ -66,7 +66,7 @@ class Receiver:
             if self._aborted:
                 raise TransferError(self._aborted)
             largest = largest_bytes(self._messages)
-            self._endpoint = TRANSPORTS[rendezvous.transport].receiving(rendezvous, self._rank, largest)
+            self._endpoint = TRANSPORTS[rendezvous.transport].recv_endpoint(rendezvous, self._rank, largest)
             source_of = {link: source for source, link in self._links.items()}
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
                 self._endpoint.connect(source_of[link], offer)

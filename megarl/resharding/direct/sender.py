@@ -66,7 +66,7 @@ class Sender:
                 # After an error, those that stand before the listener are to know.
                 self._listener.close()
             largest = largest_bytes(self._messages)
-            self._endpoint = TRANSPORTS[rendezvous.transport].sending(rendezvous, self._rank, largest)
+            self._endpoint = TRANSPORTS[rendezvous.transport].send_endpoint(rendezvous, self._rank, largest)
             for link in self._links.values():
                 link.send(self._endpoint.offer())
             for _ in as_they_come(self._links.values(), Connected, rendezvous.timeout_s):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Pull, Rendezvous, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport
 from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext import device
 
@@ -96,7 +96,7 @@ class MappedRecvEndpoint:
         bucket_bytes, handles = offer
         self._buckets[source] = [self._map(handle, bucket_bytes) for handle in handles]
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:  # noqa: ARG002
+    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:  # noqa: ARG002
         """See `RecvEndpoint.pull`."""
         return lambda: self._buckets[source][bucket]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Pull, Rendezvous, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport
 from megatron_ext import device
 
 
@@ -64,7 +64,7 @@ class PointToPointRecvEndpoint:
     def connect(self, source: int, offer: Any) -> None:
         """Nothing to do: the group is known."""
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Pull:
+    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to receive."""
         own = self._buckets[next(self._pulls) % BUCKETS]
         with _errors("receiving from", source):
