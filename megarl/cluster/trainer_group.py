@@ -14,7 +14,7 @@ from torch import Tensor
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.placement import trainer_place
-from megarl.cluster.worker_group import WorkerGroup, wait
+from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -133,6 +133,18 @@ class TrainerGroup(WorkerGroup):
         listeners = self.call("open_transfer", ray.put(spec))
         store = wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
         return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
+
+    def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
+        """Begin to connect all ranks, after `open_transfer`, with their receivers."""
+        return self.begin("connect_transfer", rendezvous)
+
+    def begin_send(self, version: int, *, with_checksum: bool) -> list[Call[int]]:
+        """Begin to send the present weights as `version`; the result is the bytes that each rank sent."""
+        return self.begin("send", version, with_checksum)
+
+    def close_transfer(self) -> None:
+        """Free what a transfer holds."""
+        self.call("close_transfer")
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write the model as a HuggingFace checkpoint."""

@@ -13,7 +13,7 @@ from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.topology import Topology
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Call, wait, wait_together
+from megarl.cluster.worker_group import Call, WorkerFailed, wait, wait_together
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces
 from megarl.resharding.direct.transports import MAPPED
@@ -26,11 +26,13 @@ class NoDirectPathError(Exception):
 
 
 class DirectPath:
-    """Moves weights along a spec from the trainer's ranks to the workers of engines that are all alike.
+    """Moves weights from the trainer's ranks straight to the workers of engines that are all alike.
 
     Raises NoDirectPathError where an engine cannot say where it keeps every tensor, and UserError where engine and
     policy are not the same model.
     """
+
+    is_direct = True
 
     def __init__(
         self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
@@ -43,7 +45,7 @@ class DirectPath:
         module_names, backend = trainer.model_form()
         trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
         usual = MAPPED[backend] if len({*trainer_nodes, *worker_nodes}) == 1 else "point_to_point"
-        self.transport = usual if config.transport == "auto" else config.transport
+        self._transport = usual if config.transport == "auto" else config.transport
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -55,35 +57,56 @@ class DirectPath:
         )
         self._spec.check(dtypes)
 
+    @property
+    def description(self) -> str:
+        """The path, and what its buckets are."""
+        return f"direct, through {self._transport}"
+
     def connect(self) -> None:
-        """Let the ranks meet; an earlier rendezvous is left."""
+        """Connect all ranks with the workers that they send to; earlier connections are closed."""
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._spec.traces)
-        rendezvous = self._trainer.open_transfer(self._spec, self.transport, workers, timeout_s)
+        rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
         rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
-        self._together(self._trainer.begin("connect_transfer", rendezvous), self._engines.begin_connect(rendezvous))
+        self._wait(self._trainer.begin_connect(rendezvous), self._engines.begin_connect(rendezvous))
 
-    def send(self, version: int) -> int:
-        """Give all weights to engines that have begun an update. The number of bytes."""
-        return self._send(version, self._engines.begin(Engine.receive, version))
+    def confirm(self, version: int) -> None:
+        """Connect, and compare the engines' parameters, which hold `version`, with what `send` would write there.
 
-    def differing(self, version: int) -> list[str]:
-        """The parameters, of any engine, that `send` would change now. They are what engines keep in another form."""
+        Raises NoDirectPathError if there is a difference: they keep a tensor in another form than it is loaded in.
+        """
+        self.connect()
         comparing = self._engines.begin_compare(version)
         self._send(version, comparing)
-        return sorted(set().union(*chain.from_iterable(wait(comparing))))
+        if differing := set().union(*chain.from_iterable(wait(comparing))):
+            self.close()
+            raise NoDirectPathError(f"the engine does not keep {min(differing)} as it was loaded")
+
+    def send(self, version: int) -> int:
+        """See `Path.send`."""
+        return self._send(version, self._engines.begin(Engine.receive, version))
+
+    def recover(self, failure: WorkerFailed) -> None:
+        """See `Path.recover`: a transfer that failed while all processes live is made once more."""
+        if not isinstance(failure.error, TransferError):
+            raise failure
+        self.connect()
+
+    def settle(self, version: int) -> "DirectPath":  # noqa: ARG002
+        """See `Path.settle`."""
+        return self
 
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
-        self._trainer.call("close_transfer")
+        self._trainer.close_transfer()
         self._engines.close_transfer()
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> int:
-        sending = self._trainer.begin("send", version, self._config.verify == "checksum")
-        self._together(sending, receiving)
+        sending = self._trainer.begin_send(version, with_checksum=self._config.verify == "checksum")
+        self._wait(sending, receiving)
         return sum(wait(sending))
 
-    def _together(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
+    def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
         wait_together([*of_trainer, *of_engines], consequence=TransferError)
 
 

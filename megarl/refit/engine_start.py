@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+from converters.architectures import Architecture
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.models.policy import Model, check_loadable
+from megarl.refit.choice import check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
-from megarl.refit.refit import Refit, check_machines
-from megarl.schema import MegarlConfig
+from megarl.refit.path import Path
+from megarl.refit.refit import Refit
+from megarl.schema import MegarlConfig, RefitConfig
 
 _CHECKED_PROMPTS = 16
 _CHECKED_TOKENS = 8
@@ -16,8 +19,8 @@ _CHECKED_TOKENS = 8
 class EngineStart:
     """Engines that start while the ranks read the weights of `model`.
 
-    On one machine the engines begin without weights, and get them by the first refit. Between machines nothing goes by
-    name: there, engines and ranks begin with the same weights, and are compared before the ranks' become others.
+    On one machine the engines begin without weights, and get them by the first refit. Between machines there is no
+    loader path: there, engines and ranks begin with the same weights, and are compared before the ranks' become others.
 
     Raises UserError, before anything starts, where the way of the weights that the configuration asks for does not go
     between machines.
@@ -31,7 +34,7 @@ class EngineStart:
         config: MegarlConfig,
         prompts: Sequence[list[int]],
     ) -> None:
-        """`prompts` are token ids that a refit may be probed with."""
+        """`prompts` are token ids of which a refit may be checked by some answers."""
         machines = len({*trainer.nodes(), *engines.nodes()})
         check_machines(machines, config.refit)
         self._is_apart = machines > 1
@@ -45,19 +48,30 @@ class EngineStart:
     def compare(self) -> None:
         """Where engines and ranks begin with the same weights, see that they do; for ranks that have read them."""
         if self._is_apart and self._refit is None:
-            self._refit = self._join()
-            self._refit.confirm()
+            self._engines.wait_started(self._starting)
+            self._refit = self._make_refit(direct_path(*self._parties), loaded_version=0)
 
     def finish(self) -> Refit:
         """Wait for the engines. How their weights come from now on."""
         self.compare()
-        return self._refit or self._join()
+        if self._refit is None:
+            self._engines.wait_started(self._starting)
+            self._refit = self._make_refit(loader_path(*self._parties), loaded_version=None)
+        return self._refit
 
-    def _join(self) -> Refit:
-        self._engines.wait_started(self._starting)
-        config, architecture = self._config.refit, self._model.architecture
+    @property
+    def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
+        return self._trainer, self._engines, self._model.architecture, self._config.refit
+
+    def _make_refit(self, path: Path, loaded_version: int | None) -> Refit:
         return Refit(
-            self._trainer, self._engines, architecture, config, self._log_prob_check(), has_loaded=self._is_apart
+            self._trainer,
+            self._engines,
+            path,
+            list(self._model.architecture.hf_shapes),
+            timeout_s=self._config.refit.timeout_s,
+            check=self._log_prob_check(),
+            loaded_version=loaded_version,
         )
 
     def _log_prob_check(self) -> LogProbCheck | None:

@@ -2,31 +2,56 @@
 
 from collections.abc import Mapping
 
+from converters.errors import UserError
 from converters.layout import Shape
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Call, wait
+from megarl.cluster.worker_group import Call, WorkerFailed, wait
+from megarl.refit.direct import DirectPath, NoDirectPathError
+from megarl.refit.path import Path
 from megarl.resharding.loader.buckets import cut_into_buckets
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Engine
+from megarl.schema import RefitConfig
 
 # While the engines load one bucket, the ranks write the next into the other segment.
 _SEGMENTS = 2
 
 
 class LoaderPath:
-    """Moves weights through two shared-memory segments that trainer and engines of one host map."""
+    """Moves weights through two shared-memory segments that trainer and engines of one host map.
+
+    It hands over to its `candidate`, where it has one, once the engines have weights to compare with.
+    """
+
+    is_direct = False
 
     def __init__(
-        self, trainer: TrainerGroup, engines: Engines, hf_shapes: Mapping[str, Shape], bucket_bytes: int
+        self, trainer: TrainerGroup, engines: Engines, hf_shapes: Mapping[str, Shape], config: RefitConfig
     ) -> None:
         self._trainer = trainer
         self._engines = engines
-        self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), bucket_bytes, segments=_SEGMENTS)
+        self._config = config
+        self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), config.bucket_bytes, segments=_SEGMENTS)
         self._is_open = False
+        self._refusal = ""
+        self.candidate: DirectPath | None = None
 
-    def send(self) -> int:
-        """Give all weights to engines that have begun an update. The number of bytes."""
+    @property
+    def description(self) -> str:
+        """The path, and why it is taken."""
+        if self._config.path == "loader":
+            return "loader (refit.path=loader)"
+        return f"loader ({self._refusal or 'this is the first refit'})"
+
+    def refuse_direct(self, reason: str) -> None:
+        """Go on through the loader for this `reason`. Raises UserError if the configuration forbids that."""
+        if self._config.path == "direct":
+            raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")
+        self._refusal, self.candidate = reason, None
+
+    def send(self, version: int) -> int:  # noqa: ARG002
+        """See `Path.send`."""
         if not self._is_open:
             self._open()
         loading: dict[int, list[Call[None]]] = {}
@@ -37,6 +62,27 @@ class LoaderPath:
         for references in loading.values():
             wait(references)
         return sum(bucket.size_bytes for bucket in self._buckets)
+
+    def recover(self, failure: WorkerFailed) -> None:
+        """See `Path.recover`: a loader that fails would fail again."""
+        if self._refusal and failure.error is not None:
+            raise UserError(
+                f"the engine does not take the policy's weights, {self._refusal}: give rollout.engine_args nothing "
+                "that makes it another model than model.path"
+            ) from failure
+        raise failure
+
+    def settle(self, version: int) -> Path:
+        """See `Path.settle`."""
+        if self.candidate is None:
+            return self
+        try:
+            self.candidate.confirm(version)
+        except NoDirectPathError as error:
+            self.refuse_direct(str(error))
+            return self
+        self.close()
+        return self.candidate
 
     def close(self) -> None:
         """Free the segments, until the next time."""

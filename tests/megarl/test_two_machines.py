@@ -19,7 +19,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.cluster import runtime
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.refit.refit import check_machines
+from megarl.refit.choice import check_machines
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
 from megarl.schema import RefitConfig
@@ -81,7 +81,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
         prompts = job.task.eval_prompts[:4]
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
         answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
-        check_door(job)
+        check_listener(job)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
@@ -99,11 +99,11 @@ def begin_and_be_killed(config):
         raise KeyboardInterrupt
 
 
-def check_door(job):
+def check_listener(job):
     """Receivers find the rank at the address that its machine has for others."""
     (rank_node,) = job.trainer.nodes()
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    ((host, _),) = job.trainer.open_transfer(job.refit._planned._spec, "point_to_point", 1, timeout_s=5.0).listeners
+    ((host, _),) = job.trainer.open_transfer(job.refit._path._spec, "point_to_point", 1, timeout_s=5.0).listeners
     assert sorted(hosts.values()) == sorted(HOSTS)
     assert host == hosts[rank_node]
 

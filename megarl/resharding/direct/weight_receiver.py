@@ -6,10 +6,11 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from torch import Tensor
 
 from converters.layouts.traced_layout import local_tensors
-from megarl.resharding.direct.connections import Address, Failure, TransferError
+from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.wire import Failure
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

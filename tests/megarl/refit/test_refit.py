@@ -17,6 +17,7 @@ from megarl.cluster.worker_group import WorkerFailed
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.refit.choice import loader_path
 from megarl.refit.log_prob_check import LogProbMismatchError
 from megarl.refit.refit import Refit
 from megarl.resharding.direct.transfer_spec import check_traces
@@ -85,7 +86,7 @@ def repeat_and_lose_a_rank(open_run):
 
 def check_the_route(job):
     """Engines that are not of this policy are refused before anything moves."""
-    spec = job.refit._planned._spec
+    spec = job.refit._path._spec
     dtypes = job.trainer.weight_dtypes()
     spec.check(dtypes)
     narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in spec.traces]
@@ -98,10 +99,10 @@ def check_the_route(job):
     other = read_architecture({**read_json(job.model.folder / CONFIG), "vocab_size": 80})
     with pytest.raises(UserError, match="embed_tokens"):
         replace(spec, architecture=other).check(dtypes)
-    # By name nothing could check it later, so that it is asked of the engine's own loader first.
+    # Through the loader nothing could check it later, so that it is asked first.
     message = r"^the engine is of another model than the policy, .* refuses it: .*embed_tokens"
     with pytest.raises(UserError, match=message):
-        Refit(job.trainer, job.engines, other, replace(job.config.refit, path="loader"))
+        loader_path(job.trainer, job.engines, other, replace(job.config.refit, path="loader"))
 
 
 def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_run):
@@ -117,17 +118,19 @@ def probe_and_lose_the_engine(open_run):
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
         with pytest.raises(LogProbMismatchError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
             job.refit(2)
-        check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job)
-        job.refit._planned.connect()
+        check_that_an_engine_that_permutes_its_weights_goes_on_through_its_loader(job)
+        job.refit._path.connect()
         run_in(job.engines.processes, 0, break_at, "unpacked", 1, "kill")
         job.refit(7)
 
 
-def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
+def check_that_an_engine_that_permutes_its_weights_goes_on_through_its_loader(job):
     run_in(job.engines.processes, 0, permute_after_loading)
 
     def make_refit(path):
-        return Refit(job.trainer, job.engines, job.model.architecture, replace(job.config.refit, path=path))
+        config, architecture = replace(job.config.refit, path=path), job.model.architecture
+        first = loader_path(job.trainer, job.engines, architecture, config)
+        return Refit(job.trainer, job.engines, first, list(architecture.hf_shapes), timeout_s=config.timeout_s)
 
     refit = make_refit("auto")
     assert refit(3)["refit/direct"] == 0
@@ -136,9 +139,9 @@ def check_that_an_engine_that_permutes_its_weights_goes_on_by_name(job):
     assert refit(4)["refit/direct"] == 0
     with pytest.raises(UserError, match=f"refit.path=direct is not possible: {reason}"):
         make_refit("direct")(5)
-    named = make_refit("loader")
-    assert named(6)["refit/direct"] == 0
-    assert named.description == "loader (refit.path=loader)"
+    through_loader = make_refit("loader")
+    assert through_loader(6)["refit/direct"] == 0
+    assert through_loader.description == "loader (refit.path=loader)"
 
 
 def permute_after_loading():

@@ -1,0 +1,58 @@
+"""The choice of a path: what the configuration asks for, and what engines and machines allow."""
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from megarl.cluster.engine_group import Engines
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.refit.direct import DirectPath, NoDirectPathError
+from megarl.refit.loader import LoaderPath
+from megarl.resharding.direct.transports import MAPPED
+from megarl.schema import RefitConfig
+
+
+def check_machines(machines: int, config: RefitConfig) -> None:
+    """Raise UserError if `config` asks for a path that ends at one machine, and there are several."""
+    if machines == 1:
+        return
+    apart = f"and the trainer and the engines run on {machines} machines"
+    if config.path == "loader":
+        raise UserError(f"refit.path=loader goes through the memory of one machine, {apart}: set it to auto")
+    if config.transport in MAPPED.values():
+        raise UserError(
+            f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto or point_to_point"
+        )
+
+
+def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> LoaderPath:
+    """The path of the first weights of engines without any, on one machine.
+
+    It hands over to the direct path where the engines say where they keep every tensor and the configuration does not
+    forbid it. Raises UserError where engine and policy are not the same model.
+    """
+    path = LoaderPath(trainer, engines, architecture.hf_shapes, config)
+    try:
+        direct = DirectPath(trainer, engines, architecture, config)
+    except NoDirectPathError as error:
+        path.refuse_direct(str(error))
+    else:
+        if config.path != "loader":
+            path.candidate = direct
+    return path
+
+
+def direct_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> DirectPath:
+    """The path to engines that have loaded the ranks' present weights, with which they are compared, as version 0.
+
+    Raises UserError where engine and policy are not the same model or not of the same weights, and where an engine
+    keeps a tensor in another form.
+    """
+    try:
+        path = DirectPath(trainer, engines, architecture, config)
+        path.confirm(version=0)
+    except NoDirectPathError as error:
+        raise UserError(
+            f"{error}, so that weights cannot go straight into it, which is the only way between machines: keep trainer"
+            " and engines on one, give rollout.engine_args another kernel, or, if there is a"
+            " model.megatron_checkpoint, give model.path its weights"
+        ) from error
+    return path

@@ -1,0 +1,24 @@
+"""The shape of a path: how weights get from the trainer's ranks into engines that have begun an update."""
+
+from typing import Protocol
+
+from megarl.cluster.worker_group import WorkerFailed
+
+
+class Path(Protocol):
+    """One way of the weights. There are two, direct and through the engines' loader."""
+
+    is_direct: bool
+
+    @property
+    def description(self) -> str:
+        """How the next weights go, in a few words."""
+
+    def send(self, version: int) -> int:
+        """Give all weights to engines that have begun the update to `version`. Returns the number of bytes."""
+
+    def recover(self, failure: WorkerFailed) -> None:
+        """Prepare to send again after `failure`; raise it, or what it means, where that is no use."""
+
+    def settle(self, version: int) -> "Path":
+        """Return the path of the next refits, now that the engines have `version`, which the ranks still have."""
