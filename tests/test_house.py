@@ -186,12 +186,29 @@ def inverted_docstrings(root: Path) -> list[str]:
     ]
 
 
+def calls_by_name(root: Path) -> list[str]:
+    """Calls of worker processes by the name of a method, which no checker sees, outside the groups that type them."""
+    return [
+        f"{file.relative_to(root).as_posix()}:{node.lineno}"
+        for file in sorted((root / "megarl").rglob("*.py"))
+        if "cluster" not in file.relative_to(root).parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("begin", "begin_each", "call", "stream")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    ]
+
+
 CHECKS = {
     "imports go down": imports_that_go_up,
     "rooms import down": rooms_that_go_up,
     "no import cycles": import_cycle,
     "torch.cuda only in the device layer": cuda_mentions,
     "engines are named in their folders": engines_named,
+    "workers are called by name in their room alone": calls_by_name,
     "small files": long_files,
     "names that say something": nameless_files,
     "docstrings begin with the thing": inverted_docstrings,
@@ -231,6 +248,9 @@ BROKEN_TREES = {
         {"megarl/rollout/swift/engine.py": "", "megarl/refit/a.py": "raise ValueError(f'{x}: SWIFT keeps them')"},
         {"megarl/rollout/swift/engine.py": "", "megarl/rollout/other/a.py": "import swift"},
     ],
+    "workers are called by name in their room alone": [
+        {"megarl/refit/a.py": "def f(group):\n    group.begin('send', 1)"}
+    ],
     "small files": [{"megarl/a.py": "x = 1\n" * (MAX_LINES + 1)}],
     "names that say something": [
         {"megarl/utils.py": ""},
@@ -253,6 +273,8 @@ SOUND_TREE = {
     "megarl/data/c.py": "from megatron_ext import device\n" * MAX_LINES,
     "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"\ny = """Of a text"""\n',
     "megarl/rollout/swift/engine.py": "import swift\nNAME = 'swift'",
+    "megarl/cluster/group.py": "def f(group):\n    group.begin('send', 1)",
+    "megarl/refit/a.py": "def f(group, send):\n    group.begin(send, 'x')",
     "megarl/train.py": '"""As swift does."""\nfrom megarl.data import x',
 }
 
