@@ -146,7 +146,7 @@ def test_what_ends_at_one_machine_is_refused_between_several():
     planned = RefitConfig()
     check_machines(3, planned)
     check_machines(1, replace(planned, path="loader", transport="cuda_ipc"))
-    with pytest.raises(UserError, match=r"^refit\.path=named goes .* run on 3 machines: set it to auto$"):
+    with pytest.raises(UserError, match=r"^refit\.path=loader goes .* run on 3 machines: set it to auto$"):
         check_machines(3, replace(planned, path="loader"))
     with pytest.raises(
         UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto or point_to"
