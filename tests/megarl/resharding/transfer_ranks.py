@@ -305,12 +305,12 @@ class Stage:
             scene.transport, key, listeners, store, len(self.destinations), scene.timeout_s, relay_listeners
         )
 
-    def begin_join(self, rendezvous=None):
+    def begin_connect(self, rendezvous=None):
         rendezvous = rendezvous or self.rendezvous()
         return self.begin(self.sources, "connect", rendezvous) + self.begin(self.destinations, "connect", rendezvous)
 
     def connect(self):
-        for each in self.begin_join():
+        for each in self.begin_connect():
             each.result(60)
 
     def begin_refit(self, version, with_checksum=True):
