@@ -21,6 +21,8 @@ IN_REPOSITORY = re.compile(
 NO_KEYS = {"json", "parquet", "py", "yaml", "layers"}
 """Endings of file names, and what HuggingFace calls tensors."""
 CODE_FOLDERS = ("benchmarks", "converters", "megarl", "megatron_ext", "tests", "tools")
+NAMES_OF_OTHERS = {"geo_mean", "return_sampling_mask", "terminationGracePeriodSeconds"}
+"""Names of verl, of vLLM and of Kubernetes."""
 OF_OTHERS = {"pretrain_gpt.py", "rewards.py"}
 """Files of other programs, and of a reader."""
 CHOSEN = re.compile(r"/[A-Z]+/")
@@ -74,6 +76,24 @@ def modules_that_are_gone(root: Path) -> Iterator[str]:
                 and not CHOSEN.search(name)
                 and not any(file.endswith(f"/{name}") for file in files)
             ):
+                yield f"{page}: {name}"
+
+
+def identifiers(text: str) -> Iterator[str]:
+    """Names with an underscore or a capital inside, in code that is no path."""
+    for code in CODE.findall(FENCE.sub("", text)):
+        if not re.search(r"/|\.(?:py|md)\b", code):
+            yield from re.findall(r"\b[A-Za-z]\w*[a-z0-9](?:_[a-z]|[A-Z])\w*\b", code)
+
+
+def identifiers_that_are_gone(root: Path) -> Iterator[str]:
+    """Identifiers that no file of the code has. The page of Megatron's own options has a test of its own."""
+    files = [path for folder in (*CODE_FOLDERS, "configs", "slurm") for path in sorted((root / folder).rglob("*.*"))]
+    read = [file for file in files if file.suffix in (".py", ".yaml", ".sh", ".json") and file.stem != "test_docs"]
+    known = NAMES_OF_OTHERS.union(*(re.findall(r"\w+", f"{file.stem} {file.read_text()}") for file in read))
+    for page, text in pages(root).items():
+        for name in identifiers(text) if page != "docs/options.md" else ():
+            if name not in known:
                 yield f"{page}: {name}"
 
 
@@ -169,6 +189,7 @@ CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "links lead somewhere": links_to_nothing,
     "named files and tests exist": paths_to_nothing,
     "named modules exist": modules_that_are_gone,
+    "named identifiers exist": identifiers_that_are_gone,
     "every claim has a proof": claims_without_proof,
     "named commands and recipes exist": unknown_names,
     "named keys exist": unknown_keys,
@@ -188,6 +209,8 @@ BROKEN = [
         {"docs/a.md": "`tests/test_a.py::test_b`", "tests/test_a.py": "def test_bc(): ..."},
     ),
     ("named modules exist", {"docs/a.md": "`b.py`", "megarl/ab.py": "", "docs/b.py": ""}),
+    ("named identifiers exist", {"docs/a.md": "`SomeClass.run`", "megarl/a.py": "class SomeClas: ..."}),
+    ("named identifiers exist", {"docs/a.md": "`some_function(a)`", "megarl/a.py": "def some_functions(a): ..."}),
     ("every claim has a proof", {"docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | we think |\n"}),
     ("named commands and recipes exist", {"docs/a.md": "    megarl trane --help"}),
     ("named commands and recipes exist", {"docs/a.md": "`megarl train --config-name gone`"}),
@@ -213,6 +236,8 @@ BROKEN = [
 ]
 SOUND = {
     "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
+    "docs/d.md": "`SomeClass.some_function(a)`, `plain`, `test_a.py`",
+    "megarl/a.py": "class SomeClass:\n    def some_function(self): ...",
     "docs/c.md": "It is of those.\n\n    What is code\n\nWhat? Ask of\nThose that know.",
     "docs/b.md": "`loop.steps=3`, `data.parquet`, `model.path`",
     "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, `test_a.py`, https://x.y\n",
