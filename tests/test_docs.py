@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 from pages import FENCE, ROOT, pages, write
 
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from megarl.cli.main import COMMANDS
 from megarl.schema import MegarlConfig
 
@@ -270,3 +271,17 @@ def test_sound_pages_pass(tmp_path: Path, check: str) -> None:
 def test_the_checks_see_the_real_pages() -> None:
     assert {"README.md", "docs/guarantees.md", "benchmarks/results/step_cpu.md"} <= set(pages(ROOT))
     assert "what-is-refused" in anchors(pages(ROOT)["docs/algorithms.md"])
+
+
+def test_the_readme_counts_the_parts_of_algorithms() -> None:
+    text = " ".join(pages(ROOT)["README.md"].split())
+    parts = {
+        "advantage estimators": ADVANTAGES,
+        "policy losses": POLICY_LOSSES,
+        "KL estimators": KL_ESTIMATORS,
+        "aggregations": AGGREGATIONS,
+        "corrections": CORRECTIONS,
+    }
+    assert {name: int(re.findall(rf"(\d+) {name}", text)[0]) for name in parts} == {
+        name: len(registry) for name, registry in parts.items()
+    }
