@@ -59,20 +59,6 @@ class RaggedBatch:
         """One view [length] of the field per sequence."""
         return list(self.fields[name].split(self.lengths.tolist()))
 
-    @staticmethod
-    def concatenate(batches: Sequence["RaggedBatch"]) -> "RaggedBatch":
-        """All sequences of `batches`, in order; the batches must have the same fields."""
-        names = set(batches[0].fields)
-        for batch in batches:
-            if set(batch.fields) != names:
-                raise ValueError(f"batches with different fields: {sorted(names)} and {sorted(batch.fields)}")
-        return RaggedBatch(
-            torch.cat([batch.tokens for batch in batches]),
-            torch.cat([batch.lengths for batch in batches]),
-            {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields},
-            batches[0].unit,
-        )
-
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -3,7 +3,6 @@
 A logger takes any name. A name with <angle brackets> stands for one metric per stage, phase, part or data source.
 """
 
-import re
 from typing import NamedTuple
 
 
@@ -13,11 +12,6 @@ class Metric(NamedTuple):
     name: str
     unit: str
     meaning: str
-
-    def covers(self, name: str) -> bool:
-        """Whether `name` is this metric's, or one that its <angle brackets> stand for."""
-        parts = re.split(r"<\w+>", self.name)
-        return re.fullmatch(".+".join(map(re.escape, parts)), name) is not None
 
 
 METRICS: tuple[Metric, ...] = (
@@ -155,8 +149,3 @@ METRICS: tuple[Metric, ...] = (
     Metric("spin/equal", "", "share of the policy's own replies that equal the human one (`megarl spin`)"),
     Metric("spin/exact_match", "", "share of held-out replies that greedy decoding reproduces (`megarl spin`)"),
 )
-
-
-def is_known(name: str) -> bool:
-    """Whether a metric of this name is in the table."""
-    return any(metric.covers(name) for metric in METRICS)

@@ -1,9 +1,9 @@
 """How evenly tokens are spread over experts, by hand."""
 
 import torch
+from known_metrics import is_known
 
 from megarl.diagnostics import expert_metrics
-from megarl.tracking.metrics import is_known
 
 
 def test_imbalance_by_hand() -> None:

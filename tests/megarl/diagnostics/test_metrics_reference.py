@@ -1,8 +1,10 @@
 from pathlib import Path
 
+from known_metrics import is_known
+
 from megarl.diagnostics.reference import reference
 from megarl.diagnostics.watch import SYMPTOMS
-from megarl.tracking.metrics import METRICS, is_known
+from megarl.tracking.metrics import METRICS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 

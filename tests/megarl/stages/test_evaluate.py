@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from known_metrics import is_known
 
 from megarl.data import Prompt, Turn
 from megarl.diagnostics.validation import powers_of_two
@@ -11,7 +12,6 @@ from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.schema import RewardConfig
 from megarl.stages.evaluate import evaluate
-from megarl.tracking.metrics import is_known
 
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
 TOKENIZER = make_tokenizer()

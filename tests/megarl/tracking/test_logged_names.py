@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from known_metrics import is_known
+
 import megarl
-from megarl.tracking.metrics import METRICS, is_known
+from megarl.tracking.metrics import METRICS
 
 GROUPS = {metric.name.split("/")[0] for metric in METRICS}
 NAME = re.compile(rf"({'|'.join(sorted(GROUPS))})(/[a-z0-9_*]+)+")
