@@ -193,7 +193,7 @@ class PromptGroup:
         """One per rollout, the mean over its branches. Raises ValueError if one has no score."""
         return [sum(each.reward for each in branches) / len(branches) for branches in self.rollouts]
 
-    def scored(self) -> "PromptGroup":
+    def only_scored(self) -> "PromptGroup":
         """The group of the trajectories with a score; of none where the baseline has no score to compare with."""
         comparable = self.baseline is None or self.baseline.score is not None
         return self.with_members([each for each in self.trajectories if comparable and each.score is not None])

@@ -13,7 +13,7 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
 
     Failures are counted over all that was to be scored, greedy baselines included.
     """
-    scored = [(group.prompt.data_source, each) for group in sampled for each in group.scored().trajectories]
+    scored = [(group.prompt.data_source, each) for group in sampled for each in group.only_scored().trajectories]
     failures = [each.failure for group in sampled for each in group.members if each.failure is not None]
     rewards = np.array([trajectory.reward for _, trajectory in scored])
     parts: dict[str, list[float]] = defaultdict(list)

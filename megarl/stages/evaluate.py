@@ -45,7 +45,7 @@ def evaluate(
     # Later samples must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
     return {
-        **evaluation_metrics([group.scored() for group in groups], tokenizer, samples),
+        **evaluation_metrics([group.only_scored() for group in groups], tokenizer, samples),
         "eval/dropped": float(sum(each.score is None for each in sampled)),
         "eval/truncated_fraction": float(np.mean([each.is_truncated for each in sampled])),
         "eval/response_length": float(np.mean([each.sampled_tokens for each in sampled])),

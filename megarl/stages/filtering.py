@@ -21,7 +21,7 @@ def groups_to_train_on(groups: Sequence[PromptGroup], config: AlgorithmConfig) -
 
     Raises UserError for a `filter_on` that no response's reward has.
     """
-    scored = [group for group in (each.scored() for each in groups) if group.trajectories]
+    scored = [group for group in (each.only_scored() for each in groups) if group.trajectories]
     if not config.dynamic_sampling and not config.filter_groups:
         return scored
     teaching = [group for group in scored if teaches(group, config)]
@@ -45,7 +45,7 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
 
 def left_out(sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup]) -> float:
     """Share of the groups with a score that teach nothing and are not trained on."""
-    return 1 - len(trained) / sum(bool(group.scored().trajectories) for group in sampled)
+    return 1 - len(trained) / sum(bool(group.only_scored().trajectories) for group in sampled)
 
 
 def check_refills(
@@ -55,7 +55,7 @@ def check_refills(
     algorithm = config.algorithm
     if rollouts <= algorithm.max_refills:
         return
-    rewards = [reward for group in sampled for reward in group.scored().rewards]
+    rewards = [reward for group in sampled for reward in group.only_scored().rewards]
     bounds = {"filter_low": algorithm.filter_low, "filter_high": algorithm.filter_high}
     band = "".join(f", {name}={bound:g}" for name, bound in bounds.items() if bound is not None)
     raise UserError(

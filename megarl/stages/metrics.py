@@ -19,7 +19,7 @@ def step_metrics(
     `version` is that of the weights that begin the step.
     """
     trajectories = [each for group in sampled for each in group.trajectories]
-    rewards = [group.scored().rewards for group in sampled]
+    rewards = [group.only_scored().rewards for group in sampled]
     advantages = batch.fields["advantages"][batch.fields["trained"]]
     to_teachers = kl_to_teachers(batch)
     return {

@@ -50,7 +50,7 @@ def test_the_baseline_is_scored_with_its_group():
     assert (scored.rewards, scored.baseline.reward) == ([1.0], 3.0)
     (failed,) = score_all([group().with_members([response("1")], response("x"))], on_error="drop")
     assert failed.baseline.failure == "failed"
-    assert failed.scored().trajectories == []
+    assert failed.only_scored().trajectories == []
     assert reward_metrics([scored, failed])["reward/dropped"] == 1
 
 
@@ -62,7 +62,7 @@ def test_what_fails_has_no_score_or_stops():
         (None, "failed"),
         (2.0, None),
     ]
-    assert scored.scored().rewards == [1.0, 2.0]
+    assert scored.only_scored().rewards == [1.0, 2.0]
     with pytest.raises(RewardFailed, match="could not convert"):
         score_all([responses])
     with pytest.raises(UserError, match=r"failed for all 1 responses \(0 took too long\)"):
