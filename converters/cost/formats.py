@@ -15,7 +15,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """How the destination holds an HF tensor of `shape`: in a type of `element_bytes`, or in block FP8.
+    """The form in which the destination holds an HF tensor of `shape`: in a type of `element_bytes`, or in block FP8.
 
     A block of FP8 is quantised where its values are, before they travel, unless a cut goes through it: of a piece that
     is not made of whole blocks the values travel, with `element_bytes` each, and the destination quantises.

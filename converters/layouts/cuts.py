@@ -1,4 +1,4 @@
-"""How each kind of parameter is put together from HuggingFace tensors and cut over ranks."""
+"""Each kind of parameter: put together from HuggingFace tensors and cut over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ ModuleNames = Literal["local", "te"]
 
 
 def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, module_names: ModuleNames) -> Layout:
-    """Where the HuggingFace tensors of `architecture` lie in the GPTModel state of every rank.
+    """The layout of the HuggingFace tensors of `architecture` in the GPTModel state of every rank.
 
     With several model chunks per rank, the names of chunk `i` begin with `model{i}.`.
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.

@@ -1,4 +1,4 @@
-"""How many ways Megatron cuts a model, and which part of each cut a rank has."""
+"""Parallel sizes: the ways in which Megatron cuts a model, and the part of each cut that a rank has."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class ParallelSizes:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks hold the same dense weights."""
+        """The number of ranks that hold the same dense weights."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     def coordinates(self, rank: int) -> RankCoordinates:
@@ -89,7 +89,7 @@ class ParallelSizes:
         return -(-vocab_size // self.tensor_model_parallel_size) * self.tensor_model_parallel_size
 
     def layers_of_stages(self, num_layers: int) -> list[int]:
-        """How many of `num_layers` layers each pipeline stage has; UserError where they cannot be shared out."""
+        """The number of `num_layers` layers that each pipeline stage has; UserError where they cannot be shared out."""
         stages: list[int | None] = [None] * self.pipeline_model_parallel_size
         stages[0] = self.num_layers_in_first_pipeline_stage
         if self.pipeline_model_parallel_size > 1:

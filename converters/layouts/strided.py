@@ -10,7 +10,7 @@ from converters.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Where a tensor's elements lie in its storage: `offset` and `strides` in elements."""
+    """The place of a tensor's elements in its storage: `offset` and `strides` in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

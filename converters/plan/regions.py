@@ -43,7 +43,7 @@ def regions(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Regi
 
 @dataclass(frozen=True)
 class Cutting:
-    """Where a box may be cut so that several ranks share the sending of it.
+    """The places where a box may be cut so that several ranks share the sending of it.
 
     Only in the first dimension, at multiples of `grain` in the tensor's coordinates, which leaves 128 x 128 blocks of
     FP8 whole; and into parts of at least `smallest` elements on average, since each part is a copy of its own.

@@ -88,7 +88,7 @@ class SenderChoice:
         return owners
 
     def deliveries(self, rotation: int, region: Region, peers: tuple[int, ...]) -> Iterator[Delivery]:
-        """How all of `peers`, destination ranks of one node, get `region`; `rotation` counts tensors of the same shape.
+        """The deliveries of `region` to `peers`, destination ranks of one node; `rotation` counts tensors of its shape.
 
         Data from another node enters once: each of the peers fetches one part and relays it to the others.
         """

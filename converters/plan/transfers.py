@@ -61,7 +61,7 @@ def plan(source: Layout, destination: Layout) -> list[Transfer]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How `source` fills `replicas` copies of `destination`; destination rank = replica x workers + worker.
+    """How to fill `replicas` copies of `destination` from `source`; destination rank = replica x workers + worker.
 
     A rank finds its own part alone: it depends on nothing but these fields, of which the order of the tensors in the
     source's `hf_shapes` is one. Without a `topology` every rank counts as on a node of its own. With `node_once` what
@@ -91,12 +91,12 @@ class Plan:
 
     @cached_property
     def place(self) -> Topology:
-        """Where the ranks are."""
+        """The nodes and GPUs of the ranks."""
         return self.topology or Topology.apart(self.source.ranks, self.destination_ranks)
 
     @cached_property
     def sender_choice(self) -> SenderChoice:
-        """Who sends what."""
+        """The rule that chooses who sends what."""
         return SenderChoice(self.place, self.replicas, self.destination.ranks, self.node_once, self.cutting)
 
     @cached_property
@@ -180,7 +180,7 @@ class Plan:
         ]
 
     def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Owners:
-        """Who of a destination rank's neighbours wants the boxes of its `placements`; nothing where it has none."""
+        """The neighbours of a destination rank that want the boxes of its `placements`; nothing where it has none."""
         neighbours = self.sender_choice.neighbours(rank)
         if len(neighbours) == 1:
             return {}

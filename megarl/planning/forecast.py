@@ -1,4 +1,4 @@
-"""How long a refit will take: each stage by its busiest rank or port, the lower bound, and the replay."""
+"""The predicted time of a refit: each stage by its busiest rank or port, the lower bound, and the replay."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ class Routes:
 
 
 def nanoseconds(nbytes: Integers, bytes_per_s: float | NDArray[np.float64]) -> Integers:
-    """How long `nbytes` take, rounded up."""
+    """The time that `nbytes` take, rounded up."""
     return np.ceil(nbytes / bytes_per_s * 1e9).astype(np.int64)
 
 

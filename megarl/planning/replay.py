@@ -24,7 +24,7 @@ class MemoryRates:
 
 @dataclass(frozen=True)
 class Replay:
-    """When everything happened, in nanoseconds from the beginning: int64 [messages], relayed ones last.
+    """The times at which everything happened, in nanoseconds from the beginning: int64 [messages], relayed ones last.
 
     Packing and buckets of what is relayed are left out, as if the GPUs of a node read it where it arrived.
     """

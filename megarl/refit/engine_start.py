@@ -46,7 +46,7 @@ class EngineStart:
         self._starting = engines.begin_start(model.folder, load_weights=self._is_apart)
 
     def compare(self) -> None:
-        """Where engines and ranks begin with the same weights, see that they do; for ranks that have read them."""
+        """Check that engines and ranks begin with the same weights, if both have read them."""
         if self._is_apart and self._refit is None:
             self._engines.wait_started(self._starting)
             self._refit = self._make_refit(direct_path(*self._parties), loaded_version=0)

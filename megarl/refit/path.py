@@ -12,7 +12,7 @@ class Path(Protocol):
 
     @property
     def description(self) -> str:
-        """How the next weights go, in a few words."""
+        """The path of the next weights, in a few words."""
 
     def send(self, version: int) -> int:
         """Give all weights to engines that have begun the update to `version`. Returns the number of bytes."""

@@ -37,7 +37,7 @@ class Refit:
 
     @property
     def description(self) -> str:
-        """How the next weights will go."""
+        """The path of the next weights, in a few words."""
         return self._path.description
 
     def __call__(self, version: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where a tensor may begin in a bucket."""
+"""The alignment of tensors in a bucket."""
 
 ALIGNMENT_BYTES = 64
 """A cache line: enough for any dtype and for vector loads."""

@@ -1,4 +1,4 @@
-"""Where the HuggingFace tensors lie in the chunks of a checkpoint, however it was cut."""
+"""The places of HuggingFace tensors in the chunks of a checkpoint, however it was cut."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class Piece:
 def stored_pieces(
     architecture: Architecture, shapes: Mapping[str, Shape], chunks: Mapping[str, Sequence[Box]]
 ) -> Iterator[Piece]:
-    """Where the HuggingFace tensors lie in the chunks of a checkpoint, given by key, in the order of the model.
+    """The places of the HuggingFace tensors in the chunks of a checkpoint, given by key, in the order of the model.
 
     Rows of the vocabulary beyond `vocab_size` are padding.
     Raises UserError for a key of the model that is missing or has another shape, and for surplus keys.

@@ -65,7 +65,7 @@ class Link:
         return message
 
     def close(self) -> None:
-        """The peer sees it."""
+        """Close the connection; the peer sees it."""
         self._connection.close()
 
 
@@ -100,7 +100,7 @@ def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
 
 
 class Listener:
-    """Where peers connect: any free port of `host`."""
+    """Listens for peers, at any free port of `host`."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0), backlog=1024)
@@ -129,7 +129,7 @@ class Listener:
         raise TransferError(f"no peer came to {self.address} within {timeout_s:g} s (refit.timeout_s)")
 
     def close(self) -> None:
-        """Nobody else can connect."""
+        """Stop listening."""
         self._socket.close()
 
 
@@ -157,7 +157,7 @@ def notify_peers_on_error(links: Mapping[int, Link]) -> Iterator[None]:
 
 
 def raised_s(error: BaseException | None) -> float:
-    """When an error passed `notify_peers_on_error`, on the clock of this process; infinity for one that did not."""
+    """The time when an error passed `notify_peers_on_error`, on this process's clock; infinity if it did not."""
     return vars(error).get(_RAISED_S, math.inf)
 
 

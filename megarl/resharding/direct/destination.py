@@ -42,7 +42,7 @@ class Destination:
 
     @property
     def address(self) -> Address:
-        """Where neighbours find this rank."""
+        """The address at which neighbours find this rank."""
         return self._to_neighbours.address
 
     def connect(self, rendezvous: Rendezvous) -> None:
@@ -108,7 +108,7 @@ class Destination:
             failed.pop().result()
 
     def _has_failed(self, task: Future[object]) -> bool:
-        """Whether a task that has ended did so with an error; then all other tasks and peers are told."""
+        """Tell all other tasks and peers if a task that has ended did so with an error; returns whether it did."""
         error = task.exception()
         if error is None:
             return False

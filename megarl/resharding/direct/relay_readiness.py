@@ -23,27 +23,27 @@ class RelayReadiness:
         self.expect()
 
     def expect(self) -> None:
-        """A refit begins: nothing has come."""
+        """Begin a refit: nothing has come."""
         with self._changed:
             self._came: set[MessageId] = set()
             self._with_checksum = True
             self._failure: str | None = None
 
     def add(self, incoming: MessageId, *, with_checksum: bool) -> None:
-        """A message is here, and came with a checksum or without."""
+        """Note that a message is here, and whether it came with a checksum."""
         with self._changed:
             self._came.add(incoming)
             self._with_checksum = with_checksum
             self._changed.notify()
 
     def fail(self, failure: str) -> None:
-        """Nothing more will come."""
+        """Let `choose` raise this `failure`: nothing more will come."""
         with self._changed:
             self._failure = failure
             self._changed.notify()
 
     def choose(self, left: Collection[MessageId]) -> tuple[MessageId, bool]:
-        """The first that is all here, as soon as one is, with a checksum if that is how things come.
+        """Wait for a message that is all here; the first, and whether what it holds came with checksums.
 
         Raises TransferError after a failure, or if nothing comes for the time.
         """

@@ -1,4 +1,4 @@
-"""In which order a source rank sends: a rule that each rank follows alone, and that keeps every port busy."""
+"""The order in which a source rank sends: a rule that each rank follows alone, and that keeps every port busy."""
 
 from math import gcd
 
@@ -34,7 +34,7 @@ def sending_order(
 
 
 def _place(rank: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-    """Where on a ring of length 1 each `rank` of `ranks`, which share it evenly, is.
+    """The place of each `rank` on a ring of length 1 that `ranks` ranks share evenly.
 
     Ranks that follow each other are far apart: they are often of one pipeline stage and have as little, or as much, to
     send as each other, and some part of the ring would be done before the others.

@@ -51,7 +51,7 @@ class Sender:
 
     @property
     def address(self) -> Address:
-        """Where receivers find this rank."""
+        """The address at which receivers find this rank."""
         return self._listener.address
 
     def connect(self, rendezvous: Rendezvous) -> None:

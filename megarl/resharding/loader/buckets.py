@@ -35,7 +35,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """How much of the segment the entries reach over."""
+        """The size of the part of the segment that the entries reach over."""
         return max(entry.offset_bytes + _bytes(entry.shape, entry.dtype) for entry in self.entries)
 
 

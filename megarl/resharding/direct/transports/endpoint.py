@@ -49,7 +49,7 @@ class SendEndpoint(Protocol):
         """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
 
     def all_connected(self) -> None:
-        """All receivers have taken up the offer."""
+        """Take note that all receivers have taken up the offer."""
 
     def close(self) -> None:
         """Free the buckets."""

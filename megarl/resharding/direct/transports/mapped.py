@@ -31,7 +31,7 @@ class CudaSegment:
         return device.uuid(), arguments
 
     def close(self) -> None:
-        """Nothing to do: a handle that was given to nobody leads nowhere."""
+        """Do nothing: a handle that was given to nobody leads nowhere."""
 
 
 def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
@@ -68,7 +68,7 @@ class MappedSendEndpoint:
         return len(self.buckets[0]), [segment.handle() for segment in self._segments]
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
-        """Nothing has to be moved."""
+        """Do nothing: the destination reads the bucket where it is."""
 
     def all_connected(self) -> None:
         """See `SendEndpoint.all_connected`."""

@@ -32,7 +32,7 @@ class PointToPointSendEndpoint:
         self._under_way: list[Any] = [None] * BUCKETS
 
     def offer(self) -> Any:
-        """Nothing: the group is known."""
+        """Offer nothing: the group is known."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to send."""
@@ -42,7 +42,7 @@ class PointToPointSendEndpoint:
             )
 
     def all_connected(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -62,7 +62,7 @@ class PointToPointRecvEndpoint:
         self._pulls = count()
 
     def connect(self, source: int, offer: Any) -> None:
-        """Nothing to do: the group is known."""
+        """Do nothing: the group is known."""
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to receive."""
