@@ -10,8 +10,9 @@
 # system. A job that is requeued continues from the last checkpoint below output_dir. 15 minutes before its time is over
 # (--signal; longer than the longest step takes) the run is told to write one, and the job goes back into the queue.
 #
-# The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines one with 16 GPUs. On the one node asked
-# for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
+# The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines 16 GPUs of one node, or of two with
+# rollout.engine_args.nnodes=2. On the one node asked for below, give sizes that fit it, for example for a small model of
+# this architecture on 8 GPUs:
 #
 #   cluster.trainer_ranks=4 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
 #   megatron.num_layers_in_first_pipeline_stage=null megatron.num_layers_in_last_pipeline_stage=null

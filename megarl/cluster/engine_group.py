@@ -50,10 +50,6 @@ class Engines:
         """Begin a call of a method of `Engine` in every engine."""
         return [handle.begin(method, *arguments) for handle in self.handles]
 
-    def nodes(self) -> list[str]:
-        """The machine that each engine's process is on, as Ray names it."""
-        return wait([handle.worker.begin_node() for handle in self.handles])
-
     def worker_nodes(self) -> list[str]:
         """The machine of every worker of every engine, in the order of their ranks in a transfer."""
         return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
@@ -171,10 +167,12 @@ class EngineGroup(Engines):
 
     def __init__(self, config: RolloutConfig, cluster: ClusterConfig, logs: Path) -> None:
         place = engine_place(cluster, config)
-        self.processes = WorkerGroup("engine", config.replicas, place, logs, calls_at_once=_CALLS_AT_ONCE)
-        super().__init__([EngineHandle(worker) for worker in self.processes.workers])
         self._config = config
         self._kind = engine_kind(config.engine)
+        nodes = self._kind.nodes(config.engine_args)
+        self.processes = WorkerGroup("engine", config.replicas * nodes, place, logs, calls_at_once=_CALLS_AT_ONCE)
+        workers = self.processes.workers
+        super().__init__([EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)])
 
     def __enter__(self) -> Self:
         self.processes.__enter__()
@@ -186,7 +184,7 @@ class EngineGroup(Engines):
         self.processes.__exit__(kind, error, trace)
 
     def nodes(self) -> list[str]:
-        """The machine that each engine's process is on. Raises UserError if the cluster has no room for all."""
+        """The machine of every process of the engines. Raises UserError if the cluster has no room for all."""
         return self.processes.nodes()
 
     def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call[None]]:
@@ -195,9 +193,12 @@ class EngineGroup(Engines):
         Without `load_weights` their first weights come by a refit.
         """
         given = self._config.engine_args
-        arguments = (model_path, given if load_weights else {**given, **self._kind.without_weights})
-        self.processes.make(*self._kind.engine_class, [arguments] * len(self))
-        return self.begin(Engine.start)
+        arguments = given if load_weights else {**given, **self._kind.without_weights}
+        # First of all there has to be room for them.
+        self.nodes()
+        making = [handle.begin_make(self._kind, model_path, arguments) for handle in self.handles]
+        wait(list(chain.from_iterable(making)))
+        return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
         """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""
@@ -207,6 +208,6 @@ class EngineGroup(Engines):
             raise UserError(
                 f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details
             ) from error
-        versions, of_workers = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_nodes))
-        for handle, own, version, nodes in zip(self.handles, self.nodes(), versions, of_workers, strict=True):
-            handle.started(version, [node or own for node in nodes])
+        versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))
+        for handle, version, worker_parts in zip(self.handles, versions, parts, strict=True):
+            handle.started(version, worker_parts)

@@ -1,9 +1,11 @@
 """One engine as the controller knows it: its process, state, weights and load."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
-from megarl.cluster.worker_group import Call, Stream, Worker, WorkerGone
+from megarl.cluster.worker_group import Call, Stream, Worker, WorkerGone, wait
+from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.protocol import Engine, EngineDiedError
 
 R = TypeVar("R")
@@ -12,15 +14,15 @@ EngineState: TypeAlias = Literal["starting", "serving", "updating", "failed"]
 
 
 class EngineHandle:
-    """An engine in a process of its own.
+    """An engine in a process of its own; one over machines has a further process on each of the other machines.
 
     Example: an engine of two workers that samples 64 responses with the weights of step 12 has state "serving",
     version 12, load 64 and worker_nodes ["node-a", "node-a"]. One that starts without weights is "starting" until its
     first update is committed; one that is "updating" lets requests wait.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, processes: Sequence[Worker]) -> None:
+        self.worker, *self.parts = processes
         self._state: EngineState = "starting"
         self.version = -1
         """The version of the weights that it serves; -1 are none."""
@@ -32,9 +34,23 @@ class EngineHandle:
     @property
     def state(self) -> EngineState:
         """Whether it can be asked for samples."""
-        failure = self.worker.failure
-        died = isinstance(failure, WorkerGone) or (failure is not None and isinstance(failure.error, EngineDiedError))
-        return "failed" if died else self._state
+        return "failed" if any(map(_has_died, (self.worker, *self.parts))) else self._state
+
+    def begin_make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> list[Call[None]]:
+        """Begin to make the engine in its processes."""
+        if not self.parts:
+            return [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
+        (first,) = wait([self.worker.begin_free_address()])
+        return [
+            process.begin_make(*made, model_path, {**arguments, **kind.part_arguments(number, first)})
+            for number, (process, made) in enumerate(
+                [(self.worker, kind.engine_class), *((part, kind.part_class) for part in self.parts)]
+            )
+        ]
+
+    def begin_start(self) -> list[Call[None]]:
+        """Begin to start it in all its processes: those of an engine over machines wait for each other."""
+        return [process.begin(Engine.start.__name__) for process in (self.worker, *self.parts)]
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> Call[R]:
         """Begin a call of a method of `Engine`, such as `Engine.write`."""
@@ -44,9 +60,10 @@ class EngineHandle:
         """Begin a call of a method of `Engine` that gives its results one by one."""
         return self.worker.stream(method.__name__, *arguments)
 
-    def started(self, version: int, worker_nodes: Sequence[str]) -> None:
-        """Note that it is up, with the weights of this version."""
-        self.worker_nodes = list(worker_nodes)
+    def started(self, version: int, worker_parts: Sequence[int]) -> None:
+        """Note that it is up, with the weights of this version and its workers in these processes."""
+        nodes = wait([process.begin_node() for process in (self.worker, *self.parts)])
+        self.worker_nodes = [nodes[part] for part in worker_parts]
         if version >= 0:
             self._state, self.version = "serving", version
 
@@ -59,3 +76,8 @@ class EngineHandle:
     def committed(self, version: int) -> None:
         """Note that it serves the weights of this version."""
         self._state, self.version = "serving", version
+
+
+def _has_died(process: Worker) -> bool:
+    failure = process.failure
+    return isinstance(failure, WorkerGone) or (failure is not None and isinstance(failure.error, EngineDiedError))

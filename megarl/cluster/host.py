@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from megarl.cluster.runtime import free_port
 from megatron_ext.loopback import listen_on_loopback
 
 
@@ -27,6 +28,11 @@ class Host:
     def node(self) -> str:
         """The machine this process runs on, as Ray names it."""
         return ray.get_runtime_context().get_node_id()
+
+    def free_address(self) -> tuple[str, int]:
+        """The address of this machine, and a port of it that was free a moment ago."""
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""

@@ -33,13 +33,13 @@ def trainer_place(cluster: ClusterConfig) -> Place:
 
 
 def engine_place(cluster: ClusterConfig, rollout: RolloutConfig) -> Place:
-    """The place of one engine: as many GPUs as its workers, where the cluster has any."""
+    """The place of one engine's process on a machine: as many GPUs as its workers there, where the cluster has any."""
     kind = engine_kind(rollout.engine)
     threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
     environment = {_THREADS: str(threads), **_SLEEPING}
     if cluster.address is None:
         environment |= kind.loopback_environment
-    return _place(cluster, cluster.engine_cpus, kind.workers(rollout.engine_args), environment)
+    return _place(cluster, cluster.engine_cpus, _workers_per_node(cluster, rollout), environment)
 
 
 def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
@@ -47,7 +47,7 @@ def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -
 
     Sampling and training take turns, so the engines have all of them: the ranks wait, and do not spin.
     """
-    workers = engine_kind(rollout.engine).workers(rollout.engine_args)
+    workers = _workers_per_node(cluster, rollout)
     if cluster.engine_threads is not None:
         return cluster.engine_threads
     if (given := os.environ.get(_THREADS, "")).isdigit():
@@ -55,6 +55,22 @@ def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -
     if cluster.address is not None:
         return max(1, int(cluster.engine_cpus) // workers)
     return max(1, cores // (rollout.replicas * workers))
+
+
+def _workers_per_node(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
+    kind = engine_kind(rollout.engine)
+    workers, nodes = kind.workers(rollout.engine_args), kind.nodes(rollout.engine_args)
+    if nodes > 1 and cluster.address is None:
+        raise UserError(
+            f"rollout.engine_args ask for an engine over {nodes} machines, and the run has this one alone: set"
+            " cluster.address to a Ray cluster that has them"
+        )
+    if workers % nodes:
+        raise UserError(
+            f"rollout.engine_args ask for an engine of {workers} workers over {nodes} machines, each of which takes as"
+            " many as the others: change one of the two"
+        )
+    return workers // nodes
 
 
 def _gpus(cluster: ClusterConfig, whole: int) -> float:

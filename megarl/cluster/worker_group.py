@@ -57,6 +57,10 @@ class Worker:
         """Begin to ask for the machine it runs on, as Ray names it."""
         return Call(self, self._host.node.remote())
 
+    def begin_free_address(self) -> "Call[tuple[str, int]]":
+        """Begin to look for a free port of its machine."""
+        return Call(self, self._host.free_address.remote())
+
     def begin(self, method: str, *arguments: Any) -> "Call[Any]":
         """Begin a call of the object's `method`."""
         return Call(self, self._host.call.remote(method, *arguments))

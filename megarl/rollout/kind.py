@@ -32,6 +32,12 @@ class EngineKind:
     """Argument -> the test, below tests/, that runs it."""
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
+    nodes: Callable[[Arguments], int]
+    """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
+    part_class: tuple[str, str]
+    """Module and name of the `EnginePart` that is its process on every other machine."""
+    part_arguments: Callable[[int, tuple[str, int]], Arguments]
+    """Arguments that tell a process of an engine over machines its number, and a free address of the first machine."""
     loopback_environment: Mapping[str, str]
     """With these environment variables an engine listens on this machine alone."""
     without_weights: Arguments

@@ -104,8 +104,8 @@ class LayoutSource(Protocol):
         Raises UserError for a version of the engine of which this is not known.
         """
 
-    def worker_nodes(self) -> list[str | None]:
-        """The Ray node that each worker is on; None for the one that the engine is on."""
+    def worker_parts(self) -> list[int]:
+        """Which of the engine's processes, one on each machine that it spans, each worker belongs to."""
 
 
 class WeightTarget(Protocol):
@@ -119,7 +119,8 @@ class WeightTarget(Protocol):
     def begin_update(self, version: int, names: Sequence[str]) -> None:
         """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
 
-        Raises UpdateError if `version` is not above the current one or an update is under way.
+        An update to the same version begins anew: it may have failed on another engine. Raises UpdateError if `version`
+        is not above the current one or an update to another is under way.
         """
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
@@ -146,6 +147,16 @@ class WeightTarget(Protocol):
 
         Raises UpdateError if `version` is not the one begun or if a tensor is missing.
         """
+
+
+class EnginePart(Protocol):
+    """The process of an engine on another machine than its first: nobody calls it but to start and to end it."""
+
+    def start(self) -> None:
+        """Start its workers; returns when those of all machines are up."""
+
+    def close(self) -> None:
+        """End its workers."""
 
 
 class Engine(Generator, LayoutSource, WeightTarget, Protocol):

@@ -27,13 +27,14 @@ from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
 OBJECT_STORE_BYTES = 100 * 1024**2
-HOSTS = ("127.0.0.1", "127.0.0.2")
+HOSTS = {"127.0.0.1": 3, "127.0.0.2": 2}
+"""Address and cores of each machine."""
 LENGTH = 12
 
 
 @pytest.fixture(scope="module")
 def address():
-    """Address of a cluster of two nodes with one core each. All started for it, and written, is gone afterwards."""
+    """Address of a cluster of two nodes. All started for it, and written, is gone afterwards."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     runtime._require_token()
     runtime._bind_to_loopback()
@@ -44,9 +45,9 @@ def address():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         cluster = Cluster()
         try:
-            for host in HOSTS:
+            for host, cores in HOSTS.items():
                 cluster.add_node(
-                    num_cpus=1,
+                    num_cpus=cores,
                     node_ip_address=host,
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
@@ -62,8 +63,9 @@ def address():
 @pytest.fixture
 def config(address, tmp_path):
     made = make_config("qwen3", tmp_path)
-    # One core for the rank and one for the engine: no node has room for both.
+    # Two cores for the rank and two for the engine: no node has room for both.
     made.cluster.address, made.cluster.trainer_ranks = address, 1
+    made.cluster.trainer_cpus = made.cluster.engine_cpus = 2
     made.megatron["tensor_model_parallel_size"] = 1
     return made
 
@@ -71,8 +73,12 @@ def config(address, tmp_path):
 def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         begin_and_be_killed(config)
+    # It goes on with an engine that lies on both machines, beside the rank on one of them.
+    config.rollout.engine_args |= {"nnodes": 2, "tensor_parallel_size": 2}
+    config.cluster.trainer_cpus = 1
     with open_job(config) as job:
         assert job.state.step == 1
+        check_that_the_workers_of_the_engine_are_apart(job)
         metrics = job.refit(1)
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["refit/bytes"] > 0
@@ -99,12 +105,21 @@ def begin_and_be_killed(config):
         raise KeyboardInterrupt
 
 
+def check_that_the_workers_of_the_engine_are_apart(job):
+    (rank_node,) = job.trainer.nodes()
+    first, second = job.engines.worker_nodes()
+    assert first != second
+    assert rank_node in (first, second)
+    (engine,) = job.engines.handles
+    assert engine.worker_nodes == [first, second]
+
+
 def check_listener(job):
     """Receivers find the rank at the address that its machine has for others."""
     (rank_node,) = job.trainer.nodes()
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     ((host, _),) = job.trainer.open_transfer(job.refit._path._spec, "point_to_point", 1, timeout_s=5.0).listeners
-    assert sorted(hosts.values()) == sorted(HOSTS)
+    assert {*hosts.values()} == {*HOSTS}
     assert host == hosts[rank_node]
 
 

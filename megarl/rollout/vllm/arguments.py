@@ -3,12 +3,16 @@
 import json
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import ray
 
 from converters.errors import UserError
 from megarl.rollout.vllm import cpu
-from megarl.rollout.vllm.kind import VLLM
+from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
 from megatron_ext import device
 
 _ENVIRONMENT: Mapping[str, str] = {
@@ -53,10 +57,15 @@ _REQUIRED: Mapping[str, Any] = {
 }
 
 
-def prepare_environment() -> None:
+def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Set what vLLM reads from the environment. Must run before the first import of vllm in the process."""
     os.environ.update(_ENVIRONMENT)
+    if VLLM.nodes(engine_args) > 1:
+        # The machines find each other by it.
+        os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
     defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.ENVIRONMENT if device.backend() == "gloo" else {})}
+    if VLLM.nodes(engine_args) > 1 and not ip_address(os.environ["VLLM_HOST_IP"]).is_loopback:
+        del defaults["GLOO_SOCKET_IFNAME"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -73,7 +82,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     from megarl.rollout.vllm.weight_transfer import BACKEND
 
     required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
-    VLLM.check(given)
+    VLLM.check({name: value for name, value in given.items() if name not in PART_ARGUMENTS})
     _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
     # vLLM's own choice for a model in fp32 is bfloat16.

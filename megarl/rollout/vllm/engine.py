@@ -61,7 +61,7 @@ class VllmEngine:
     @_by_owner
     def start(self) -> None:
         """See `Generator.start`."""
-        prepare_environment()
+        prepare_environment(self._engine_args)
         from vllm.v1.engine.llm_engine import LLMEngine
 
         config = make_engine_config(self._model_path, self._engine_args)
@@ -127,14 +127,14 @@ class VllmEngine:
         return self._workers("trace_layout", hf_shapes, hf_dtypes)
 
     @_by_owner
-    def worker_nodes(self) -> list[str | None]:
-        """See `LayoutSource.worker_nodes`."""
-        return self._workers("node")
+    def worker_parts(self) -> list[int]:
+        """See `LayoutSource.worker_parts`."""
+        return self._workers("part")
 
     @_by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
         """See `WeightTarget.begin_update`."""
-        if self._update is not None and not self._update.failed:
+        if self._update is not None and not self._update.failed and self._update.version != version:
             raise UpdateError(f"update {version} cannot begin before {self._update.version} was committed")
         if version <= self._version:
             raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")

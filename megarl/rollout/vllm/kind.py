@@ -11,7 +11,7 @@ _DATA_PARALLEL = (
     "an engine of several data-parallel parts needs processes of its own for each; use rollout.replicas, engines side"
     " by side"
 )
-_ONE_MACHINE = "an engine lies on one machine; use rollout.replicas for more"
+_NUMBERED = "machines are numbered, and an address is found, when the engine starts; give nnodes alone"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
@@ -35,8 +35,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "data_parallel_size_local": Refusal(_DATA_PARALLEL, (None, 1)),
     "data_parallel_rank": Refusal(_DATA_PARALLEL),
     "data_parallel_external_lb": Refusal(_DATA_PARALLEL),
+    "node_rank": Refusal(_NUMBERED),
+    "master_addr": Refusal(_NUMBERED),
+    "master_port": Refusal(_NUMBERED),
     "data_parallel_hybrid_lb": Refusal(_DATA_PARALLEL),
-    "nnodes": Refusal(_ONE_MACHINE, (None, 1)),
     "enable_eplb": Refusal(_MOVED),
     "enable_elastic_ep": Refusal(_MOVED),
     "logits_processors": Refusal(_OTHER_DISTRIBUTION),
@@ -54,12 +56,21 @@ _TESTED: Mapping[str, str] = {
     "max_model_len": "megarl/rollout/engine_host.py",
     "kv_cache_memory_bytes": "megarl/rollout/engine_host.py",
     "tensor_parallel_size": "megarl/rollout/test_vllm_tensor_parallel.py",
+    "nnodes": "megarl/test_two_machines.py",
     "enable_expert_parallel": "megarl/rollout/test_vllm_tensor_parallel.py",
 }
 
 
+PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
+"""Arguments that megarl gives to the processes of an engine over machines."""
+
+
 def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+
+
+def _part(number: int, first: tuple[str, int]) -> Arguments:
+    return dict(zip(PART_ARGUMENTS, (number, *first), strict=True))
 
 
 VLLM = EngineKind(
@@ -69,6 +80,9 @@ VLLM = EngineKind(
     refused=_REFUSED,
     tested=_TESTED,
     workers=_workers,
+    nodes=lambda arguments: arguments.get("nnodes") or 1,
+    part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
+    part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
     without_weights={"load_format": "dummy"},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},

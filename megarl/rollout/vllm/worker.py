@@ -7,7 +7,6 @@ is the only hook at that moment, so here, and nowhere else, importing has effect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
@@ -54,9 +53,9 @@ class WorkerExtension:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
         return tracing.trace_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
-    def node(self) -> str | None:
-        """The Ray node of this worker; None if Ray does not run it, so that it is on the engine's."""
-        return ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
+    def part(self) -> int:
+        """The number of the machine that this worker is on, among those that the engine spans."""
+        return self.parallel_config.node_rank  # type: ignore[attr-defined]
 
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""

@@ -23,8 +23,8 @@ class EchoEngine:
     def version(self):
         return self._version
 
-    def worker_nodes(self):
-        return [None, "elsewhere"]
+    def worker_parts(self):
+        return [0, 0]
 
     def generate_each(self, requests):
         for place, request in enumerate(requests):
@@ -63,6 +63,9 @@ ECHO = EngineKind(
     refused={},
     tested={},
     workers=lambda _arguments: 2,
+    nodes=lambda arguments: arguments.get("nodes", 1),
+    part_class=("echo_engine", "EchoPart"),
+    part_arguments=lambda number, first: {"number": number, "first": first},
     loopback_environment={
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     },

@@ -51,7 +51,7 @@ def test_a_life_of_two_engines(open_group):
 def live_and_lose_one(engines):
     engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
     here = engines.nodes()[0]
-    assert engines.worker_nodes() == [here, "elsewhere", here, "elsewhere"]
+    assert engines.worker_nodes() == [here] * 4
     assert states(engines) == [("starting", -1, 0)] * 2
     update(engines, 1)
     assert states(engines) == [("serving", 1, 0)] * 2

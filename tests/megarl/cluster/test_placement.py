@@ -40,6 +40,24 @@ def test_what_needs_several_gpus_shares_none(monkeypatch, ranks, workers):
         )
 
 
+def test_an_engine_over_machines_asks_on_each_for_what_its_workers_there_need(gpus):
+    rollout = RolloutConfig(engine_args={"tensor_parallel_size": 8, "nnodes": 2})
+    assert engine_place(ClusterConfig(address="auto"), rollout).gpus == (4 if gpus else 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes", "says"),
+    [
+        (None, 2, r"an engine over 2 machines, and the run has this one alone: set cluster\.address"),
+        ("auto", 3, "an engine of 8 workers over 3 machines, each of which takes as many"),
+    ],
+)
+def test_an_engine_over_machines_that_are_not_there_is_refused(gpus, address, nodes, says):
+    rollout = RolloutConfig(engine_args={"tensor_parallel_size": 8, "nnodes": nodes})
+    with pytest.raises(UserError, match=says):
+        engine_place(ClusterConfig(address=address), rollout)
+
+
 def test_only_megatrons_ranks_have_one_hardware_queue(gpus):
     places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
     assert [place.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for place in places] == ["1", None]

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from megarl.refit.choice import loader_path
 from megarl.refit.log_prob_check import LogProbMismatchError
 from megarl.refit.refit import Refit
 from megarl.resharding.direct.transfer_spec import check_traces
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -111,36 +113,57 @@ def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_ru
 
 
 def probe_and_lose_the_engine(open_run):
-    with open_run("refit.verify=logprobs", "refit.transport=point_to_point") as job:
+    with open_run("refit.verify=logprobs", "refit.transport=point_to_point", "rollout.replicas=2") as job:
         assert job.refit(0)["refit/log_prob_difference"] < 1e-4
         assert job.refit.description == "direct, through point_to_point"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
+        check_that_one_engine_is_written_while_the_other_serves(job)
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
         with pytest.raises(LogProbMismatchError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
-            job.refit(2)
+            job.refit(5)
         check_that_an_engine_that_permutes_its_weights_goes_on_through_its_loader(job)
         job.refit._path.connect()
         run_in(job.engines.processes, 0, break_at, "unpacked", 1, "kill")
-        job.refit(7)
+        job.refit(10)
+
+
+def refit_of(job, engines, path):
+    config, architecture = replace(job.config.refit, path=path), job.model.architecture
+    first = loader_path(job.trainer, engines, architecture, config)
+    return Refit(job.trainer, engines, first, list(architecture.hf_shapes), timeout_s=config.timeout_s)
+
+
+def check_that_one_engine_is_written_while_the_other_serves(job):
+    greedy = SamplingParameters(temperature=0, max_tokens=8)
+    requests = [Request(prompt.token_ids, greedy) for prompt in job.task.eval_prompts[:4]]
+    before = job.engines.generate(requests)
+    alone = refit_of(job, job.engines.only(1), "auto")
+    assert [alone(version)["refit/direct"] for version in (2, 3)] == [0, 1]
+    assert [handle.version for handle in job.engines.handles] == [1, 3]
+    after = job.engines.generate(requests)
+    assert [turn.versions[0] for (turn,) in after] == [1, 3] * (len(requests) // 2)
+    # The trainer's weights are the same.
+    assert [turn.token_ids.tolist() for (turn,) in after] == [turn.token_ids.tolist() for (turn,) in before]
+    # The ranks had met that engine only, so that the one which waits for its weights is heard of, and all meet again.
+    metrics = job.refit(4)
+    assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 1)
+    assert [handle.version for handle in job.engines.handles] == [4, 4]
 
 
 def check_that_an_engine_that_permutes_its_weights_goes_on_through_its_loader(job):
     run_in(job.engines.processes, 0, permute_after_loading)
 
-    def make_refit(path):
-        config, architecture = replace(job.config.refit, path=path), job.model.architecture
-        first = loader_path(job.trainer, job.engines, architecture, config)
-        return Refit(job.trainer, job.engines, first, list(architecture.hf_shapes), timeout_s=config.timeout_s)
+    make_refit = partial(refit_of, job, job.engines)
 
     refit = make_refit("auto")
-    assert refit(3)["refit/direct"] == 0
+    assert refit(6)["refit/direct"] == 0
     reason = "the engine does not keep model.layers.1.mlp.down_proj.weight as it was loaded"
     assert refit.description == f"loader ({reason})"
-    assert refit(4)["refit/direct"] == 0
+    assert refit(7)["refit/direct"] == 0
     with pytest.raises(UserError, match=f"refit.path=direct is not possible: {reason}"):
-        make_refit("direct")(5)
+        make_refit("direct")(8)
     through_loader = make_refit("loader")
-    assert through_loader(6)["refit/direct"] == 0
+    assert through_loader(9)["refit/direct"] == 0
     assert through_loader.description == "loader (refit.path=loader)"
 
 
