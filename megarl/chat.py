@@ -16,7 +16,7 @@ from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
 from megarl.models.policy import read_model
 from megarl.output.places import LOGS
-from megarl.rollout import engine_configuration
+from megarl.rollout import engine_configuration, engine_kind
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 
@@ -121,6 +121,6 @@ def _longest(config: MegarlConfig) -> int:
     """How many tokens the model takes, as far as that is known before the engine says so."""
     known = (
         read_json(Path(config.model.path) / CONFIG).get("max_position_embeddings"),
-        config.rollout.engine_args.get("max_model_len"),
+        engine_kind(config.rollout.engine).context(config.rollout.engine_args),
     )
     return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=sys.maxsize)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.cli import recipe
+from megarl.rollout import engine_kind
 
 if TYPE_CHECKING:
     from megarl.schema import MegarlConfig
@@ -82,15 +83,5 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
-    arguments = config.rollout.engine_args
-    if arguments.get("pipeline_parallel_size", 1) != 1:
-        raise UserError(
-            "rollout.engine_args.pipeline_parallel_size is above 1, and megarl plan knows engines without pipeline "
-            "stages alone: set it to 1 for the plan"
-        )
-    tensor = arguments.get("tensor_parallel_size", 1)
-    return {
-        "engine_tp": tensor,
-        "engine_ep": tensor if arguments.get("enable_expert_parallel") else None,
-        "engine_dtype": "fp8" if arguments.get("quantization") == "fp8" else "bf16",
-    }
+    sizes = engine_kind(config.rollout.engine).sizes(config.rollout.engine_args)
+    return {"engine_tp": sizes.tensor, "engine_ep": sizes.expert, "engine_dtype": sizes.dtype}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
 from megarl.schema import RolloutConfig
@@ -11,6 +11,18 @@ from megatron_ext.supported_options import Refusal, refuse
 
 Arguments = Mapping[str, Any]
 """`rollout.engine_args`: options of an engine by the engine's own names."""
+
+
+class EngineSizes(NamedTuple):
+    """How an engine cuts the model: attention over `tensor` ranks, whole experts over `expert` ranks (None: cut, too).
+
+    Example: EngineSizes(tensor=4, expert=None, dtype="bf16")
+    """
+
+    tensor: int
+    expert: int | None
+    dtype: str
+    """bf16, or fp8 for weights in blocks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,10 @@ class EngineKind:
     """Argument -> the test, below tests/, that runs it."""
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
+    sizes: Callable[[Arguments], EngineSizes]
+    """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
+    context: Callable[[Arguments], int | None]
+    """How many tokens these arguments limit a prompt and its response to, if they do."""
     nodes: Callable[[Arguments], int]
     """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
     part_class: tuple[str, str]

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from megarl.rollout.kind import Arguments, EngineKind
+from converters.errors import UserError
+from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
 from megatron_ext.supported_options import Refusal
 
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
@@ -69,6 +70,17 @@ def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
 
 
+def _sizes(arguments: Arguments) -> EngineSizes:
+    if arguments.get("pipeline_parallel_size", 1) != 1:
+        raise UserError(
+            "rollout.engine_args.pipeline_parallel_size is above 1, and megarl plan knows engines without pipeline "
+            "stages alone: set it to 1 for the plan"
+        )
+    tensor = arguments.get("tensor_parallel_size", 1)
+    expert = tensor if arguments.get("enable_expert_parallel") else None
+    return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
+
+
 def _part(number: int, first: tuple[str, int]) -> Arguments:
     return dict(zip(PART_ARGUMENTS, (number, *first), strict=True))
 
@@ -80,6 +92,8 @@ VLLM = EngineKind(
     refused=_REFUSED,
     tested=_TESTED,
     workers=_workers,
+    sizes=_sizes,
+    context=lambda arguments: arguments.get("max_model_len"),
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
     part_arguments=_part,

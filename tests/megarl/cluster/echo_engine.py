@@ -5,7 +5,7 @@ from pathlib import Path
 from threading import Condition
 
 from megarl.data import Turn
-from megarl.rollout.kind import EngineKind
+from megarl.rollout.kind import EngineKind, EngineSizes
 
 DEADLY = 666
 """A prompt that begins with this token ends the process."""
@@ -62,6 +62,8 @@ ECHO = EngineKind(
     argument_class=("no_such_engine", "Arguments"),
     refused={},
     tested={},
+    sizes=lambda _arguments: EngineSizes(2, None, "bf16"),
+    context=lambda _arguments: None,
     workers=lambda _arguments: 2,
     nodes=lambda arguments: arguments.get("nodes", 1),
     part_class=("echo_engine", "EchoPart"),
