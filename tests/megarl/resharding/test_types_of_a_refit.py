@@ -20,7 +20,7 @@ SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=1), workers=2, topo
 
 
 def types_of_the_table() -> list[str]:
-    rows = re.findall(r"^\| (?:made once|controller|Megatron rank|engine's worker) \| (.*) \|$", page(), re.M)
+    rows = re.findall(r"^\| (?:made once|controller|Megatron rank, .*?|engine's worker) \| (.*) \|$", page(), re.M)
     assert len(rows) == 4
     return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
 
