@@ -19,7 +19,7 @@ from megarl.algorithms.policy_losses.surrogates import clipped
 from megarl.cli import recipe
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.rewards.registry import load_reward
-from megarl.run.job import open_tracker_of
+from megarl.run.opening import open_tracker_of
 from megarl.schema import MegarlConfig
 from megarl.tracking import Tracker
 from megarl.tracking.clock import Clock

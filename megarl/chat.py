@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.runtime import ray_cluster
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
 from megarl.models.policy import read_model
-from megarl.output.places import LOGS
-from megarl.rollout import engine_configuration, engine_kind
+from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
 
 
@@ -109,11 +108,8 @@ def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> I
         max_tokens=config.rollout.max_response_tokens,
         stop_token_ids=model.stop_token_ids,
     )
-    with ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.cluster))
-        logs = Path(config.output_dir) / LOGS
-        engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
-        engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+    with open_processes(config) as processes:
+        engines = processes.engines_with(model)
         yield Chat(engines, conversation, model.tokenizer, sampling, _longest(config))
 
 

@@ -5,8 +5,9 @@ from functools import partial
 
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.run.opening import Start
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
-from megarl.run.supervised import HeldOut, Start, Training, open_training
+from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -18,12 +19,12 @@ def dpo(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config, "dpo")
-    if start.is_finished(settings.steps):
+    if start.is_finished():
         return
     train, held_out = read_pairs(start)
     sampler = start.sampler(len(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
-    with open_training(start, settings.steps) as training:
+    with open_training(start) as training:
         draws = draw_pairs(start, sampler, train, partial(_compared, training))
         training.build(reference=True)
         training.resume()

@@ -1,17 +1,13 @@
 """How good a HuggingFace folder is: an engine that loads it afresh, responses, the reward function."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 from converters.errors import UserError
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.runtime import ray_cluster
 from megarl.data import load_prompts
 from megarl.models.policy import read_model
-from megarl.output.places import LOGS
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
-from megarl.rollout import engine_configuration
+from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
 from megarl.stages.evaluate import evaluate
 
@@ -29,11 +25,9 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
             prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources(prompt.data_source for prompt in prompts)
-        stack.enter_context(ray_cluster(config.cluster))
+        processes = stack.enter_context(open_processes(config))
         with phase("starting the engines"):
-            logs = Path(config.output_dir) / LOGS
-            engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
-            engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+            engines = processes.engines_with(model)
         stack.enter_context(phase(f"answering {len(prompts)} prompts"))
         return evaluate(
             engines,

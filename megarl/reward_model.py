@@ -5,8 +5,9 @@ from functools import partial
 from megarl.algorithms import reward_model_objective
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.run.opening import Start
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
-from megarl.run.supervised import HeldOut, Start, open_training
+from megarl.run.supervised import HeldOut, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.packing import RaggedBatch
 
@@ -18,11 +19,11 @@ def train_reward_model(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config, "reward-model")
-    if start.is_finished(settings.steps):
+    if start.is_finished():
         return
     train, held_out = read_pairs(start)
     draws = draw_pairs(start, start.sampler(len(train)), train)
-    with open_training(start, settings.steps) as training:
+    with open_training(start) as training:
         training.build(head="value")
         training.resume()
         measurement = None

@@ -7,7 +7,8 @@ from megarl.algorithms import exact_matches, sft_objective
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.run.draws import Draw
-from megarl.run.supervised import HeldOut, Start, conversation_batch, open_training
+from megarl.run.opening import Start
+from megarl.run.supervised import HeldOut, conversation_batch, open_training
 from megarl.schema import MegarlConfig
 
 
@@ -15,7 +16,7 @@ def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
     start = Start.of(config, "sft")
-    if start.is_finished(settings.steps):
+    if start.is_finished():
         return
     train = _read(start, settings.train_files)
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
@@ -23,7 +24,7 @@ def sft(config: MegarlConfig) -> None:
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
     draws = start.draws(start.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
-    with open_training(start, settings.steps) as training:
+    with open_training(start) as training:
         training.build()
         training.resume()
         measurement = HeldOut(

@@ -8,22 +8,20 @@ is the next opponent. It ends where the two replies are the same.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
-from megarl.output.places import LOGS
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
-from megarl.rollout import engine_configuration
 from megarl.rollout.protocol import Request
 from megarl.run.draws import Draw
+from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
-from megarl.run.supervised import HeldOut, Start, Training, open_training
+from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megarl.sft import exact_match_share
 from megarl.stages.rollout import sampling_parameters
@@ -43,17 +41,15 @@ def spin(config: MegarlConfig) -> None:
     """
     settings = config.preference
     start = Start.of(config, "spin")
-    if start.is_finished(settings.steps):
+    if start.is_finished():
         return
     exchanges = [last_exchange(conversation) for conversation in _read(start, settings.train_files)]
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
     sampler = start.sampler(len(exchanges))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
-    with (
-        open_training(start, settings.steps) as training,
-        EngineGroup(engine_configuration(config), config.cluster, Path(config.output_dir) / LOGS) as engines,
-    ):
+    with open_training(start) as training:
+        engines = training.processes.engines()
         engine_start = EngineStart(
             training.trainer, engines, start.model, config, [exchange.prompt for exchange in exchanges]
         )

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from megarl.data import PromptGroup
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
-from megarl.run.job import Job, is_finished, open_job
+from megarl.run.job import Job, open_job
+from megarl.run.opening import Start
 from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch, without_small_groups
@@ -27,10 +28,10 @@ def train(config: MegarlConfig) -> None:
 
     Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
-    if is_finished(config):
-        print(f"all {config.loop.steps} steps are done; raise loop.steps to go on from the last one", flush=True)
+    start = Start.of(config, "train")
+    if start.is_finished():
         return
-    with ExitStack() as at_end, open_job(config) as job:
+    with ExitStack() as at_end, open_job(start) as job:
         with phase("first refit"):
             job.refit(job.state.step)
         print(f"refit: {job.refit.description}", flush=True)

@@ -1,7 +1,6 @@
 """The models beside the policy: critic, teachers, reward model. Each has ranks and parallel sizes of its own."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.models.policy import Model, check_layout, read_tokenizer
+from megarl.output.places import TRAINED_COMPANIONS
 from megarl.schema import MegarlConfig
+from megatron_ext.options import MegatronOptions
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def wanted_companions(config: MegarlConfig) -> dict[str, Wanted]:
     return wanted
 
 
+def trained_companions(config: MegarlConfig) -> list[str]:
+    """The names of those that are trained beside the policy."""
+    return [name for name in TRAINED_COMPANIONS if name in wanted_companions(config)]
+
+
 def check_companions(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
     """Raise UserError for a companion that cannot work with this policy and these prompts."""
     for name, wanted in wanted_companions(config).items():
@@ -119,16 +125,12 @@ def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:
             )
 
 
-def open_companions(config: MegarlConfig, logs: Path, total_steps: int, stack: ExitStack) -> Companions:
-    """Start the processes of all companions and make their models; they end with `stack`."""
+def open_companions(
+    config: MegarlConfig, total_steps: int, place: Callable[[MegatronOptions, str], TrainerGroup]
+) -> Companions:
+    """Start the processes of all companions and make their models; `place` gives the ranks of one, by its name."""
     wanted = wanted_companions(config)
-    max_tokens = config.loop.max_tokens_per_micro_batch
-    groups = {
-        name: stack.enter_context(
-            TrainerGroup(megatron_options(config, each.settings), config.cluster, logs, max_tokens, name=name)
-        )
-        for name, each in wanted.items()
-    }
+    groups = {name: place(megatron_options(config, each.settings), name) for name, each in wanted.items()}
     for name, group in groups.items():
         group.start()
         wanted[name].build(group, wanted[name].path, total_steps)

@@ -30,11 +30,6 @@ def checkpoints_folder(config: MegarlConfig) -> Path:
     return Path(config.output_dir) / CHECKPOINTS
 
 
-def last_step(config: MegarlConfig) -> int:
-    """The step of the last complete checkpoint, 0 without one."""
-    return max(checkpoint_folder.complete_iterations(checkpoints_folder(config)), default=0)
-
-
 def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
     """Checkpoint that a run of `megarl COMMAND` continues from; None for a new run.
 

@@ -3,32 +3,28 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megarl.algorithms import ADVANTAGES, AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.config.megatron import megatron_options
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.watch import Watch
-from megarl.models.auxiliary import Companions, check_companions, open_companions, wanted_companions
-from megarl.models.policy import Model, check_layout, read_model
-from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
-from megarl.output.places import EXPORT, LOGS, TRAINED_COMPANIONS
+from megarl.models.auxiliary import Companions, check_companions, open_companions
+from megarl.models.policy import Model
+from megarl.output.export import write_export
+from megarl.output.places import EXPORT
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
-from megarl.rollout import engine_configuration
-from megarl.run.checkpoints import CheckpointWriter, last_step, latest_checkpoint
+from megarl.run.checkpoints import CheckpointWriter
+from megarl.run.opening import Start, open_processes
 from megarl.schema import MegarlConfig
-from megarl.tracking import MetricValue, Run, Tracker, open_tracker
-
-_COMMAND = "train"
+from megarl.tracking import MetricValue, Tracker
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class Job:
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         step = self.state.step
-        with CheckpointWriter(self.config, _COMMAND, step) as checkpoint:
+        with CheckpointWriter(self.config, "train", step) as checkpoint:
             checkpoint.save(self.trainer)
             for name, companion in self.companions.trained.items():
                 checkpoint.save(companion, name)
@@ -97,43 +93,38 @@ class Job:
 
 
 @contextmanager
-def open_job(config: MegarlConfig) -> Iterator[Job]:
+def open_job(start: Start) -> Iterator[Job]:
     """Check everything that can be checked without a process, then start them all; they end with the context.
 
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
+    config, model, checkpoint = start.config, start.model, start.checkpoint
     for sentence in without_effect(config.algorithm):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
-        with phase("checking model and data"):
-            model = read_model(config.model, config.rollout.stop_token_ids)
-            options = megatron_options(config)
-            check_layout(model.architecture, options)
+        with phase("checking the data"):
             task = _read_task(config, model)
             check_companions(config, model, task.prompts)
             objective = PolicyObjective(config.algorithm)
-            state, checkpoint = _position(config, len(task.prompts))
+            state = _position(start, len(task.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources({prompt.data_source for prompt in (*task.prompts, *task.eval_prompts)})
-        stack.enter_context(ray_cluster(config.cluster))
-        tracker = stack.enter_context(open_tracker_of(config, step=state.step, last_step=config.loop.steps))
-        with phase(f"starting trainer and engines{f', from step {state.step}' if checkpoint else ''}"):
-            logs = Path(config.output_dir) / LOGS
-            engines = stack.enter_context(EngineGroup(engine_configuration(config), config.cluster, logs))
-            trainer = stack.enter_context(
-                TrainerGroup(options, config.cluster, logs, config.loop.max_tokens_per_micro_batch)
-            )
+        processes = stack.enter_context(open_processes(config))
+        tracker = processes.tracker(start)
+        with phase(f"starting trainer and engines{f', from step {start.step}' if checkpoint else ''}"):
+            engines = processes.engines()
+            trainer = processes.trainer(start.options)
             prompts = [prompt.token_ids for prompt in task.prompts]
             engine_start = EngineStart(trainer, engines, model, config, prompts)
             trainer.start()
-            total_steps = config.loop.steps * config.algorithm.updates_per_step
+            total_steps = start.steps * config.algorithm.updates_per_step
             trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-            companions = open_companions(config, logs, total_steps, stack)
+            companions = open_companions(config, total_steps, processes.trainer)
             if checkpoint is not None:
                 engine_start.compare()
-                trainer.load(checkpoint)
+                trainer.load(checkpoint.folder)
                 for name, companion in companions.trained.items():
-                    companion.load(checkpoint / name)
+                    companion.load(checkpoint.folder / name)
             refit = engine_start.finish()
         yield Job(
             config=config,
@@ -167,47 +158,9 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
     return found.prompts
 
 
-def _position(config: MegarlConfig, prompts: int) -> tuple[LoopState, Path | None]:
-    """Where to start: the state, and the checkpoint it comes from."""
-    sampler = PromptSampler(prompts, config.data.shuffle, config.loop.seed)
-    state = LoopState(step=0, sampler=sampler, kl=AdaptiveKl.from_config(config.algorithm))
-    if (found := latest_checkpoint(config, _COMMAND)) is None:
-        check_that_none_is_lost(exports_of(config))
-        return state, None
-    state.step = found.step
-    state.sampler.load_state_dict(found.state["sampler"])
-    state.kl.load_state_dict(found.state["kl"])
-    return state, found.folder
-
-
-def exports_of(config: MegarlConfig) -> list[Path]:
-    """The folders that a run exports its trained models to."""
-    trained = [name for name in TRAINED_COMPANIONS if name in wanted_companions(config)]
-    return [Path(config.output_dir) / name for name in (EXPORT, *trained)]
-
-
-def is_finished(config: MegarlConfig) -> bool:
-    """Whether `output_dir` holds the run at its last step, exported: there is nothing left to do.
-
-    Raises UserError where what is there is of another command.
-    """
-    return (
-        last_step(config) >= config.loop.steps
-        and config.checkpoint.resume != "never"
-        and all(step_of_export(export) == last_step(config) for export in exports_of(config))
-        and latest_checkpoint(config, _COMMAND) is not None
-    )
-
-
-def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:
-    """The loggers of a run that has done `step` of `last_step` steps."""
-    run = Run(
-        output_dir=Path(config.output_dir),
-        first_step=step + 1 if step else 0,
-        last_step=last_step,
-        project=config.tracking.project,
-        run_name=config.tracking.run_name,
-        resumed=step > 0,
-        config=asdict(config),
-    )
-    return open_tracker(config.tracking.loggers, run)
+def _position(start: Start, prompts: int) -> LoopState:
+    """Where the loop stands at the start."""
+    state = LoopState(start.step, start.sampler(prompts), AdaptiveKl.from_config(start.config.algorithm))
+    if start.checkpoint is not None:
+        state.kl.load_state_dict(start.checkpoint.state["kl"])
+    return state

@@ -9,7 +9,8 @@ from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.data import PreferencePair, PromptSampler, load_pairs
 from megarl.run.draws import Draw, Draws
-from megarl.run.supervised import Start, conversation_batch
+from megarl.run.opening import Start
+from megarl.run.supervised import conversation_batch
 from megarl.stages.fields import with_fields
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch, pack

@@ -13,8 +13,9 @@ from megarl.algorithms import Metrics
 from megarl.data import Conversation, Turn
 from megarl.run.checkpoints import latest_checkpoint
 from megarl.run.draws import Draw
+from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
-from megarl.run.supervised import HeldOut, Position, Start, Training, conversation_batch
+from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
 from megatron_ext.packing import RaggedBatch
@@ -72,12 +73,14 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
     config = MegarlConfig(
         output_dir=str(folder),
         checkpoint=CheckpointConfig(every=1),
-        preference=PreferenceConfig(pairs_per_step=pairs_per_step, steps_per_generation=steps_per_generation),
+        preference=PreferenceConfig(
+            steps=steps, pairs_per_step=pairs_per_step, steps_per_generation=steps_per_generation
+        ),
         rollout=RolloutConfig(max_response_tokens=4),
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
     start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
-    return Training(start, FakeTrainer(start.step), Log(), steps, Position(start.step, is_enough=False))
+    return Training(start, SimpleNamespace(), FakeTrainer(start.step), Log(), Position(start.step, is_enough=False))
 
 
 def self_play(run, engines, refit):

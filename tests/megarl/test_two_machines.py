@@ -22,6 +22,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.refit.choice import check_machines
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
+from megarl.run.opening import Start
 from megarl.schema import RefitConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -76,7 +77,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
     # It goes on with an engine that lies on both machines, beside the rank on one of them.
     config.rollout.engine_args |= {"nnodes": 2, "tensor_parallel_size": 2}
     config.cluster.trainer_cpus = 1
-    with open_job(config) as job:
+    with open_job(Start.of(config, "train")) as job:
         assert job.state.step == 1
         check_that_the_workers_of_the_engine_are_apart(job)
         metrics = job.refit(1)
@@ -95,7 +96,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
 
 
 def begin_and_be_killed(config):
-    with open_job(config) as job:
+    with open_job(Start.of(config, "train")) as job:
         assert len({*job.trainer.nodes(), *job.engines.nodes()}) == 2
         metrics = job.refit(0)
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
@@ -153,7 +154,7 @@ def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(con
 
 
 def start(config):
-    with open_job(config):
+    with open_job(Start.of(config, "train")):
         pass
 
 

@@ -24,6 +24,7 @@ from megarl.refit.refit import Refit
 from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
+from megarl.run.opening import Start
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -52,7 +53,7 @@ def open_run(tmp_path):
                 *overrides,
             ],
         )
-        return open_job(config)
+        return open_job(Start.of(config, "train"))
 
     return make
 

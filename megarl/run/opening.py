@@ -1,0 +1,155 @@
+"""One way to open a run, of whatever command: what is checked before any process starts, then the processes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.trainer_group import POLICY, TrainerGroup
+from megarl.config.megatron import megatron_options
+from megarl.data import PromptSampler
+from megarl.models.auxiliary import trained_companions
+from megarl.models.policy import Model, check_layout, read_model
+from megarl.output.export import check_that_none_is_lost, step_of_export
+from megarl.output.places import EXPORT, LOGS
+from megarl.process.phase import phase
+from megarl.rollout import engine_configuration
+from megarl.run.checkpoints import Checkpoint, latest_checkpoint
+from megarl.run.draws import Draw, Draws, read_waiting
+from megarl.schema import MegarlConfig
+from megarl.tracking import Run, Tracker, open_tracker
+from megatron_ext.options import MegatronOptions
+
+_STEPS: Mapping[str, str] = {
+    "train": "loop.steps",
+    "sft": "sft.steps",
+    **dict.fromkeys(("dpo", "reward-model", "spin"), "preference.steps"),
+}
+"""Command that trains -> key of the number of its optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """State that a run of a command that trains begins or continues with, checked before any process starts.
+
+    Example: Start.of(config, "sft") reads config.model and the last checkpoint below config.output_dir.
+    """
+
+    config: MegarlConfig
+    command: str
+    model: Model
+    options: MegatronOptions
+    checkpoint: Checkpoint | None = None
+
+    @classmethod
+    def of(cls, config: MegarlConfig, command: str) -> "Start":
+        """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
+        with phase("checking the model"):
+            model = read_model(config.model, config.rollout.stop_token_ids)
+            options = megatron_options(config)
+            check_layout(model.architecture, options)
+            start = cls(config, command, model, options, latest_checkpoint(config, command))
+        if start.checkpoint is None:
+            check_that_none_is_lost(start.exports)
+        return start
+
+    @property
+    def exports(self) -> list[Path]:
+        """Where the trained models go, the policy first."""
+        beside = trained_companions(self.config) if self.command == "train" else []
+        return [Path(self.config.output_dir) / name for name in (EXPORT, *beside)]
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are to be."""
+        return reduce(getattr, _STEPS[self.command].split("."), self.config)  # type: ignore[arg-type,return-value]
+
+    @property
+    def has_learned_enough(self) -> bool:
+        """Whether the run has ended before its last step."""
+        return bool(self.checkpoint and self.checkpoint.state.get("is_enough"))
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do; then that is said."""
+        is_over = self.step >= self.steps or self.has_learned_enough
+        if not is_over or any(step_of_export(export) != self.step for export in self.exports):
+            return False
+        if self.has_learned_enough:
+            print(f"all is learned after {self.step} steps; choose another output_dir to begin anew", flush=True)
+        else:
+            key = _STEPS[self.command]
+            print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
+        return True
+
+    def sampler(self, size: int) -> PromptSampler:
+        """Sampler of `size` examples, where the run stands. Raises UserError if the run drew from other examples."""
+        sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed)
+        if self.checkpoint is not None:
+            state = self.checkpoint.state
+            sampler.load_state_dict(state["draws"]["sampler"] if "draws" in state else state["sampler"])
+        return sampler
+
+    def draws(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[Draw]]) -> Draws:
+        """Draws of `make`, after those drawn before and not trained on."""
+        if self.checkpoint is None:
+            return Draws(sampler, make)
+        return Draws(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["draws"]))
+
+
+class Processes:
+    """Starts the processes of a run on its Ray cluster; each ends with the run, the last one first."""
+
+    def __init__(self, config: MegarlConfig, stack: ExitStack) -> None:
+        self._config, self._stack = config, stack
+        self._logs = Path(config.output_dir) / LOGS
+
+    def tracker(self, start: Start) -> Tracker:
+        """Loggers that go on after the steps that are done."""
+        return self._stack.enter_context(open_tracker_of(self._config, step=start.step, last_step=start.steps))
+
+    def trainer(self, options: MegatronOptions, name: str = POLICY) -> TrainerGroup:
+        """Ranks that are placed, without a model."""
+        max_tokens = self._config.loop.max_tokens_per_micro_batch
+        return self._stack.enter_context(TrainerGroup(options, self._config.cluster, self._logs, max_tokens, name=name))
+
+    def engines(self) -> EngineGroup:
+        """Engines that are placed, without a model."""
+        return self._stack.enter_context(
+            EngineGroup(engine_configuration(self._config), self._config.cluster, self._logs)
+        )
+
+    def engines_with(self, model: Model) -> EngineGroup:
+        """Engines that serve a HuggingFace folder as it is."""
+        engines = self.engines()
+        engines.wait_started(engines.begin_start(model.folder, load_weights=True))
+        return engines
+
+
+@contextmanager
+def open_processes(config: MegarlConfig) -> Iterator[Processes]:
+    """Connect to the Ray cluster of a run, or start one; what is started on it ends with the context."""
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster))
+        yield Processes(config, stack)
+
+
+def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:
+    """The loggers of a run that has done `step` of `last_step` steps."""
+    run = Run(
+        output_dir=Path(config.output_dir),
+        first_step=step + 1 if step else 0,
+        last_step=last_step,
+        project=config.tracking.project,
+        run_name=config.tracking.run_name,
+        resumed=step > 0,
+        config=asdict(config),
+    )
+    return open_tracker(config.tracking.loggers, run)
