@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -28,6 +29,7 @@ EXAMPLES = """examples:
   megarl chat --model Qwen3-30B-A3B --temperature 0.6 rollout.top_p=0.95 rollout.engine_args.tensor_parallel_size=4
 """
 TAKES_OVERRIDES = True
+LOGS_HELP = "where the engine's log goes (default: runs/chat; runs/chat-2 while that is in use)"
 
 _COMMANDS = {"/reset": "forget what was said", "/quit": "end"}
 _HINT = "Ctrl-C stops an answer; " + "; ".join(f"{name}: {does}" for name, does in _COMMANDS.items())
@@ -43,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message, which stands before all that is said")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 1024)")
-    parser.add_argument("--output-dir", metavar="DIR", help="where the engine's log goes (default: runs/chat)")
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        help=LOGS_HELP,
+    )
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
@@ -72,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"loading {options.model}", file=sys.stderr, flush=True)
     from megarl.chat import open_chat
 
-    with open_chat(config, options.system, options.temperature) as chat:
+    with (
+        recipe.folder_of_its_own(config, options) as folder,
+        open_chat(replace(config, output_dir=str(folder)), options.system, options.temperature) as chat,
+    ):
         if not chat.conversation.has_template:
             print(f"megarl: {options.model} has no chat template: it continues what it is given", file=sys.stderr)
         (talk if is_terminal else reply)(chat)

@@ -8,11 +8,10 @@ and best@k (the best of k). Other keys of the configuration are given as KEY=VAL
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
-from megarl.output.lock import sole_writer
 from megarl.process.phase import phase
 
 EXAMPLES = """examples:
@@ -22,6 +21,7 @@ EXAMPLES = """examples:
       --samples 16 --temperature 0.6 rollout.engine_args.tensor_parallel_size=4
 """
 TAKES_OVERRIDES = True
+LOGS_HELP = "where the engine's log goes (default: runs/eval; runs/eval-2 while that is in use)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-response-tokens", type=int, metavar="N", help="longest response")
     parser.add_argument("--samples", type=int, metavar="N", help="responses to each prompt (default: 1, greedy)")
     parser.add_argument("--temperature", type=float, metavar="T", help="of more than one response (default: 1)")
-    parser.add_argument("--output-dir", metavar="DIR", help="where the engine's log goes (default: runs/eval)")
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        help=LOGS_HELP,
+    )
     parser.add_argument("--json", action="store_true", help="print all metrics as one line of JSON")
 
 
@@ -64,8 +68,9 @@ def run(options: argparse.Namespace) -> int:
         config = compose("eval", overrides_of(options))
         validate(config, "eval")
         from megarl.evaluate import evaluate_model
-    with sole_writer(Path(config.output_dir)):
-        metrics = {name.removeprefix("eval/"): value for name, value in evaluate_model(config).items()}
+    with recipe.folder_of_its_own(config, options) as folder:
+        found = evaluate_model(replace(config, output_dir=str(folder)))
+    metrics = {name.removeprefix("eval/"): value for name, value in found.items()}
     for line in [json_of(options.model, metrics)] if options.json else lines_of(metrics):
         print(line)
     return 0

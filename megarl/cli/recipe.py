@@ -2,8 +2,12 @@
 
 import argparse
 import re
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megarl.output.lock import free_folder, sole_writer
 
 if TYPE_CHECKING:
     from megarl.schema import MegarlConfig
@@ -29,6 +33,12 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
     flags, overrides = parse_flags(options.overrides, flag_hints())
     overrides += [override(f"megatron.{name}", value) for name, value in flags.items()]
     return compose(options.config_name, overrides, options.config_dir)
+
+
+def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> AbstractContextManager[Path]:
+    """Hold the output folder of a command that trains nothing: the one that is given, else one that nobody uses."""
+    is_given = options.output_dir or any(word.startswith("output_dir=") for word in options.overrides)
+    return (sole_writer if is_given else free_folder)(Path(config.output_dir))
 
 
 def print_config(config: "MegarlConfig") -> None:

@@ -6,7 +6,8 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from converters.errors import UserError
@@ -15,8 +16,26 @@ LOCK = ".lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
+class HeldError(UserError):
+    """Another process holds the folder."""
+
+
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
+def free_folder(folder: Path) -> Iterator[Path]:
+    """Hold `folder`, or the first of FOLDER-2, FOLDER-3 ... that no other process holds; see `sole_writer`."""
+    with ExitStack() as stack:
+        for number in count(1):
+            own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            try:
+                stack.enter_context(sole_writer(own))
+            except HeldError:
+                continue
+            break
+        yield own
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[Path]:
     """Make `folder`, if it is not there, and hold it for this process; the kernel lets go when the process ends.
 
     Raises UserError if another process holds it, on whatever machine that shares it, or if it cannot be written.
@@ -26,14 +45,14 @@ def sole_writer(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
     except BlockingIOError as error:
-        raise UserError(
+        raise HeldError(
             f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, or choose another output_dir"
         ) from error
     except OSError as error:
         where = error.filename or folder
         raise UserError(f"{where} cannot be written ({error.strerror}): choose another output_dir") from error
     try:
-        yield
+        yield folder
     finally:
         with suppress(FileNotFoundError):
             (folder / LOCK).unlink()

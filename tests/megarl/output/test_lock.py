@@ -1,5 +1,6 @@
 """One run at a time in an output folder; the lock ends with the process, however that ends."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.output.lock import LOCK, sole_writer
+from megarl.cli.recipe import folder_of_its_own
+from megarl.output.lock import LOCK, free_folder, sole_writer
+from megarl.schema import MegarlConfig
 
 HOLD = """
 import sys
@@ -64,3 +67,28 @@ def test_what_was_written_stays(tmp_path):
 def test_a_place_that_cannot_be_a_folder():
     with pytest.raises(UserError, match="/proc/nothing cannot be written"), sole_writer(Path("/proc/nothing")):
         pass
+
+
+def test_several_that_write_beside_each_other_have_a_folder_each(tmp_path):
+    with free_folder(tmp_path / "eval") as first, free_folder(tmp_path / "eval") as second:
+        assert [first.name, second.name] == ["eval", "eval-2"]
+        assert first.is_dir()
+        assert second.is_dir()
+    assert list(tmp_path.iterdir()) == [], "folders that hold nothing go again"
+    with free_folder(tmp_path / "eval") as again:
+        assert again == first
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides"), [(None, []), ("DIR", []), (None, ["output_dir=DIR"]), (None, ["loop.seed=1"])]
+)
+def test_only_a_folder_that_was_not_given_makes_way(tmp_path, given, overrides):
+    options = argparse.Namespace(output_dir=given, overrides=overrides)
+    config = MegarlConfig(output_dir=str(tmp_path / "eval"))
+    with sole_writer(tmp_path / "eval"):
+        if given or "output_dir=DIR" in overrides:
+            with pytest.raises(UserError, match="another run is writing"), folder_of_its_own(config, options):
+                pass
+        else:
+            with folder_of_its_own(config, options) as folder:
+                assert folder == tmp_path / "eval-2"
