@@ -70,7 +70,7 @@ class Start:
     @property
     def steps(self) -> int:
         """How many steps there are to be."""
-        return reduce(getattr, _STEPS[self.command].split("."), self.config)  # type: ignore[arg-type,return-value]
+        return reduce(getattr, _STEPS[self.command].split("."), self.config)  # type: ignore[return-value]
 
     @property
     def has_learned_enough(self) -> bool:
