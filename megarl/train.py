@@ -68,7 +68,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     with clock.stage("advantage"):
         compared = without_small_groups(groups, algorithm)
         batch = to_batch(compared, algorithm)
-        batch = with_predictions(batch, compared, job.trainer, job.companions, job.objective, config)
+        batch = with_predictions(batch, compared, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, algorithm, state.kl.coefficient)
         batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
         batches = mini_batches(batch, compared, config)
@@ -106,7 +106,7 @@ def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup]
 
 def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
     """Scored groups of the next `count` prompts."""
-    config, reward_model = job.config, job.companions.reward_model
+    config, reward_model = job.config, job.auxiliary.reward_model
     drawn = [PromptGroup(job.task.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
     sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
     finished = rollout(job.engines, drawn, sampling, with_baselines=job.needs("baseline_rewards"))
@@ -120,13 +120,13 @@ def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
 
 def _update(job: Job, batches: Sequence[RaggedBatch], responses: int, kl: float | None) -> dict[str, MetricValue]:
     """The optimizer steps of all models that learn; `kl` is the mean KL in the reward, if it goes there."""
-    config, state, companions = job.config, job.state, job.companions
+    config, state, auxiliary = job.config, job.state, job.auxiliary
     metrics: dict[str, MetricValue] = {}
-    if companions.critic:
-        metrics |= update_critic(companions.critic, batches, config)
-    if companions.implicit_reward_model:
-        metrics |= update_implicit_reward_model(companions.implicit_reward_model, batches, config)
-    if companions.critic and state.step < config.critic.warmup_steps:
+    if auxiliary.critic:
+        metrics |= update_critic(auxiliary.critic, batches, config)
+    if auxiliary.implicit_reward_model:
+        metrics |= update_implicit_reward_model(auxiliary.implicit_reward_model, batches, config)
+    if auxiliary.critic and state.step < config.critic.warmup_steps:
         return metrics
     objective = job.objective.with_kl_coefficient(state.kl.coefficient)
     seed = (config.loop.seed, state.step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.cli.outcome import table
 from megarl.cli.recipe import print_config, read_config
 from megarl.output.lock import sole_writer
-from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_COMPANIONS
+from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY
 from megarl.process.phase import phase
 
 _SFT_KEYS = "those of the group `sft` are about the data and the length of the run"
@@ -146,7 +146,7 @@ def print_places(output_dir: Path) -> None:
     checkpoints = sorted(output_dir.glob(f"{CHECKPOINTS}/iter_???????"))
     places = {
         "model": output_dir / EXPORT,
-        **{name: output_dir / name for name in TRAINED_COMPANIONS},
+        **{name: output_dir / name for name in TRAINED_AUXILIARY},
         "checkpoint": checkpoints[-1] if checkpoints else output_dir / CHECKPOINTS,
         "metrics": output_dir / "metrics.jsonl",
         "tensorboard": output_dir / "tensorboard",

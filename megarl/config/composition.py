@@ -13,7 +13,7 @@ def check_composition(config: MegarlConfig) -> None:
     check_algorithm(config.algorithm)
     _check_groups(config)
     _check_filter(config)
-    _check_companions(config)
+    _check_auxiliary(config)
     _check_teachers(config)
     _check_kl(config)
     _check_self_play(config)
@@ -55,7 +55,7 @@ def _check_filter(config: MegarlConfig) -> None:
         )
 
 
-def _check_companions(config: MegarlConfig) -> None:
+def _check_auxiliary(config: MegarlConfig) -> None:
     advantage = config.algorithm.advantage
     needs = ADVANTAGES[advantage].needs
     if "values" not in needs and (key := _first_set(config.critic)):

@@ -12,7 +12,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.models.policy import Model, check_layout, read_tokenizer
-from megarl.output.places import TRAINED_COMPANIONS
+from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig
 from megatron_ext.options import MegatronOptions
 
@@ -30,7 +30,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Companions:
+class AuxiliaryModels:
     """The models that the algorithm asks for, all others None."""
 
     critic: TrainerGroup | None = None
@@ -43,14 +43,14 @@ class Companions:
 
     @property
     def trained(self) -> dict[str, TrainerGroup]:
-        """Trained companions, which a checkpoint must hold, by name."""
+        """The trained ones, which a checkpoint must hold, by name."""
         groups = {"critic": self.critic, "implicit_reward_model": self.implicit_reward_model}
         return {name: group for name, group in groups.items() if group is not None}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A companion that a configuration asks for."""
+    """An auxiliary model that a configuration asks for."""
 
     key: str
     """Its group of keys."""
@@ -77,8 +77,8 @@ def _build_teacher(group: TrainerGroup, path: Path, _total_steps: int) -> None:
     group.build_frozen(path)
 
 
-def wanted_companions(config: MegarlConfig) -> dict[str, Wanted]:
-    """The companions that a configuration asks for, by the names of their processes."""
+def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
+    """The auxiliary models that a configuration asks for, by the names of their processes."""
     needs = ADVANTAGES[config.algorithm.advantage].needs
     own, critic, reward_model = Path(config.model.path), config.critic, config.reward_model
     wanted = {}
@@ -95,14 +95,14 @@ def wanted_companions(config: MegarlConfig) -> dict[str, Wanted]:
     return wanted
 
 
-def trained_companions(config: MegarlConfig) -> list[str]:
+def trained_auxiliary(config: MegarlConfig) -> list[str]:
     """The names of those that are trained beside the policy."""
-    return [name for name in TRAINED_COMPANIONS if name in wanted_companions(config)]
+    return [name for name in TRAINED_AUXILIARY if name in wanted_auxiliary(config)]
 
 
-def check_companions(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
-    """Raise UserError for a companion that cannot work with this policy and these prompts."""
-    for name, wanted in wanted_companions(config).items():
+def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
+    """Raise UserError for an auxiliary model that cannot work with this policy and these prompts."""
+    for name, wanted in wanted_auxiliary(config).items():
         architecture = read_architecture(read_json(wanted.path / CONFIG))
         check_layout(architecture, megatron_options(config, wanted.settings))
         if wanted.path == model.folder:
@@ -125,16 +125,16 @@ def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:
             )
 
 
-def open_companions(
+def open_auxiliary(
     config: MegarlConfig, total_steps: int, place: Callable[[MegatronOptions, str], TrainerGroup]
-) -> Companions:
-    """Start the processes of all companions and make their models; `place` gives the ranks of one, by its name."""
-    wanted = wanted_companions(config)
+) -> AuxiliaryModels:
+    """Start the ranks of all auxiliary models and make the models; `place` gives the ranks of one, by its name."""
+    wanted = wanted_auxiliary(config)
     groups = {name: place(megatron_options(config, each.settings), name) for name, each in wanted.items()}
     for name, group in groups.items():
         group.start()
         wanted[name].build(group, wanted[name].path, total_steps)
-    return Companions(
+    return AuxiliaryModels(
         critic=groups.get("critic"),
         teachers={
             name: Teacher(groups[_teacher(name)], frozenset(settings.data_sources))

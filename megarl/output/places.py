@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
 LOGS = "logs"
-TRAINED_COMPANIONS = ("critic", "implicit_reward_model")
+TRAINED_AUXILIARY = ("critic", "implicit_reward_model")
 """Exported under their own names."""
 
 
@@ -27,7 +27,7 @@ def previous_export(export: Path) -> Path:
     return export.with_name(f".{export.name}.previous")
 
 
-_EXPORTS = (Path(EXPORT), *map(Path, TRAINED_COMPANIONS))
+_EXPORTS = (Path(EXPORT), *map(Path, TRAINED_AUXILIARY))
 _FOLDERS = (
     *map(str, _EXPORTS),
     *(str(beside(export)) for export in _EXPORTS for beside in (next_export, previous_export)),

@@ -71,7 +71,7 @@ class CheckpointWriter:
         return self
 
     def save(self, model: TrainerGroup, name: str = "") -> None:
-        """Let the ranks of a model write it; a companion of the policy by its name."""
+        """Let the ranks of a model write it; an auxiliary one by its name."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         model.save(folder)

@@ -13,7 +13,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.watch import Watch
-from megarl.models.auxiliary import Companions, check_companions, open_companions
+from megarl.models.auxiliary import AuxiliaryModels, check_auxiliary, open_auxiliary
 from megarl.models.policy import Model
 from megarl.output.export import write_export
 from megarl.output.places import EXPORT
@@ -54,7 +54,7 @@ class Job:
     objective: PolicyObjective
     scorer: Scorer
     trainer: TrainerGroup
-    companions: Companions
+    auxiliary: AuxiliaryModels
     engines: EngineGroup
     refit: Refit
     tracker: Tracker
@@ -74,7 +74,7 @@ class Job:
 
     def export(self) -> None:
         """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
-        for name, trained in {EXPORT: self.trainer, **self.companions.trained}.items():
+        for name, trained in {EXPORT: self.trainer, **self.auxiliary.trained}.items():
             write = partial(trained.export, copy_from=self.model.folder)
             write_export(write, Path(self.config.output_dir) / name, self.state.step)
 
@@ -83,8 +83,8 @@ class Job:
         step = self.state.step
         with CheckpointWriter(self.config, "train", step) as checkpoint:
             checkpoint.save(self.trainer)
-            for name, companion in self.companions.trained.items():
-                checkpoint.save(companion, name)
+            for name, group in self.auxiliary.trained.items():
+                checkpoint.save(group, name)
             checkpoint.state |= {
                 "engine_version": step,
                 "sampler": self.state.sampler.state_dict(),
@@ -104,7 +104,7 @@ def open_job(start: Start) -> Iterator[Job]:
     with ExitStack() as stack:
         with phase("checking the data"):
             task = _read_task(config, model)
-            check_companions(config, model, task.prompts)
+            check_auxiliary(config, model, task.prompts)
             objective = PolicyObjective(config.algorithm)
             state = _position(start, len(task.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
@@ -119,12 +119,12 @@ def open_job(start: Start) -> Iterator[Job]:
             trainer.start()
             total_steps = start.steps * config.algorithm.updates_per_step
             trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-            companions = open_companions(config, total_steps, processes.trainer)
+            auxiliary = open_auxiliary(config, total_steps, processes.trainer)
             if checkpoint is not None:
                 engine_start.compare()
                 trainer.load(checkpoint.folder)
-                for name, companion in companions.trained.items():
-                    companion.load(checkpoint.folder / name)
+                for name, group in auxiliary.trained.items():
+                    group.load(checkpoint.folder / name)
             refit = engine_start.finish()
         yield Job(
             config=config,
@@ -133,7 +133,7 @@ def open_job(start: Start) -> Iterator[Job]:
             objective=objective,
             scorer=scorer,
             trainer=trainer,
-            companions=companions,
+            auxiliary=auxiliary,
             engines=engines,
             refit=refit,
             tracker=tracker,

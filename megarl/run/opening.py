@@ -11,7 +11,7 @@ from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import POLICY, TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.data import PromptSampler
-from megarl.models.auxiliary import trained_companions
+from megarl.models.auxiliary import trained_auxiliary
 from megarl.models.policy import Model, check_layout, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export
 from megarl.output.places import EXPORT, LOGS
@@ -59,7 +59,7 @@ class Start:
     @property
     def exports(self) -> list[Path]:
         """Where the trained models go, the policy first."""
-        beside = trained_companions(self.config) if self.command == "train" else []
+        beside = trained_auxiliary(self.config) if self.command == "train" else []
         return [Path(self.config.output_dir) / name for name in (EXPORT, *beside)]
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.algorithms import ADVANTAGES, PolicyObjective, implicit_process_rewards
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
-from megarl.models.auxiliary import Companions
+from megarl.models.auxiliary import AuxiliaryModels
 from megarl.schema import MegarlConfig
 from megarl.stages.fields import with_fields
 from megatron_ext.packing import RaggedBatch
@@ -20,7 +20,7 @@ def with_predictions(
     batch: RaggedBatch,
     groups: Sequence[PromptGroup],
     policy: TrainerGroup,
-    companions: Companions,
+    auxiliary: AuxiliaryModels,
     objective: PolicyObjective,
     config: MegarlConfig,
 ) -> RaggedBatch:
@@ -34,7 +34,7 @@ def with_predictions(
     needs = ADVANTAGES[algorithm.advantage].needs
     fields: dict[str, Tensor] = {}
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
-    if several or needs & _OF_THE_OLD_POLICY or companions.teachers or objective.has_kl_in("reward"):
+    if several or needs & _OF_THE_OLD_POLICY or auxiliary.teachers or objective.has_kl_in("reward"):
         old = policy.log_probs(batch, temperature=temperature)
         fields["old_log_probs"] = old.log_probs
         if "probability_squares" in needs:
@@ -42,12 +42,12 @@ def with_predictions(
             fields["probability_squares"] = old.probability_squares
     if objective.needs_reference:
         fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True).log_probs
-    if companions.critic is not None:
-        fields["old_values"] = companions.critic.values(batch)
-    if companions.teachers:
-        fields["teacher_log_probs"] = _teacher_log_probs(batch, groups, companions, temperature)
-    if companions.implicit_reward_model is not None:
-        model = companions.implicit_reward_model
+    if auxiliary.critic is not None:
+        fields["old_values"] = auxiliary.critic.values(batch)
+    if auxiliary.teachers:
+        fields["teacher_log_probs"] = _teacher_log_probs(batch, groups, auxiliary, temperature)
+    if auxiliary.implicit_reward_model is not None:
+        model = auxiliary.implicit_reward_model
         now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
         fields["implicit_reference_log_probs"] = before.log_probs
         fields["process_rewards"] = implicit_process_rewards(now.log_probs, before.log_probs, config.reward_model.beta)
@@ -55,12 +55,12 @@ def with_predictions(
 
 
 def _teacher_log_probs(
-    batch: RaggedBatch, groups: Sequence[PromptGroup], companions: Companions, temperature: float
+    batch: RaggedBatch, groups: Sequence[PromptGroup], auxiliary: AuxiliaryModels, temperature: float
 ) -> Tensor:
     """Each sequence's log-probs under the teacher of its data source."""
     prompts = [group.prompt for group in groups for _ in group.trajectories]
     pieces: dict[int, Tensor] = {}
-    for teacher in companions.teachers.values():
+    for teacher in auxiliary.teachers.values():
         taught = [index for index, prompt in enumerate(prompts) if teacher.teaches(prompt)]
         if taught:
             part = batch.select(taught)

@@ -114,7 +114,7 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_is_wrong_with_a_companions_folder_is_said(model: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_with_an_auxiliary_models_folder_is_said(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     with ExitStack() as stack:
         frozen = group(stack, "teacher_math", tmp_path, ParallelSizes())

@@ -8,7 +8,7 @@ from megarl.config.compose import compose
 from megarl.config.composition import check_composition
 from megarl.config.folder import recipes_folder
 from megarl.config.without_effect import without_effect
-from megarl.models.auxiliary import wanted_companions
+from megarl.models.auxiliary import wanted_auxiliary
 from megarl.schema import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -198,7 +198,7 @@ def test_it_is_taken(groups: dict) -> None:
 )
 def test_teachers_are_started_where_something_learns_from_them(algorithm: dict, wanted: list[str]) -> None:
     run = config(algorithm=algorithm, teachers={"a": TeacherConfig("x")}, model=ModelConfig("y"))
-    assert list(wanted_companions(run)) == wanted
+    assert list(wanted_auxiliary(run)) == wanted
 
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
