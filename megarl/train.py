@@ -14,7 +14,7 @@ from megarl.stages.batch import mini_batches, to_batch, without_small_groups
 from megarl.stages.evaluate import evaluate
 from megarl.stages.filtering import check_refills, groups_to_train_on, left_out
 from megarl.stages.metrics import step_metrics
-from megarl.stages.predictions import with_predictions
+from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.reward import score, with_model_scores
 from megarl.stages.rollout import rollout, sampling_parameters
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
@@ -35,7 +35,7 @@ def train(config: MegarlConfig) -> None:
         with phase("first refit"):
             job.refit(job.state.step)
         print(f"refit: {job.refit.description}", flush=True)
-        if job.state.step == 0 and config.loop.eval_at_start and job.task.eval_prompts:
+        if job.state.step == 0 and config.loop.eval_at_start and job.data.eval_prompts:
             job.log(_evaluate(job))
         _take_steps(job)
         with phase("writing the trained model"):
@@ -68,7 +68,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     with clock.stage("advantage"):
         compared = without_small_groups(groups, algorithm)
         batch = to_batch(compared, algorithm)
-        batch = with_predictions(batch, compared, job.trainer, job.auxiliary, job.objective, config)
+        batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, algorithm, state.kl.coefficient)
         batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
         batches = mini_batches(batch, compared, config)
@@ -82,7 +82,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
     metrics |= step_metrics(sampled, batch, version, config)
     metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
-    if job.task.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
+    if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
     return metrics | clock.end_step(tokens=len(batch.tokens))
@@ -107,7 +107,7 @@ def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup]
 def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
     """Scored groups of the next `count` prompts."""
     config, reward_model = job.config, job.auxiliary.reward_model
-    drawn = [PromptGroup(job.task.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
+    drawn = [PromptGroup(job.data.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
     sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
     finished = rollout(job.engines, drawn, sampling, with_baselines=job.needs("baseline_rewards"))
     limit = config.rollout.max_response_tokens
@@ -148,7 +148,7 @@ def _evaluate(job: Job) -> dict[str, float]:
     loop = job.config.loop
     return evaluate(
         job.engines,
-        job.task.eval_prompts,
+        job.data.eval_prompts,
         job.scorer,
         job.model.tokenizer,
         max_tokens=job.config.rollout.max_response_tokens,

@@ -30,14 +30,14 @@ from torch import Tensor
 from converters.errors import UserError
 from converters.formats.torch_dist import COMMON
 from megatron_ext import checkpoint_folder, compat, device
-from megatron_ext.engine import MegatronEngine
 from megatron_ext.intact import require_intact
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.reference import ReferenceWeights
 
 _REFERENCE = "reference."
 
 
-def save(engine: MegatronEngine, folder: Path) -> None:
+def save(engine: MegatronModel, folder: Path) -> None:
     """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
 
     Also the weights of the reference model, if they are no longer those that the model began with, and a list of what
@@ -58,7 +58,7 @@ def save(engine: MegatronEngine, folder: Path) -> None:
         checkpoint_folder.list_written(folder, written)
 
 
-def load(engine: MegatronEngine, folder: Path) -> None:
+def load(engine: MegatronModel, folder: Path) -> None:
     """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called.
 
     The reference model, where the engine keeps one, becomes that of the checkpoint, if it holds one.
@@ -111,7 +111,7 @@ def _check_room(state: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _named_chunks(engine: MegatronEngine) -> dict[str, GPTModel]:
+def _named_chunks(engine: MegatronModel) -> dict[str, GPTModel]:
     bare = [chunk.module for chunk in engine.chunks]
     return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
 
@@ -128,7 +128,7 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(engine: MegatronModel, *, is_loading: bool) -> dict[str, Any]:
     metadata = _metadata()
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
@@ -141,7 +141,7 @@ def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any
     return state
 
 
-def _sharded_reference(engine: MegatronEngine, reference: ReferenceWeights) -> dict[str, Any]:
+def _sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
     """The parts of the model's state with the tensors of the reference, under keys of their own."""
     state: dict[str, Any] = {}
     chunks = _named_chunks(engine)
@@ -156,7 +156,7 @@ def _sharded_reference(engine: MegatronEngine, reference: ReferenceWeights) -> d
     return state
 
 
-def _loaded_reference(engine: MegatronEngine, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _loaded_reference(engine: MegatronModel, state: Mapping[str, Any]) -> dict[str, Tensor]:
     chunks = _named_chunks(engine)
     return {
         f"{name}.{key}" if len(chunks) > 1 else key: tensor

@@ -24,9 +24,9 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E40
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
-from megatron_ext.engine import MegatronEngine  # noqa: E402
 from megatron_ext.log_probs import LogProbs  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
+from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.objective import Objective  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.packing import RaggedBatch  # noqa: E402
@@ -60,53 +60,53 @@ class TrainerWorker:
         head: Head,
     ) -> None:
         """Make the model, read its weights and prepare training; an earlier model is forgotten."""
-        self.engine = self._new_engine(model_path, options, head)
+        self.model = self._new_model(model_path, options, head)
         if megatron_checkpoint:
-            self.engine.load_distributed(megatron_checkpoint)
+            self.model.load_distributed(megatron_checkpoint)
         else:
-            self.engine.load_huggingface(HuggingFaceCheckpoint(model_path))
+            self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
         if reference:
-            self.engine.keep_reference()
-        self.engine.prepare_training(total_steps)
+            self.model.keep_reference()
+        self.model.prepare_training(total_steps)
         self.weights = WeightSource(
-            self.engine.architecture, options.parallel, self.rank, self.engine.local_tensors(), module_names()
+            self.model.architecture, options.parallel, self.rank, self.model.local_tensors(), module_names()
         )
 
     def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
         """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""
-        self.engine = self._new_engine(model_path, options, head)
-        self.engine.load_huggingface(HuggingFaceCheckpoint(model_path))
-        self.engine.freeze()
+        self.model = self._new_model(model_path, options, head)
+        self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
+        self.model.freeze()
 
-    def _new_engine(self, model_path: Path, options: MegatronOptions, head: Head) -> MegatronEngine:
-        return MegatronEngine(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
+    def _new_model(self, model_path: Path, options: MegatronOptions, head: Head) -> MegatronModel:
+        return MegatronModel(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
 
     def log_probs(
         self, batch: RaggedBatch, micro_batches: list[list[int]], temperature: float, reference: bool
     ) -> LogProbs | None:
-        """See `MegatronEngine.log_probs`; with `reference`, of the reference model."""
+        """See `MegatronModel.log_probs`; with `reference`, of the reference model."""
         if not reference:
-            return self.engine.log_probs(batch, micro_batches, temperature=temperature)
-        with self.engine.reference_weights():
-            return self.engine.log_probs(batch, micro_batches, temperature=temperature)
+            return self.model.log_probs(batch, micro_batches, temperature=temperature)
+        with self.model.reference_weights():
+            return self.model.log_probs(batch, micro_batches, temperature=temperature)
 
     def values(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
-        """See `MegatronEngine.values`."""
-        return self.engine.values(batch, micro_batches)
+        """See `MegatronModel.values`."""
+        return self.model.values(batch, micro_batches)
 
     def scores(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
-        """See `MegatronEngine.scores`."""
-        return self.engine.scores(batch, micro_batches)
+        """See `MegatronModel.scores`."""
+        return self.model.scores(batch, micro_batches)
 
     def refresh_reference(self) -> None:
-        """See `MegatronEngine.refresh_reference`."""
-        self.engine.refresh_reference()
+        """See `MegatronModel.refresh_reference`."""
+        self.model.refresh_reference()
 
     def train_step(
         self, batch: RaggedBatch, micro_batches: list[list[int]], objective: Objective, temperature: float
     ) -> StepResult:
-        """See `MegatronEngine.train_step`."""
-        return self.engine.train_step(batch, micro_batches, objective, temperature=temperature)
+        """See `MegatronModel.train_step`."""
+        return self.model.train_step(batch, micro_batches, objective, temperature=temperature)
 
     def model_form(self) -> tuple[ModuleNames, str]:
         """By which names the tensors of this model are known, and the collective backend of the device they are on."""
@@ -122,14 +122,14 @@ class TrainerWorker:
 
     def write(self, bucket: Bucket) -> None:
         """Write this rank's boxes of a bucket into its segment."""
-        self.engine.complete_weights()
+        self.model.complete_weights()
         self.weights.write(bucket)
 
     def open_transfer(self, spec: TransferSpec) -> Address:
         """Prepare to send this rank's part of the spec; where receivers find it."""
         self.close_transfer()
         host = ray.util.get_node_ip_address()
-        self.sender = Sender(self.rank, spec.outgoing(self.rank), self.engine.local_tensors(), host)
+        self.sender = Sender(self.rank, spec.outgoing(self.rank), self.model.local_tensors(), host)
         return self.sender.address
 
     def open_store(self, timeout_s: float) -> Address:
@@ -147,7 +147,7 @@ class TrainerWorker:
     def send(self, version: int, with_checksum: bool) -> int:
         """Send the present weights as `version`; the number of bytes. See `Sender.send`."""
         assert self.sender is not None
-        self.engine.complete_weights()
+        self.model.complete_weights()
         with self._closing_on_error():
             return self.sender.send(version, with_checksum=with_checksum)
 
@@ -167,15 +167,15 @@ class TrainerWorker:
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write a HuggingFace checkpoint."""
-        self.engine.export_huggingface(folder, copy_from)
+        self.model.export_huggingface(folder, copy_from)
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""
-        checkpoint.save(self.engine, folder)
+        checkpoint.save(self.model, folder)
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
-        checkpoint.load(self.engine, folder)
+        checkpoint.load(self.model, folder)
 
     def peak_memory_bytes(self) -> int:
         """The most memory that this process ever held."""

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megarl.diagnostics.watch import SYMPTOMS, Symptom
+from megarl.diagnostics.alerts import ALERTS, Alert
 from megarl.tracking.metrics import METRICS
 
 _HEADER = """# Metrics
@@ -26,25 +26,25 @@ _TABLE = ["| metric | unit | meaning |", "|---|---|---|"]
 _WARNINGS = """
 ## Warnings
 
-A metric that stays bad for `tracking.warn_after_steps` steps is warned of, once, on the console; `warning/<symptom>` is
+A metric that stays bad for `tracking.warn_after_steps` steps is warned of, once, on the console; `warning/<alert>` is
 1 from there on until it has been good for as many steps. The thresholds are keys of `tracking`, and `null` switches one
 off. A resumed run reads in `metrics.jsonl` what it has warned of already. Only what can act in the run is advised:
 `algorithm.policy_loss_options.clip_high` for instance where there are several updates to a rollout.
 
-| symptom | warned of where | what people look at and do |
+| alert | warned of where | what people look at and do |
 |---|---|---|"""
 
 
 def reference() -> str:
     """The whole page, in Markdown."""
     rows = [f"| `{metric.name}` | {metric.unit} | {_cell(metric.meaning)} |" for metric in METRICS]
-    return "\n".join([_HEADER, *_TABLE, *rows, _WARNINGS, *map(_warning_row, SYMPTOMS)]) + "\n"
+    return "\n".join([_HEADER, *_TABLE, *rows, _WARNINGS, *map(_warning_row, ALERTS)]) + "\n"
 
 
-def _warning_row(symptom: Symptom) -> str:
-    side = "below its first value times" if symptom.falls else "above"
-    advice = _cell(", ".join(each.text for each in symptom.advice))
-    return f"| `{symptom.name}` | `{symptom.metric}` is {side} `tracking.{symptom.key}` | {advice} |"
+def _warning_row(alert: Alert) -> str:
+    side = "below its first value times" if alert.falls else "above"
+    advice = _cell(", ".join(each.text for each in alert.advice))
+    return f"| `{alert.name}` | `{alert.metric}` is {side} `tracking.{alert.key}` | {advice} |"
 
 
 def _cell(text: str) -> str:

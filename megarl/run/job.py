@@ -12,7 +12,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
-from megarl.diagnostics.watch import Watch
+from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, check_auxiliary, open_auxiliary
 from megarl.models.policy import Model
 from megarl.output.export import write_export
@@ -28,7 +28,7 @@ from megarl.tracking import MetricValue, Tracker
 
 
 @dataclass(frozen=True)
-class Task:
+class PromptData:
     """Data and rewards that the policy is trained on."""
 
     prompts: list[Prompt]
@@ -50,7 +50,7 @@ class Job:
 
     config: MegarlConfig
     model: Model
-    task: Task
+    data: PromptData
     objective: PolicyObjective
     scorer: Scorer
     trainer: TrainerGroup
@@ -58,7 +58,7 @@ class Job:
     engines: EngineGroup
     refit: Refit
     tracker: Tracker
-    watch: Watch
+    alerts: Alerts
     state: LoopState
 
     def needs(self, field: str) -> bool:
@@ -67,7 +67,7 @@ class Job:
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""
-        seen = self.watch.observe(self.state.step, metrics)
+        seen = self.alerts.observe(self.state.step, metrics)
         self.tracker.log(self.state.step, {**metrics, **seen.metrics})
         for warning in seen.warnings:
             print(warning, file=sys.stderr, flush=True)
@@ -103,18 +103,18 @@ def open_job(start: Start) -> Iterator[Job]:
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         with phase("checking the data"):
-            task = _read_task(config, model)
-            check_auxiliary(config, model, task.prompts)
+            data = _read_prompt_data(config, model)
+            check_auxiliary(config, model, data.prompts)
             objective = PolicyObjective(config.algorithm)
-            state = _position(start, len(task.prompts))
+            state = _position(start, len(data.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
-            scorer.check_data_sources({prompt.data_source for prompt in (*task.prompts, *task.eval_prompts)})
+            scorer.check_data_sources({prompt.data_source for prompt in (*data.prompts, *data.eval_prompts)})
         processes = stack.enter_context(open_processes(config))
         tracker = processes.tracker(start)
         with phase(f"starting trainer and engines{f', from step {start.step}' if checkpoint else ''}"):
             engines = processes.engines()
             trainer = processes.trainer(start.options)
-            prompts = [prompt.token_ids for prompt in task.prompts]
+            prompts = [prompt.token_ids for prompt in data.prompts]
             engine_start = EngineStart(trainer, engines, model, config, prompts)
             trainer.start()
             total_steps = start.steps * config.algorithm.updates_per_step
@@ -129,7 +129,7 @@ def open_job(start: Start) -> Iterator[Job]:
         yield Job(
             config=config,
             model=model,
-            task=task,
+            data=data,
             objective=objective,
             scorer=scorer,
             trainer=trainer,
@@ -137,14 +137,14 @@ def open_job(start: Start) -> Iterator[Job]:
             engines=engines,
             refit=refit,
             tracker=tracker,
-            watch=Watch.of_run(config, Path(config.output_dir), state.step),
+            alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
             state=state,
         )
 
 
-def _read_task(config: MegarlConfig, model: Model) -> Task:
+def _read_prompt_data(config: MegarlConfig, model: Model) -> PromptData:
     train, held_out = config.data.train_files, config.data.eval_files
-    return Task(
+    return PromptData(
         prompts=_read_prompts(train, config, model),
         eval_prompts=_read_prompts(held_out, config, model) if held_out else [],
     )

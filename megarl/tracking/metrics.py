@@ -134,7 +134,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/source/<name>/<metric>", "", "accuracy, or the four above, of one data source where there are several"
     ),
-    Metric("warning/<symptom>", "", "1 while the run is warned of it, else 0: see below"),
+    Metric("warning/<alert>", "", "1 while the run is warned of it, else 0: see below"),
     Metric("sft/loss", "nats", "mean cross entropy per assistant token (`megarl sft`)"),
     Metric("sft/token_accuracy", "", "share of assistant tokens that are the most likely ones (`megarl sft`)"),
     Metric("sft/exact_match", "", "share of held-out responses that greedy decoding reproduces (`megarl sft`)"),

@@ -24,7 +24,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import device, parallel
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.specs import module_names
 
@@ -43,7 +43,7 @@ class PolicyRank:
     def __init__(self, folder, port):
         parallel.initialize(ONE, 0, f"tcp://{LOOPBACK}:{port}")
         architecture = read_architecture(read_json(folder / CONFIG))
-        self._engine = MegatronEngine(architecture, MegatronOptions(ONE, torch.bfloat16), 0)
+        self._engine = MegatronModel(architecture, MegatronOptions(ONE, torch.bfloat16), 0)
         self.load(folder)
 
     def load(self, folder):

@@ -18,8 +18,8 @@ from converters.plan import plan
 from megarl.algorithms import sft_objective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import device
-from megatron_ext.engine import MegatronEngine
 from megatron_ext.forward import forward_backward, predict_labels
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.specs import module_names
@@ -59,7 +59,7 @@ def train(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype) -> 
     checkpoint = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(checkpoint.config)
     options = MegatronOptions(sizes, dtype, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False})
-    engine = MegatronEngine(architecture, options, rank)
+    engine = MegatronModel(architecture, options, rank)
     engine.load_huggingface(checkpoint)
     engine.prepare_training(2)
     batch = make_batch()

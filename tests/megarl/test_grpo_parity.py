@@ -98,8 +98,8 @@ def make_batch(trajectories: list[ReferenceTrajectory]) -> RaggedBatch:
 def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: RaggedBatch) -> dict:
     from parallel_rank import parallel_rank
 
-    from megatron_ext.engine import MegatronEngine
     from megatron_ext.forward import forward_backward, predict_labels
+    from megatron_ext.megatron_model import MegatronModel
     from megatron_ext.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
@@ -108,7 +108,7 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
     options = MegatronOptions(
         sizes, torch.float32, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False}
     )
-    engine = MegatronEngine(architecture, options, rank)
+    engine = MegatronModel(architecture, options, rank)
     engine.load_huggingface(checkpoint)
     engine.prepare_training(total_steps=1)
     micro_batches = assign(batch.lengths, sizes.data_parallel_size, max_tokens=20)[parallel_rank().data]

@@ -73,15 +73,15 @@ def losses_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: R
     """By loss: its value over this rank's micro-batches, and the gradients of all ranks together."""
     from parallel_rank import parallel_rank
 
-    from megatron_ext.engine import MegatronEngine
     from megatron_ext.forward import forward_backward, predict_labels
+    from megatron_ext.megatron_model import MegatronModel
     from megatron_ext.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(
         sizes, torch.float32, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False}
     )
-    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
+    engine = MegatronModel(read_architecture(checkpoint.config), options, rank)
     engine.load_huggingface(checkpoint)
     engine.prepare_training(total_steps=1)
     cut = assign(batch.lengths, sizes.data_parallel_size, max_tokens)[parallel_rank().data]

@@ -54,7 +54,7 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
             assert metrics["staleness/mean"] == 0
             assert job.state.step == step + 1
         job.export()
-        prompts = job.task.eval_prompts[:4]
+        prompts = job.data.eval_prompts[:4]
         # The model's own end tokens are not in the way of twelve tokens: the engine stops where transformers would.
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
         answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])

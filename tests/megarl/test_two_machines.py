@@ -85,7 +85,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
         assert metrics["refit/bytes"] > 0
         check_step(train_step(job, Clock()))
         job.export()
-        prompts = job.task.eval_prompts[:4]
+        prompts = job.data.eval_prompts[:4]
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
         answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
         check_listener(job)

@@ -140,7 +140,7 @@ def make_engine(
     reference: bool = False,
     dtype: torch.dtype = torch.float32,
 ):
-    from megatron_ext.engine import MegatronEngine
+    from megatron_ext.megatron_model import MegatronModel
     from megatron_ext.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
@@ -150,7 +150,7 @@ def make_engine(
         optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1},
         scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
     )
-    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank, head=head)
+    engine = MegatronModel(read_architecture(checkpoint.config), options, rank, head=head)
     engine.load_huggingface(checkpoint)
     if reference:
         engine.keep_reference()

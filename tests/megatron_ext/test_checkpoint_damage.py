@@ -25,7 +25,7 @@ from converters.layouts.megatron import ParallelSizes
 from converters.manifest import MANIFEST, read_manifest, write_manifest
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, checkpoint_folder
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 
 EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
@@ -232,7 +232,7 @@ def test_a_damaged_conversion_is_not_begun_with(model: Path, tmp_path: Path) -> 
 
 def begin_with(rank: int, sizes: ParallelSizes, model: Path, folder: Path) -> str | None:
     options = MegatronOptions(sizes, torch.float32, optimizer={}, scheduler={})
-    engine = MegatronEngine(read_architecture(HuggingFaceCheckpoint(model).config), options, rank)
+    engine = MegatronModel(read_architecture(HuggingFaceCheckpoint(model).config), options, rank)
     return refused(lambda: engine.load_distributed(folder))
 
 

@@ -22,7 +22,7 @@ from converters.megatron_to_hf import export_checkpoint
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, compat
 from megatron_ext.distributed_weights import load_distributed, sharded_weights
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.options import MegatronOptions
 
@@ -79,7 +79,7 @@ def save(rank: int, sizes: ParallelSizes, models: Mapping[str, Path], root: Path
 
 def save_with_optimizer(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> None:
     options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3}, scheduler={})
-    engine = MegatronEngine(architecture_of(folder), options, rank)
+    engine = MegatronModel(architecture_of(folder), options, rank)
     engine.load_huggingface(HuggingFaceCheckpoint(folder))
     engine.prepare_training(1)
     compat.prime_optimizer_state(engine.optimizer)

@@ -14,7 +14,7 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import sft_objective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loads(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]) -> list[Tensor | None]:
     """Loads of two steps, with predictions in between."""
     options = MegatronOptions(sizes, torch.float32, transformer=transformer, optimizer={"lr": 0.0})
-    engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
+    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     engine.load_huggingface(HuggingFaceCheckpoint(folder))
     engine.prepare_training(2)
     tokens = torch.arange(sum(LENGTHS)) % 40 + 4

@@ -16,7 +16,7 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import sft_objective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path) -> MegatronEngine:
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path) -> MegatronModel:
     options = MegatronOptions(sizes, torch.float32, transformer=RECOMPUTE, optimizer={"lr": 0.0})
-    engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
+    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     engine.load_huggingface(HuggingFaceCheckpoint(folder))
     engine.prepare_training(1)
     return engine

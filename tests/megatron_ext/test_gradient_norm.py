@@ -16,7 +16,7 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import sft_objective
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
@@ -45,7 +45,7 @@ def norms(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[
     for name, folder in folders.items():
         checkpoint = HuggingFaceCheckpoint(folder)
         options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
-        engine = MegatronEngine(read_architecture(checkpoint.config), options, rank)
+        engine = MegatronModel(read_architecture(checkpoint.config), options, rank)
         engine.load_huggingface(checkpoint)
         engine.prepare_training(1)
         step = engine.train_step(batch, [list(range(len(mine)))], sft_objective)

@@ -22,7 +22,7 @@ from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
 from megatron_ext import checkpoint
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
@@ -115,9 +115,9 @@ def read(
     return readings
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronEngine:
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronModel:
     options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-2}, distributed=distributed)
-    engine = MegatronEngine(read_architecture(read_json(folder / CONFIG)), options, rank)
+    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     engine.load_huggingface(HuggingFaceCheckpoint(folder))
     engine.keep_reference()
     engine.prepare_training(10)
@@ -150,7 +150,7 @@ def restored(rank: int, sizes: ParallelSizes, folder: Path, saved: Path) -> dict
     return engine.local_tensors()
 
 
-def log_probs(engine: MegatronEngine, *, reference: bool = False) -> dict[str, Tensor]:
+def log_probs(engine: MegatronModel, *, reference: bool = False) -> dict[str, Tensor]:
     batch = batch_of(50, 2)
     with engine.reference_weights() if reference else nullcontext():
         predictions = engine.log_probs(batch, [[0], [1]], temperature=1.0)

@@ -19,7 +19,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.distributed_weights import load_distributed
-from megatron_ext.engine import MegatronEngine
+from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens
 
@@ -69,10 +69,10 @@ class SquaredError:
         return per_token.sum() / 10 + (values[last_tokens(micro_batch)] - 3).square().sum(), {}
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype = torch.float32) -> MegatronEngine:
+def make_engine(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype = torch.float32) -> MegatronModel:
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(sizes, dtype, optimizer={"lr": 1e-2, "clip_grad": 0.0})
-    engine = MegatronEngine(read_architecture(checkpoint.config), options, rank, head="value")
+    engine = MegatronModel(read_architecture(checkpoint.config), options, rank, head="value")
     with torch.no_grad():
         for tensor in engine.local_tensors().values():
             tensor.fill_(float("nan"))

@@ -3,7 +3,7 @@ from pathlib import Path
 from known_metrics import is_known
 
 from megarl.diagnostics.reference import reference
-from megarl.diagnostics.watch import SYMPTOMS
+from megarl.diagnostics.alerts import ALERTS
 from megarl.tracking.metrics import METRICS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -15,7 +15,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_metric_is_one_row_of_three_cells() -> None:
     rows = [row for row in reference().splitlines() if row.startswith("| `")]
-    names = [*(metric.name for metric in METRICS), *(symptom.name for symptom in SYMPTOMS)]
+    names = [*(metric.name for metric in METRICS), *(alert.name for alert in ALERTS)]
     assert [row.split("`")[1] for row in rows] == names
     assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
 

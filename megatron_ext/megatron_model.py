@@ -30,7 +30,7 @@ from megatron_ext.step_result import StepResult
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 
-class MegatronEngine:
+class MegatronModel:
     """A model cut over the ranks of this job, and everything that is done with it.
 
     `head` says what the model makes of its last hidden states: the `architecture` is that of a language model, of which

@@ -16,7 +16,7 @@ from megatron_ext.packing import RaggedBatch
 _OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs"}
 
 
-def with_predictions(
+def with_model_outputs(
     batch: RaggedBatch,
     groups: Sequence[PromptGroup],
     policy: TrainerGroup,

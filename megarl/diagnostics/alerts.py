@@ -38,7 +38,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Symptom:
+class Alert:
     """A metric that is bad above the threshold of a key; if `falls`, below that share of the run's first value."""
 
     name: str
@@ -75,8 +75,8 @@ def _corrections_are_open(config: MegarlConfig) -> bool:
     return _samples_from_all(config) and not config.algorithm.corrections and config.algorithm.ratio_to == "old"
 
 
-SYMPTOMS: tuple[Symptom, ...] = (
-    Symptom(
+ALERTS: tuple[Alert, ...] = (
+    Alert(
         "entropy_collapse",
         "policy/entropy",
         "warn_entropy_fraction",
@@ -91,7 +91,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         ),
         falls=True,
     ),
-    Symptom(
+    Alert(
         "kl_to_reference",
         "policy/kl_to_reference",
         "warn_kl_to_reference",
@@ -103,7 +103,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
             Advice("lower the learning rate"),
         ),
     ),
-    Symptom(
+    Alert(
         "kl_to_old",
         "policy/kl_to_old",
         "warn_kl_to_old",
@@ -113,7 +113,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
             Advice("lower algorithm.updates_per_step", lambda config: config.algorithm.updates_per_step > 1),
         ),
     ),
-    Symptom(
+    Alert(
         "log_prob_difference",
         "log_prob_difference/mean",
         "warn_log_prob_difference",
@@ -128,7 +128,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
             Advice("check the refits with refit.verify=logprobs", lambda config: config.refit.verify != "logprobs"),
         ),
     ),
-    Symptom(
+    Alert(
         "no_signal",
         "groups/no_signal",
         "warn_no_signal",
@@ -140,7 +140,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
             Advice("set algorithm.dynamic_sampling=true", lambda config: not config.algorithm.dynamic_sampling),
         ),
     ),
-    Symptom(
+    Alert(
         "responses_truncated",
         "response_length/truncated_fraction",
         "warn_truncated_fraction",
@@ -159,8 +159,8 @@ SYMPTOMS: tuple[Symptom, ...] = (
 
 
 @dataclass
-class _Course:
-    """How a symptom has gone so far: its first value, and rows of bad and of good values."""
+class AlertState:
+    """How an alert has gone so far: its first value, and rows of bad and of good values."""
 
     first: float | None = None
     bad: int = 0
@@ -171,16 +171,16 @@ class _Course:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Findings of a step: a 0 or 1 for each symptom, and a sentence for each that has just begun."""
+class AlertReport:
+    """Findings of a step: a 0 or 1 for each alert, and a sentence for each that has just begun."""
 
     metrics: dict[str, float]
     warnings: list[str]
 
 
 @dataclass
-class Watch:
-    """Sees the metrics of each step, in order, and warns once when a symptom begins.
+class Alerts:
+    """Sees the metrics of each step, in order, and warns once when an alert begins.
 
     It begins when its metric has been bad for `warn_after_steps` steps that logged it, one after the other, and ends
     when it has been good for as many. A value that is missing or not a number is neither.
@@ -189,18 +189,18 @@ class Watch:
     thresholds: Thresholds
     config: MegarlConfig = field(default_factory=MegarlConfig)
     """The run's, which says what can be advised."""
-    _courses: dict[str, _Course] = field(default_factory=lambda: {symptom.name: _Course() for symptom in SYMPTOMS})
+    _states: dict[str, AlertState] = field(default_factory=lambda: {alert.name: AlertState() for alert in ALERTS})
 
     @classmethod
-    def of_run(cls, config: MegarlConfig, output_dir: Path, step: int) -> "Watch":
-        """The watch of a run that has done `step` steps: its metrics.jsonl tells what it has seen.
+    def of_run(cls, config: MegarlConfig, output_dir: Path, step: int) -> "Alerts":
+        """The alerts of a run that has done `step` steps: its metrics.jsonl tells what it has seen.
 
         Without that file (tracking.loggers without jsonl) it has seen nothing, and warns again of what goes on.
         """
-        watch = cls(config.tracking, config)
+        alerts = cls(config.tracking, config)
         if step and (output_dir / FILE_NAME).exists():
-            watch.replay(line for line in read_history(output_dir) if line["step"] <= step)
-        return watch
+            alerts.replay(line for line in read_history(output_dir) if line["step"] <= step)
+        return alerts
 
     def replay(self, history: Iterable[Mapping[str, Any]]) -> None:
         """See lines of metrics.jsonl again, of which the warnings are out already."""
@@ -208,38 +208,38 @@ class Watch:
             known = {name: value for name, value in line.items() if isinstance(value, float | int)}
             self.observe(line["step"], known)
 
-    def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> Seen:
-        """Take the metrics of `step`: "warning/<symptom>" of every symptom whose metric is among them, and texts."""
-        known, seen = numbers(metrics), Seen({}, [])
-        for symptom in SYMPTOMS:
-            value = known.get(symptom.metric, math.nan)
+    def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> AlertReport:
+        """Take the metrics of `step`: "warning/<alert>" of every alert whose metric is among them, and texts."""
+        known, seen = numbers(metrics), AlertReport({}, [])
+        for alert in ALERTS:
+            value = known.get(alert.metric, math.nan)
             if math.isnan(value):
                 continue
-            course = self._courses[symptom.name]
-            course.first = value if course.first is None else course.first
-            limit = symptom.limit(self.thresholds, course.first)
+            state = self._states[alert.name]
+            state.first = value if state.first is None else state.first
+            limit = alert.limit(self.thresholds, state.first)
             if limit is None:
                 continue
-            if self._begins(course, step, is_bad=value < limit if symptom.falls else value > limit):
-                seen.warnings.append(_sentence(symptom, course, value, limit, self.config))
-            seen.metrics[f"warning/{symptom.name}"] = float(course.warned)
+            if self._begins(state, step, is_bad=value < limit if alert.falls else value > limit):
+                seen.warnings.append(_sentence(alert, state, value, limit, self.config))
+            seen.metrics[f"warning/{alert.name}"] = float(state.warned)
         return seen
 
-    def _begins(self, course: _Course, step: int, *, is_bad: bool) -> bool:
-        if is_bad and not course.bad:
-            course.since = step
-        course.bad, course.good = (course.bad + 1, 0) if is_bad else (0, course.good + 1)
-        before = course.warned
-        if course.bad >= self.thresholds.warn_after_steps:
-            course.warned = True
-        elif course.good >= self.thresholds.warn_after_steps:
-            course.warned = False
-        return course.warned and not before
+    def _begins(self, state: AlertState, step: int, *, is_bad: bool) -> bool:
+        if is_bad and not state.bad:
+            state.since = step
+        state.bad, state.good = (state.bad + 1, 0) if is_bad else (0, state.good + 1)
+        before = state.warned
+        if state.bad >= self.thresholds.warn_after_steps:
+            state.warned = True
+        elif state.good >= self.thresholds.warn_after_steps:
+            state.warned = False
+        return state.warned and not before
 
 
-def _sentence(symptom: Symptom, course: _Course, value: float, limit: float, config: MegarlConfig) -> str:
-    side = f"below {limit:.3g} (the run began with {course.first:.3g})" if symptom.falls else f"above {limit:.3g}"
+def _sentence(alert: Alert, state: AlertState, value: float, limit: float, config: MegarlConfig) -> str:
+    side = f"below {limit:.3g} (the run began with {state.first:.3g})" if alert.falls else f"above {limit:.3g}"
     return (
-        f"warning: {symptom.says}: since step {course.since} {symptom.metric} is {side}, now {value:.3g}; "
-        f"{', '.join(each.text for each in symptom.advice if each.acts(config))} (tracking.{symptom.key})"
+        f"warning: {alert.says}: since step {state.since} {alert.metric} is {side}, now {value:.3g}; "
+        f"{', '.join(each.text for each in alert.advice if each.acts(config))} (tracking.{alert.key})"
     )
