@@ -65,7 +65,7 @@ def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, **algorith
         engines=engines,
         scorer=scorer,
         model=SimpleNamespace(tokenizer=TOKENIZER, stop_token_ids=()),
-        task=SimpleNamespace(prompts=[Prompt(index, "any", [index], "truth", {}) for index in range(10)]),
+        data=SimpleNamespace(prompts=[Prompt(index, "any", [index], "truth", {}) for index in range(10)]),
         auxiliary=SimpleNamespace(reward_model=reward_model),
         state=LoopState(0, PromptSampler(10, shuffle=False, seed=0), AdaptiveKl(0.0)),
         needs=lambda field: field == "baseline_rewards" and config.algorithm.advantage == "remax",
