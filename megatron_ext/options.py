@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from converters.errors import UserError, did_you_mean
 from converters.layouts.megatron import ParallelSizes
 
 _BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
@@ -15,7 +16,10 @@ _DEFAULT_RECIPES = {"fp8": "delayed", "fp4": "nvfp4"}
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """The `megatron` group of the configuration: each mapping holds fields of one class, by Megatron's names."""
+    """The `megatron` group of the configuration: each mapping holds fields of one class, by Megatron's names.
+
+    Raises UserError for a recipe of 8 or 4 bits that nobody knows how many tokens to give.
+    """
 
     parallel: ParallelSizes
     params_dtype: torch.dtype
@@ -25,6 +29,13 @@ class MegatronOptions:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     fp32_logits: bool = False
     """See `linear_log_probs`."""
+
+    def __post_init__(self) -> None:
+        for option, recipe in self._recipes().items():
+            if recipe not in _BLOCKS:
+                raise UserError(
+                    f"megatron.{option}={recipe} is none of {', '.join(_BLOCKS)}{did_you_mean(recipe, _BLOCKS)}"
+                )
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -37,9 +48,11 @@ class MegatronOptions:
     @property
     def token_multiple(self) -> int:
         """The number of tokens of a micro-batch is a multiple of this, so that every rank has whole blocks of them."""
-        recipes = (
-            self.transformer.get(f"{kind}_recipe") or default
-            for kind, default in _DEFAULT_RECIPES.items()
-            if self.transformer.get(kind)
+        return max(map(_BLOCKS.__getitem__, self._recipes().values()), default=1) * (
+            self.parallel.tensor_model_parallel_size
         )
-        return max((_BLOCKS[recipe] for recipe in recipes), default=1) * self.parallel.tensor_model_parallel_size
+
+    def _recipes(self) -> dict[str, str]:
+        """Option -> recipe of the formats of 8 or 4 bits that are on."""
+        on = [kind for kind in _DEFAULT_RECIPES if self.transformer.get(kind)]
+        return {f"{kind}_recipe": self.transformer.get(f"{kind}_recipe") or _DEFAULT_RECIPES[kind] for kind in on}

@@ -1,4 +1,4 @@
-"""A rank's result of an optimizer step."""
+"""The result of an optimizer step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one optimizer step on one rank."""
+    """The outcome of one optimizer step: on one rank, or of all that share its batch."""
 
     metrics: list[Any]
     """The objective's metrics of each micro-batch; empty on all but the last pipeline stage."""

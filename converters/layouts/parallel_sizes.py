@@ -84,6 +84,15 @@ class ParallelSizes:
             expert_tensor=rank % self.expert_tensor_size,
         )
 
+    def data_parallel_rank(self, rank: int) -> int:
+        """Which share of a batch `rank` works on, 0 to data_parallel_size - 1."""
+        return rank // self.tensor_model_parallel_size % self.data_parallel_size
+
+    def holds_predictions(self, rank: int) -> bool:
+        """Whether `rank` is the one, of those that share its part of a batch, whose results are asked for."""
+        place = self.coordinates(rank)
+        return place.tensor == 0 and place.pipeline == self.pipeline_model_parallel_size - 1
+
     def padded_vocabulary(self, vocab_size: int) -> int:
         """`vocab_size` of a GPTModel: the next multiple of tensor_model_parallel_size."""
         return -(-vocab_size // self.tensor_model_parallel_size) * self.tensor_model_parallel_size

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -103,9 +103,10 @@ class TrainerGroup(WorkerGroup):
         """Make the present weights those of the reference model; checkpoints then hold them."""
         self.call("refresh_reference")
 
-    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> list[StepResult]:
-        """One optimizer step on `batch`; one result per data-parallel rank. The `temperature` divides logits."""
-        return self._call_shares("train_step", batch, self._cut(batch), objective, temperature)
+    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
+        """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits."""
+        results: list[StepResult] = self._call_shares("train_step", batch, self._cut(batch), objective, temperature)
+        return replace(results[0], metrics=[part for result in results for part in result.metrics])
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of the model."""
@@ -124,14 +125,20 @@ class TrainerGroup(WorkerGroup):
         """How the model is cut over the ranks."""
         return self._parallel
 
-    def model_form(self) -> tuple[ModuleNames, str]:
-        """By which names the tensors of the model are known, and the collective backend of the device they are on."""
-        return self.call("model_form")[0]
+    @property
+    def module_names(self) -> ModuleNames:
+        """The names by which the tensors of the model are known."""
+        return wait([self.workers[0].begin("module_names")])[0]
+
+    @property
+    def backend(self) -> str:
+        """The collective backend of the device that the model is on."""
+        return wait([self.workers[0].begin("backend")])[0]
 
     def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
         """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
         listeners = self.call("open_transfer", ray.put(spec))
-        store = wait(self.begin("open_store", timeout_s)[:1])[0] if TRANSPORTS[transport].needs_store else None
+        store = wait([self.workers[0].begin("open_store", timeout_s)])[0] if TRANSPORTS[transport].needs_store else None
         return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
@@ -167,21 +174,10 @@ class TrainerGroup(WorkerGroup):
 
     def _call_shares(self, method: str, batch: RaggedBatch, cut: Cut, *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
-        shares = [share_of(batch, each) for each in cut]
-        stored = [(ray.put(share), micro_batches) for share, micro_batches in shares]
-        ranks = range(len(self))
-        results = wait(
-            self.begin_each(
-                method, [(*stored[_data_parallel_rank(rank, self._parallel)], *arguments) for rank in ranks]
-            )
-        )
-        last_stage = len(self) - len(self) // self._parallel.pipeline_model_parallel_size
-        return results[last_stage :: self._parallel.tensor_model_parallel_size]
-
-
-def _data_parallel_rank(rank: int, parallel: ParallelSizes) -> int:
-    # Megatron's order of ranks: tensor parallelism varies fastest, pipeline stages slowest.
-    return rank // parallel.tensor_model_parallel_size % parallel.data_parallel_size
+        stored = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
+        of_ranks = [(*stored[self._parallel.data_parallel_rank(rank)], *arguments) for rank in range(len(self))]
+        results = wait(self.begin_each(method, of_ranks))
+        return [result for rank, result in enumerate(results) if self._parallel.holds_predictions(rank)]
 
 
 def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> Cut:

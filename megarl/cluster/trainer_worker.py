@@ -108,9 +108,13 @@ class TrainerWorker:
         """See `MegatronModel.train_step`."""
         return self.model.train_step(batch, micro_batches, objective, temperature=temperature)
 
-    def model_form(self) -> tuple[ModuleNames, str]:
-        """By which names the tensors of this model are known, and the collective backend of the device they are on."""
-        return module_names(), device.backend()
+    def module_names(self) -> ModuleNames:
+        """The names by which the tensors of this model are known."""
+        return module_names()
+
+    def backend(self) -> str:
+        """The collective backend of the device that the model is on."""
+        return device.backend()
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of which this rank sends a part."""

@@ -42,14 +42,13 @@ class DirectPath:
         self._config = config
         dtypes = trainer.weight_dtypes()
         traces = _traces(engines, architecture, dtypes)
-        module_names, backend = trainer.model_form()
         trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
-        usual = MAPPED[backend] if len({*trainer_nodes, *worker_nodes}) == 1 else "point_to_point"
+        usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else "point_to_point"
         self._transport = usual if config.transport == "auto" else config.transport
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
-            module_names,
+            trainer.module_names,
             traces,
             len(engines),
             _topology(trainer_nodes, worker_nodes),

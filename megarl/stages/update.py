@@ -90,20 +90,20 @@ def update(
 
 def _optimizer_steps(
     trainer: TrainerGroup, batches: Iterable[RaggedBatch], objective: Objective, temperature: float
-) -> list[list[StepResult]]:
+) -> list[StepResult]:
     return [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
 
 
-def _merged(steps: Sequence[Sequence[StepResult]]) -> list[Metrics]:
-    """The metrics of each optimizer step, of all its ranks."""
-    return [Metrics.merge([part for result in step for part in result.metrics]) for step in steps]
+def _merged(steps: Sequence[StepResult]) -> list[Metrics]:
+    """The metrics of each optimizer step."""
+    return [Metrics.merge(step.metrics) for step in steps]
 
 
-def _metrics(steps: Sequence[Sequence[StepResult]], model: str) -> dict[str, MetricValue]:
-    loads = [step[0].expert_load for step in steps if step[0].expert_load is not None]
+def _metrics(steps: Sequence[StepResult], model: str) -> dict[str, MetricValue]:
+    loads = [step.expert_load for step in steps if step.expert_load is not None]
     return {
         **Metrics.summary(_merged(steps)),
-        f"{model}/gradient_norm": sum(step[0].gradient_norm for step in steps) / len(steps),
-        f"{model}/learning_rate": steps[-1][0].learning_rate,
+        f"{model}/gradient_norm": sum(step.gradient_norm for step in steps) / len(steps),
+        f"{model}/learning_rate": steps[-1].learning_rate,
         **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
     }

@@ -76,6 +76,8 @@ def test_ranks_are_in_megatrons_order():
     assert sizes.coordinates(3) == RankCoordinates(tensor=1, pipeline=0, expert=3, expert_tensor=0)
     assert sizes.coordinates(5) == RankCoordinates(tensor=1, pipeline=0, expert=1, expert_tensor=0)
     assert sizes.coordinates(14) == RankCoordinates(tensor=0, pipeline=1, expert=2, expert_tensor=0)
+    assert [sizes.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert [rank for rank in range(16) if sizes.holds_predictions(rank)] == [8, 10, 12, 14]
 
 
 def test_expert_tensor_parallelism_is_that_of_the_dense_layers_unless_set():

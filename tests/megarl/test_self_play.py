@@ -39,7 +39,7 @@ class FakeTrainer:
     def train_step(self, batch, objective, *, temperature):
         self.seen.append(batch)
         self.steps += 1
-        return [StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)]
+        return StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)
 
     def save(self, folder):
         (folder / "weights").write_text(str(self.steps))

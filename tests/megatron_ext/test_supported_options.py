@@ -131,3 +131,15 @@ def test_sizes_of_micro_batches_follow_from_the_stages_and_the_recipe() -> None:
     assert options({}, fp8="hybrid", fp8_recipe="mxfp8").token_multiple == 32
     assert options({}, fp8=None, fp8_recipe="mxfp8").token_multiple == 1
     assert options({}, fp4="e2m1").token_multiple == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"fp8": "e4m3", "fp8_recipe": "blokwise"}, "fp8_recipe=blokwise is none of .*; did you mean blockwise"),
+        ({"fp4": "e2m1", "fp4_recipe": "fp3"}, "fp4_recipe=fp3 is none of"),
+    ],
+)
+def test_a_recipe_that_there_is_not_is_refused_where_it_is_read(given, says):
+    with pytest.raises(UserError, match=says):
+        MegatronOptions(ParallelSizes(), torch.bfloat16, transformer=given)
