@@ -23,9 +23,8 @@ class Trainer:
     def train_step(self, batch, objective, *, temperature):
         ranks = next(self.steps)
         kl = [Mean.of(torch.tensor(each)) if each else None for each in ranks]
-        return [
-            StepResult([Metrics({"policy/loss": torch.tensor(1.0)}, kl_to_reference=each)], 2.0, 0.1) for each in kl
-        ]
+        parts = [Metrics({"policy/loss": torch.tensor(1.0)}, kl_to_reference=each) for each in kl]
+        return StepResult(parts, 2.0, 0.1)
 
 
 def test_the_kl_to_the_reference_is_the_mean_over_tokens_then_over_steps() -> None:
