@@ -2,8 +2,8 @@ from pathlib import Path
 
 from known_metrics import is_known
 
-from megarl.diagnostics.reference import reference
 from megarl.diagnostics.alerts import ALERTS
+from megarl.diagnostics.reference import reference
 from megarl.tracking.metrics import METRICS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
