@@ -18,6 +18,8 @@ from converters.layouts.megatron import ModuleNames
 from converters.layouts.torch_dist import has_uniform_layers
 from converters.layouts.torch_dist.keys import cells
 from megatron_ext.intact import require_intact
+from megatron_ext.model import local_tensors
+from megatron_ext.weights import check_finite
 
 
 def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, folder: Path) -> None:
@@ -28,7 +30,8 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     be in the checkpoint and not in the model. Padding becomes 0.
 
     Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of
-    `architecture`, and where a weight does not have its checksum.
+    `architecture`, where a weight does not have its checksum, and where one holds
+    a NaN or an infinity.
     """
     if architecture.head == "value":
         raise UserError(
@@ -49,6 +52,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
         different = chunk.load_state_dict(loaded[name], strict=False)
         if missing := [key for key in different.missing_keys if not key.endswith("_extra_state")]:
             raise ValueError(f"megatron-core loads no {missing[0]}, one of {len(missing)} tensors")
+    check_finite(local_tensors(chunks), checkpoint.folder)
 
 
 def sharded_weights(

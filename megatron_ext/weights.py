@@ -51,18 +51,20 @@ def load_huggingface(
     with torch.no_grad():
         for name in absent:
             tensors[name].zero_()
-    _check_finite(tensors, {each.local_name: each.hf_name for each in shard.placements}, checkpoint)
+    hf_names = {each.local_name: each.hf_name for each in shard.placements}
+    check_finite(
+        {f"{hf_names[name]}, or what lies beside it in {name},": each for name, each in tensors.items()},
+        checkpoint.folder,
+    )
 
 
-def _check_finite(
-    tensors: Mapping[str, torch.Tensor], hf_names: Mapping[str, str], checkpoint: HuggingFaceCheckpoint
-) -> None:
-    """Raise UserError for a tensor with a NaN or an infinity: nothing can be learned from it."""
+def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Raise UserError for a tensor of `folder` with a NaN or an infinity: nothing can be learned from it."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(
-                f"the weights of {checkpoint.folder} are damaged: {hf_names[name]}, or what lies beside it in {name}, "
-                "holds a NaN or an infinity; copy the model again, or begin with an earlier checkpoint"
+                f"the weights of {folder} are damaged: {name} holds a NaN or an infinity; copy the model again, or "
+                "begin with an earlier checkpoint"
             )
 
 

@@ -1,5 +1,6 @@
 """Distributed checkpoints of live models, loaded at other layouts: bit for bit what reading HuggingFace gives."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -195,3 +196,21 @@ def damaged(original: Path, target: Path, tensors: Mapping[str, Any]) -> None:
         if path.name != ".metadata":
             (target / path.name).symlink_to(path)
     write_metadata(target, Contents(tensors, read_metadata(original).objects))
+
+
+def test_a_weight_that_is_no_number_is_refused(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
+    (said,) = run_ranks(load_with_a_nan, SIZES["one"], tiny_models["qwen3"], tmp_path)
+    assert re.match(r"the weights of .*saved are damaged: decoder\.final_layernorm\.weight holds a NaN", said)
+
+
+def load_with_a_nan(rank: int, sizes: ParallelSizes, folder: Path, scratch: Path) -> str:
+    chunks, target = loaded_model(rank, sizes, folder), scratch / "saved"
+    with torch.no_grad():
+        local_tensors(chunks)["decoder.final_layernorm.weight"][3] = float("nan")
+    target.mkdir()
+    dist_checkpointing.save(sharded_weights(chunks, architecture_of(folder)), str(target))
+    try:
+        load_distributed(chunks, architecture_of(folder), target)
+    except UserError as error:
+        return str(error)
+    return "nothing"
