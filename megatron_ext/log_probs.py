@@ -272,7 +272,7 @@ def _summarise(x: Tensor, labels: Tensor, shard: _Shard, with_squares: bool) -> 
 
 
 def _gather(summary: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The summaries of all shards, [shards, T, 5]."""
+    """The summaries of all shards, [shards, T, 6]."""
     if group is None or dist.get_world_size(group) == 1:
         return summary[None]
     shards = dist.get_world_size(group)

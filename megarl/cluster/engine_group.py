@@ -14,7 +14,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.placement import engine_place
+from megarl.cluster.placement import engine_resources
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, results_of, wait
 from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
@@ -166,11 +166,11 @@ class EngineGroup(Engines):
     """Engines, each in a process of its own. A context manager: they end with it."""
 
     def __init__(self, config: RolloutConfig, cluster: ClusterConfig, logs: Path) -> None:
-        place = engine_place(cluster, config)
+        resources = engine_resources(cluster, config)
         self._config = config
         self._kind = engine_kind(config.engine)
         nodes = self._kind.nodes(config.engine_args)
-        self.processes = WorkerGroup("engine", config.replicas * nodes, place, logs, calls_at_once=_CALLS_AT_ONCE)
+        self.processes = WorkerGroup("engine", config.replicas * nodes, resources, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
         super().__init__([EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)])
 

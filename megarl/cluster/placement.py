@@ -16,7 +16,7 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorResources:
     """Resources that one worker asks of the cluster."""
 
     cpus: float
@@ -26,20 +26,20 @@ class Place:
     """How long to wait for the cluster to have room."""
 
 
-def trainer_place(cluster: ClusterConfig) -> Place:
-    """The place of one Megatron rank: a GPU of its own where the cluster has any."""
+def trainer_resources(cluster: ClusterConfig) -> ActorResources:
+    """Resources of one Megatron rank: a GPU of its own where the cluster has any."""
     # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
-    return _place(cluster, cluster.trainer_cpus, gpus=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    return _resources(cluster, cluster.trainer_cpus, gpus=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
-def engine_place(cluster: ClusterConfig, rollout: RolloutConfig) -> Place:
-    """The place of one engine's process on a machine: as many GPUs as its workers there, where the cluster has any."""
+def engine_resources(cluster: ClusterConfig, rollout: RolloutConfig) -> ActorResources:
+    """Resources of one engine's process on a machine: as many GPUs as its workers there, where the cluster has any."""
     kind = engine_kind(rollout.engine)
     threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
     environment = {_THREADS: str(threads), **_SLEEPING}
     if cluster.address is None:
         environment |= kind.loopback_environment
-    return _place(cluster, cluster.engine_cpus, _workers_per_node(cluster, rollout), environment)
+    return _resources(cluster, cluster.engine_cpus, _workers_per_node(cluster, rollout), environment)
 
 
 def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
@@ -85,8 +85,8 @@ def _gpus(cluster: ClusterConfig, whole: int) -> float:
     return whole * cluster.gpu_share
 
 
-def _place(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> Place:
-    return Place(
+def _resources(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> ActorResources:
+    return ActorResources(
         # On this machine alone nobody else's work has to be kept apart from ours.
         cpus=0 if cluster.address is None else cpus,
         gpus=_gpus(cluster, gpus),

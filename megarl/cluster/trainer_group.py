@@ -13,7 +13,7 @@ from torch import Tensor
 
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
-from megarl.cluster.placement import trainer_place
+from megarl.cluster.placement import trainer_resources
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -43,7 +43,7 @@ class TrainerGroup(WorkerGroup):
     def __init__(
         self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int, *, name: str = POLICY
     ) -> None:
-        super().__init__(name, options.parallel.world_size, trainer_place(cluster), logs)
+        super().__init__(name, options.parallel.world_size, trainer_resources(cluster), logs)
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster

@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
-from megarl.cluster.host import Host
-from megarl.cluster.placement import Place
+from megarl.cluster.placement import ActorResources
 from megarl.cluster.runtime import last_lines
+from megarl.cluster.worker_actor import WorkerActor
 from megarl.process.errors import RunFailed
 
 R = TypeVar("R", covariant=True)
@@ -43,11 +43,11 @@ class WorkerGone(WorkerFailed, RunFailed):
 class Worker:
     """A worker process, called `name`. Its `failure` is the last one that was seen of it."""
 
-    def __init__(self, name: str, place: Place, logs: Path, calls_at_once: int = 1) -> None:
+    def __init__(self, name: str, resources: ActorResources, logs: Path, calls_at_once: int = 1) -> None:
         self.log = logs / f"{name}.log"
         self.failure: WorkerFailed | None = None
-        actor = ray.remote(num_cpus=place.cpus, num_gpus=place.gpus, max_concurrency=calls_at_once)(Host)
-        self._host = actor.options(runtime_env={"env_vars": dict(place.environment)}).remote(self.log)
+        actor = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_concurrency=calls_at_once)(WorkerActor)
+        self._host = actor.options(runtime_env={"env_vars": dict(resources.environment)}).remote(self.log)
 
     def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
         """Begin to make the object that answers the calls: import `name` from `module` and call it."""
@@ -93,10 +93,10 @@ class Stream:
 class WorkerGroup:
     """Processes that run the same program. A context manager: they end with it."""
 
-    def __init__(self, name: str, size: int, place: Place, logs: Path, calls_at_once: int = 1) -> None:
+    def __init__(self, name: str, size: int, resources: ActorResources, logs: Path, calls_at_once: int = 1) -> None:
         self._name = name
-        self._place = place
-        self.workers = [Worker(f"{name}_{index}", place, logs, calls_at_once) for index in range(size)]
+        self._resources = resources
+        self.workers = [Worker(f"{name}_{index}", resources, logs, calls_at_once) for index in range(size)]
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -121,15 +121,15 @@ class WorkerGroup:
     def nodes(self) -> list[str]:
         """The machine that each worker runs on, as Ray names it.
 
-        Raises UserError if the cluster has no room for all workers within the time that `Place` gives.
+        Raises UserError if the cluster has no room for all workers within the time that `ActorResources` gives.
         """
         calls = [worker.begin_node() for worker in self.workers]
         references = [call.reference for call in calls]
-        up, missing = ray.wait(references, num_returns=len(self), timeout=self._place.timeout_s)
+        up, missing = ray.wait(references, num_returns=len(self), timeout=self._resources.timeout_s)
         if missing:
             raise UserError(
-                f"after {self._place.timeout_s:.0f} s only {len(up)} of {len(self)} {self._name} processes run: each "
-                f"asks for {self._place.cpus:g} CPUs and {self._place.gpus:g} GPUs, and the cluster has "
+                f"after {self._resources.timeout_s:.0f} s only {len(up)} of {len(self)} {self._name} processes run: "
+                f"each asks for {self._resources.cpus:g} CPUs and {self._resources.gpus:g} GPUs, and the cluster has "
                 f"{_free(ray.available_resources())} free of {_free(ray.cluster_resources())}"
             )
         return wait(calls)

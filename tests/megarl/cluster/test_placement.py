@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from converters.errors import UserError
-from megarl.cluster.placement import engine_place, engine_threads, trainer_place
+from megarl.cluster.placement import engine_resources, engine_threads, trainer_resources
 from megarl.schema import ClusterConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("folder_of_ray")
@@ -20,21 +20,21 @@ def gpus(request, monkeypatch):
 
 def test_gpus_are_asked_for_where_there_are_any(gpus):
     rollout = RolloutConfig(engine_args={"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
-    asked = trainer_place(ClusterConfig()).gpus, engine_place(ClusterConfig(), rollout).gpus
+    asked = trainer_resources(ClusterConfig()).gpus, engine_resources(ClusterConfig(), rollout).gpus
     assert asked == ((1, 4) if gpus else (0, 0))
 
 
 def test_a_rank_and_an_engine_can_share_a_gpu(gpus):
     cluster = ClusterConfig(gpu_share=0.4)
     expected = (0.4, 0.4) if gpus else (0, 0)
-    assert (trainer_place(cluster).gpus, engine_place(cluster, RolloutConfig()).gpus) == expected
+    assert (trainer_resources(cluster).gpus, engine_resources(cluster, RolloutConfig()).gpus) == expected
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (1, 2)])
 def test_what_needs_several_gpus_shares_none(monkeypatch, ranks, workers):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
     with pytest.raises(UserError, match=r"cluster\.gpu_share=0\.5 is for one Megatron rank"):
-        engine_place(
+        engine_resources(
             ClusterConfig(gpu_share=0.5, trainer_ranks=ranks),
             RolloutConfig(engine_args={"tensor_parallel_size": workers}),
         )
@@ -42,7 +42,7 @@ def test_what_needs_several_gpus_shares_none(monkeypatch, ranks, workers):
 
 def test_an_engine_over_machines_asks_on_each_for_what_its_workers_there_need(gpus):
     rollout = RolloutConfig(engine_args={"tensor_parallel_size": 8, "nnodes": 2})
-    assert engine_place(ClusterConfig(address="auto"), rollout).gpus == (4 if gpus else 0)
+    assert engine_resources(ClusterConfig(address="auto"), rollout).gpus == (4 if gpus else 0)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_an_engine_over_machines_asks_on_each_for_what_its_workers_there_need(gp
 def test_an_engine_over_machines_that_are_not_there_is_refused(gpus, address, nodes, says):
     rollout = RolloutConfig(engine_args={"tensor_parallel_size": 8, "nnodes": nodes})
     with pytest.raises(UserError, match=says):
-        engine_place(ClusterConfig(address=address), rollout)
+        engine_resources(ClusterConfig(address=address), rollout)
 
 
 def test_only_megatrons_ranks_have_one_hardware_queue(gpus):
-    places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
-    assert [place.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for place in places] == ["1", None]
+    places = trainer_resources(ClusterConfig()), engine_resources(ClusterConfig(), RolloutConfig())
+    assert [resources.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for resources in places] == ["1", None]
 
 
 def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    places = trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())
-    assert [place.environment["OMP_NUM_THREADS"] for place in places] == ["1", "1" if gpus else str(cores)]
+    places = trainer_resources(ClusterConfig()), engine_resources(ClusterConfig(), RolloutConfig())
+    assert [resources.environment["OMP_NUM_THREADS"] for resources in places] == ["1", "1" if gpus else str(cores)]
     assert places[1].environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 

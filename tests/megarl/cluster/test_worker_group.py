@@ -13,7 +13,7 @@ from eventually import eventually
 
 from converters.errors import UserError
 from megarl.cluster import worker_group
-from megarl.cluster.placement import Place, engine_place, trainer_place
+from megarl.cluster.placement import ActorResources, engine_resources, trainer_resources
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait, wait_together
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -86,8 +86,8 @@ def make_group(tmp_path, monkeypatch):
 
     def make(cpus: float = 0) -> WorkerGroup:
         environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
-        place = Place(cpus=cpus, gpus=0, environment=environment, timeout_s=1 if cpus else 120)
-        group = WorkerGroup("worker", 2, place, tmp_path / "logs")
+        resources = ActorResources(cpus=cpus, gpus=0, environment=environment, timeout_s=1 if cpus else 120)
+        group = WorkerGroup("worker", 2, resources, tmp_path / "logs")
         group.make("program", "Program", [(0,), (1,)])
         return group
 
@@ -167,8 +167,8 @@ def test_cluster_without_room_is_a_user_error(make_group):
 
 def test_temporary_files_of_workers_lie_where_they_go_with_the_run():
     """vLLM leaves a file behind for every engine, and what is killed leaves all."""
-    for place in (trainer_place(ClusterConfig()), engine_place(ClusterConfig(), RolloutConfig())):
-        folder = Path(place.environment["TMPDIR"])
+    for resources in (trainer_resources(ClusterConfig()), engine_resources(ClusterConfig(), RolloutConfig())):
+        folder = Path(resources.environment["TMPDIR"])
         assert folder.is_dir()
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
         assert (folder.parent / "held").is_file()

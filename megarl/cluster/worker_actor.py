@@ -13,7 +13,7 @@ from megarl.cluster.runtime import free_port
 from megatron_ext.loopback import listen_on_loopback
 
 
-class Host:
+class WorkerActor:
     """Holds one object. Heavy modules are imported here and not in the controller."""
 
     def __init__(self, log: Path) -> None:
