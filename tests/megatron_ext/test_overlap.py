@@ -78,7 +78,7 @@ def read(
 ) -> dict[str, Tensor]:
     """Weights that each reader finds who is the first after a train step of one of `counts` micro-batches."""
     worker = TrainerWorker(rank)
-    worker.engine = engine = make_engine(rank, sizes, folder, distributed)
+    worker.model = engine = make_engine(rank, sizes, folder, distributed)
     worker.weights = WeightSource(engine.architecture, sizes, rank, engine.local_tensors(), "local")
     steps = enumerate(counts)
     readings = {}
@@ -135,10 +135,10 @@ def batch_of(step: int, count: int) -> RaggedBatch:
 def written(worker: TrainerWorker) -> dict[str, Tensor]:
     """Bytes that this rank writes into the bucket of a refit."""
     dtypes = worker.weight_dtypes()
-    shapes = {name: shape for name, shape in worker.engine.architecture.hf_shapes.items() if name in dtypes}
+    shapes = {name: shape for name, shape in worker.model.architecture.hf_shapes.items() if name in dtypes}
     (bucket,) = cut_into_buckets(shapes, dtypes, BUCKET_BYTES, segments=1)
     segment = Segment(BUCKET_BYTES)
-    worker.connect([segment.handle()], BUCKET_BYTES)
+    worker.map_segments([segment.handle()], BUCKET_BYTES)
     segment.close()
     worker.write(bucket)
     return {name: tensor.clone() for name, tensor in views(bucket, segment.memory).items()}

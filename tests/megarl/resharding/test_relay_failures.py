@@ -20,7 +20,7 @@ def test_the_death_of_a_neighbour_is_heard_of(set_up, point):
     victim = stage.destinations[1]
     if point in CONNECTING:
         victim.break_at(point, 1, "kill")
-        calls = stage.begin_join()
+        calls = stage.begin_connect()
     else:
         stage.connect()
         victim.break_at(point, 2, "kill")

@@ -23,7 +23,7 @@ def test_a_death_while_the_ranks_meet(set_up, side):
     stage = set_up(SCENE)
     victim = getattr(stage, side)[1]
     victim.break_at(JOINING[side], 1, "kill")
-    check_that_all_hear_of_it(stage, stage.begin_join(), victim)
+    check_that_all_hear_of_it(stage, stage.begin_connect(), victim)
 
 
 def test_a_death_is_heard_of_beside_a_silent_peer(set_up):

@@ -68,7 +68,7 @@ def test_a_sample_that_no_term_is_for_is_refused():
         ({"functions": {"a/b": RewardTermConfig("math")}}, "cannot be named 'a/b'"),
         ({"functions": {"overlong": RewardTermConfig("math")}}, "cannot be named 'overlong'"),
         ({"functions": {"a": RewardTermConfig("math", weight=float("inf"))}}, r"functions\.a\.weight=inf must be"),
-        ({"functions": {"a": RewardTermConfig("mth")}}, r"reward\.functions\.a\.function='mth' .* mean 'math'"),
+        ({"functions": {"a": RewardTermConfig("mth")}}, r"reward\.functions\.a\.function='mth' .* mean math"),
         (
             {"functions": {"a": RewardTermConfig("format", options={"patern": "a"})}},
             r"reward\.functions\.a\.options\.patern is no option of reward\.functions\.a\.function=format",
