@@ -14,6 +14,7 @@ from ray._private import ray_constants
 from converters.errors import UserError
 from megarl.cluster.ray_driver import undisturbed
 from megarl.cluster.scratch import scratch_folder
+from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
 from megarl.process.signals import held
 from megarl.schema import ClusterConfig
@@ -24,6 +25,17 @@ _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000
 # Prompts, responses and their statistics; weights never pass through Ray's object store.
 _OBJECT_STORE_BYTES = 256 * 1024**2
+_TIMED_OUT = "timed out during startup"
+
+
+class RayNotStarted(RunFailed):
+    """Ray gave up waiting for its own processes."""
+
+    sentence = (
+        "Ray's processes were not up after its 30 seconds: this machine is too busy, or short of memory; free it, and "
+        "start the run again"
+    )
+    details = ""
 
 
 @contextmanager
@@ -63,17 +75,23 @@ def _start_local(folder: Path) -> None:
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
     _require_token()
     _bind_to_loopback()
-    with undisturbed():
-        ray.init(
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(folder),
-            num_cpus=1,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=False,
-        )
+    try:
+        with undisturbed():
+            ray.init(
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+                num_cpus=1,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=False,
+            )
+    except Exception as error:
+        # Ray (2.60) raises the class itself, after a time that nothing sets.
+        if _TIMED_OUT not in str(error):
+            raise
+        raise RayNotStarted from error
 
 
 def _require_token() -> None:
