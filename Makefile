@@ -3,15 +3,14 @@ PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
 STEPS  ?=
 OUTPUT ?=
-# Processes that run tests: more than two cores, since runs of whole jobs wait a lot. A file stays with one; in their
-# order, the long files are not all at the end.
-TEST_WORKERS ?= 3
+# Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
+TEST_WORKERS ?= 2
 
 .PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
-	@echo "make test [TEST_WORKERS=3] [ARGS=...]   the tests"
+	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install"
