@@ -92,7 +92,7 @@ class Ranks:
 def _answer(rank: int, pipe: Connection) -> Any:
     try:
         failed, answer = pipe.recv()
-    except EOFError as error:
+    except (EOFError, ConnectionResetError) as error:  # the latter where it has ended before it read what it was told
         raise RankFailed(f"the process of rank {rank} has ended") from error
     if failed:
         raise RankFailed(f"rank {rank} failed:\n{answer}")

@@ -2,6 +2,7 @@
 
 import os
 import time
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_
 from resharding.memory import Growth, held_by
 from resharding.models import MODELS, TRAINER
 from resharding.party import Party
-from resharding.processes import Place, RankFailed, Timed, hear, running, say
+from resharding.processes import Place, RankFailed, Timed, _answer, hear, running, say
 from resharding.rounds import Facts, Run
 from resharding.scenario import DTYPE, Scenario
 from resharding.tables import Results, markdown, sentences
@@ -126,6 +127,17 @@ def test_ranks_answer_are_timed_and_their_failures_are_told():
             ranks.call("fail")
         with pytest.raises(RankFailed, match="has ended"):
             ranks.call("end")
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_a_rank_that_is_gone_is_told_whatever_it_had_read(has_read):
+    here, there = Pipe()
+    here.send("command")
+    if has_read:
+        there.recv()
+    there.close()
+    with pytest.raises(RankFailed, match="rank 3 has ended"):
+        _answer(3, here)
 
 
 def test_growth_is_the_most_that_was_held_in_between():
