@@ -47,31 +47,31 @@ class Worker:
         self.log = logs / f"{name}.log"
         self.failure: WorkerFailed | None = None
         actor = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_concurrency=calls_at_once)(WorkerActor)
-        self._host = actor.options(runtime_env={"env_vars": dict(resources.environment)}).remote(self.log)
+        self._actor = actor.options(runtime_env={"env_vars": dict(resources.environment)}).remote(self.log)
 
     def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
         """Begin to make the object that answers the calls: import `name` from `module` and call it."""
-        return Call(self, self._host.make.remote(module, name, *arguments))
+        return Call(self, self._actor.make.remote(module, name, *arguments))
 
     def begin_node(self) -> "Call[Any]":
         """Begin to ask for the machine it runs on, as Ray names it."""
-        return Call(self, self._host.node.remote())
+        return Call(self, self._actor.node.remote())
 
     def begin_free_address(self) -> "Call[tuple[str, int]]":
         """Begin to look for a free port of its machine."""
-        return Call(self, self._host.free_address.remote())
+        return Call(self, self._actor.free_address.remote())
 
     def begin(self, method: str, *arguments: Any) -> "Call[Any]":
         """Begin a call of the object's `method`."""
-        return Call(self, self._host.call.remote(method, *arguments))
+        return Call(self, self._actor.call.remote(method, *arguments))
 
     def stream(self, method: str, *arguments: Any) -> "Stream":
         """Begin a call of the object's `method`, which gives its results one by one."""
-        return Stream(self, self._host.stream.remote(method, *arguments))
+        return Stream(self, self._actor.stream.remote(method, *arguments))
 
     def kill(self) -> None:
         """End the process, whatever it does."""
-        ray.kill(self._host)
+        ray.kill(self._actor)
 
 
 @dataclass(frozen=True)

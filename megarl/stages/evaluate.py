@@ -16,7 +16,7 @@ from megarl.stages.reward import score
 from megarl.stages.rollout import rollout
 from megarl.tracking.clock import Clock
 
-# Keeps the seeds of an evaluation apart from those of training steps, which are (seed, step).
+# Keeps the seeds of an evaluation apart from others that are made of loop.seed and a number.
 _EVALUATION = 0xE7A1
 
 
