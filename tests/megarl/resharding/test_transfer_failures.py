@@ -94,7 +94,8 @@ def test_after_an_error_the_same_ranks_meet_again(set_up, side, point, count):
     found = failures(stage.begin_refit(1))
     assert sum("RuntimeError: on purpose" in error for error in found) == 1
     assert sum("failed: on purpose" in error for error in found) >= 1
-    assert all(found)
+    # A rank of its own side may be done with its part before it hears of it.
+    assert all(found[2:] if side == "sources" else found[:2])
     assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 4
     stage.connect()
     stage.refit(1)
