@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from megarl.algorithms import ADVANTAGES, Source
 from megarl.data import PromptGroup
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
@@ -109,7 +110,8 @@ def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
     config, reward_model = job.config, job.auxiliary.reward_model
     drawn = [PromptGroup(job.data.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
     sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
-    finished = rollout(job.engines, drawn, sampling, with_baselines=job.needs("baseline_rewards"))
+    with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
+    finished = rollout(job.engines, drawn, sampling, with_baselines=with_baselines)
     limit = config.rollout.max_response_tokens
     groups = score(finished, job.scorer, job.model.tokenizer, clock, max_response_tokens=limit)
     if reward_model is None:

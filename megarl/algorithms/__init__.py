@@ -4,7 +4,7 @@ An objective makes one loss of the chosen parts. Each kind of part has a registr
 """
 
 from megarl.algorithms.adaptive_kl import AdaptiveKl
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, Source
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.implicit_reward import ImplicitRewardObjective, implicit_process_rewards
@@ -27,6 +27,7 @@ __all__ = [
     "Metrics",
     "PolicyObjective",
     "PreferenceObjective",
+    "Source",
     "ValueObjective",
     "exact_matches",
     "implicit_process_rewards",

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.memory import empty
-
 # Tokens: 2 MiB of float32, which stay in the cache until they are read.
 _PART = 2**19
+_NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
@@ -104,3 +103,14 @@ class Ragged:
 def _is_plain(values: Tensor) -> bool:
     """Whether numpy can read these values where they are."""
     return values.device.type == "cpu" and not values.requires_grad and values.dtype in (torch.float32, torch.float64)
+
+
+def empty(count: int, like: Tensor) -> Tensor:
+    """Uninitialised [count], of the type and device of `like`.
+
+    On a CPU it comes from numpy, which asks for huge pages: touching 100 MB in small ones for the first time takes
+    longer than an addition in them, several times over.
+    """
+    if like.device.type == "cpu" and like.dtype in _NUMPY_TYPES:
+        return torch.from_numpy(np.empty(count, _NUMPY_TYPES[like.dtype]))
+    return like.new_empty(count)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.algorithms.memory import empty
-from megarl.algorithms.ragged import Ragged
+from megarl.algorithms.ragged import Ragged, empty
 
 # Tokens of a block: larger ones multiply more, smaller ones pass on more.
 _BLOCK = 16

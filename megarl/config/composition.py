@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from converters.errors import UserError
-from megarl.algorithms import ADVANTAGES, PolicyObjective
+from megarl.algorithms import ADVANTAGES, PolicyObjective, Source
 from megarl.algorithms.compatibility import check_algorithm
 from megarl.schema import CriticConfig, MegarlConfig
 
@@ -57,14 +57,14 @@ def _check_filter(config: MegarlConfig) -> None:
 
 def _check_auxiliary(config: MegarlConfig) -> None:
     advantage = config.algorithm.advantage
-    needs = ADVANTAGES[advantage].needs
-    if "values" not in needs and (key := _first_set(config.critic)):
-        critics = ", ".join(name for name, each in ADVANTAGES.items() if "values" in each.needs)
+    sources = ADVANTAGES[advantage].sources
+    if Source.CRITIC not in sources and (key := _first_set(config.critic)):
+        critics = ", ".join(name for name, each in ADVANTAGES.items() if Source.CRITIC in each.sources)
         raise UserError(
             f"critic.{key} is set, but algorithm.advantage={advantage} has no critic, so nothing would train a value "
             f"loss: leave it out, or use algorithm.advantage={critics}"
         )
-    if "parts" in needs and len(config.reward.functions) < 2:
+    if Source.NAMED_REWARDS in sources and len(config.reward.functions) < 2:
         raise UserError(
             f"algorithm.advantage={advantage} normalises several rewards apart, but there is one: name two or more in "
             "reward.functions"
@@ -73,7 +73,7 @@ def _check_auxiliary(config: MegarlConfig) -> None:
 
 def _check_teachers(config: MegarlConfig) -> None:
     advantage, coefficient = config.algorithm.advantage, config.algorithm.distillation_coefficient
-    alone = "teacher_log_probs" in ADVANTAGES[advantage].needs
+    alone = Source.TEACHERS in ADVANTAGES[advantage].sources
     asks = f"advantage={advantage}" if alone else f"distillation_coefficient={coefficient}"
     if (alone or coefficient) and not config.teachers:
         raise UserError(f"algorithm.{asks} needs a teacher: give teachers.NAME.path=...")
@@ -122,7 +122,7 @@ def _check_ranges(config: MegarlConfig) -> None:
     advantage, reward = config.algorithm.advantage, config.reward
     if advantage not in _LOWEST_REWARD:
         return
-    scored = config.reward_model.path and "process_rewards" not in ADVANTAGES[advantage].needs
+    scored = config.reward_model.path and Source.IMPLICIT_REWARD_MODEL not in ADVANTAGES[advantage].sources
     subtracts_kl = PolicyObjective(config.algorithm).has_kl_in("reward") and advantage == "max_rl"
     below_zero = {
         "reward.overlong_buffer_tokens": reward.overlong_buffer_tokens and reward.overlong_penalty,

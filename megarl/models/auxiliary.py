@@ -7,7 +7,7 @@ from pathlib import Path
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
-from megarl.algorithms import ADVANTAGES
+from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
@@ -79,17 +79,17 @@ def _build_teacher(group: TrainerGroup, path: Path, _total_steps: int) -> None:
 
 def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
     """The auxiliary models that a configuration asks for, by the names of their processes."""
-    needs = ADVANTAGES[config.algorithm.advantage].needs
+    sources = ADVANTAGES[config.algorithm.advantage].sources
     own, critic, reward_model = Path(config.model.path), config.critic, config.reward_model
     wanted = {}
-    if "values" in needs:
+    if Source.CRITIC in sources:
         wanted["critic"] = Wanted("critic", critic, Path(critic.path or own), _build_critic)
-    if "process_rewards" in needs:
+    if Source.IMPLICIT_REWARD_MODEL in sources:
         path = Path(reward_model.path or own)
         wanted["implicit_reward_model"] = Wanted("reward_model", reward_model, path, _build_implicit_reward_model)
     elif reward_model.path:
         wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
-    if "teacher_log_probs" in needs or config.algorithm.distillation_coefficient:
+    if Source.TEACHERS in sources or config.algorithm.distillation_coefficient:
         for name, teacher in config.teachers.items():
             wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
     return wanted

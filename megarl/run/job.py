@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarl.algorithms import ADVANTAGES, AdaptiveKl, PolicyObjective
+from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.without_effect import without_effect
@@ -60,10 +60,6 @@ class Job:
     tracker: Tracker
     alerts: Alerts
     state: LoopState
-
-    def needs(self, field: str) -> bool:
-        """Whether the advantage is made from this field of `ScoredResponses`."""
-        return field in ADVANTAGES[self.config.algorithm.advantage].needs
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""

@@ -1,13 +1,14 @@
 """Scored trajectories to advantages: how much better each token was than expected."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, KL_ESTIMATORS
-from megarl.algorithms.advantages import ScoredResponses, distillation, estimate
+from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, estimate
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
@@ -79,6 +80,9 @@ def with_advantages(
         return sum_of_branches(torch.tensor(values), rollout) / branches
 
     terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
+    from_models: dict[str, Any] = {
+        name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known
+    }
     scored = ScoredResponses(
         responses=Ragged(sum_of_branches(responses.lengths, rollout)),
         groups=group_of_each(groups)[first],
@@ -87,23 +91,18 @@ def with_advantages(
         parts=terms,
         part_weights=_term_weights(config),
         token_rewards=_token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
-        values=known.get("old_values"),
         baseline_rewards=_baseline_rewards(groups),
-        old_log_probs=known.get("old_log_probs"),
-        probability_squares=known.get("probability_squares"),
         importance_weights=_importance_weights(known, responses, algorithm),
-        process_rewards=known.get("process_rewards"),
-        teacher_log_probs=known.get("teacher_log_probs"),
+        **from_models,
     )
-    estimated = estimate(
+    advantages, targets = estimate(
         algorithm.advantage, scored, algorithm.advantage_options, lambda index: describe(int(first[index]))
     )
-    advantages = estimated.advantages
     if scored.teacher_log_probs is not None and algorithm.distillation_coefficient:
-        advantages = advantages + algorithm.distillation_coefficient * distillation(scored).advantages
+        advantages = advantages + algorithm.distillation_coefficient * distillation(scored)
     fields = {"advantages": at_trained_tokens(advantages, batch)}
-    if estimated.returns is not None:
-        fields["returns"] = at_trained_tokens(estimated.returns, batch)
+    if targets is not None:
+        fields["returns"] = at_trained_tokens(targets, batch)
     if scored.process_rewards is not None:
         fields["outcomes"] = at_trained_tokens(scored.responses.spread(_outcomes(scored.rewards)), batch)
     return with_fields(batch, **fields)

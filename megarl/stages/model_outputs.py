@@ -5,15 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, PolicyObjective, implicit_process_rewards
+from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.schema import MegarlConfig
 from megarl.stages.fields import with_fields
 from megatron_ext.packing import RaggedBatch
-
-_OF_THE_OLD_POLICY = {"old_log_probs", "probability_squares", "teacher_log_probs"}
 
 
 def with_model_outputs(
@@ -31,13 +29,13 @@ def with_model_outputs(
     to the rollout's log-probs never asks for them.
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
-    needs = ADVANTAGES[algorithm.advantage].needs
+    estimator = ADVANTAGES[algorithm.advantage]
     fields: dict[str, Tensor] = {}
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
-    if several or needs & _OF_THE_OLD_POLICY or auxiliary.teachers or objective.has_kl_in("reward"):
+    if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
         old = policy.log_probs(batch, temperature=temperature)
         fields["old_log_probs"] = old.log_probs
-        if "probability_squares" in needs:
+        if "probability_squares" in estimator.needs:
             assert old.probability_squares is not None, "a forward without gradient gives them"
             fields["probability_squares"] = old.probability_squares
     if objective.needs_reference:

@@ -1,12 +1,13 @@
 """Advantages from the order of the responses to one prompt."""
 
 import torch
+from torch import Tensor
 
+from megarl.algorithms.advantages.estimator import ScoredResponses
 from megarl.algorithms.advantages.group_rewards import STD_EPSILON
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 
 
-def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantages:
+def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
     """The best response of a group, relative to the second best; all others 0. Raises the chance that one is right.
 
     A_best = (r_best - r_second) / (std_g + 1e-6), std_g unbiased; without `normalize_by_std` not divided
@@ -21,7 +22,7 @@ def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Ad
     return scored.same_for_all_tokens(advantages)
 
 
-def win_rate(scored: ScoredResponses) -> Advantages:
+def win_rate(scored: ScoredResponses) -> Tensor:
     """How often a response beats one of its group, less 1/2: from -1/2 to 1/2.
 
     A_i = sum_j P(y_i beats y_j) / n - 1/2 over the n responses of the group, i itself among them; the greater score

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
+from megarl.algorithms.advantages.estimator import ScoredResponses
 from megarl.algorithms.advantages.groups import Groups
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
 
 # Keeps the advantages of a group finite when its rewards are equal; verl's value.
 STD_EPSILON = 1e-6
@@ -17,7 +17,7 @@ def standardised(values: Tensor, groups: Groups, *, normalize_by_std: bool) -> T
     return centred / (groups.spread(groups.std(values)) + STD_EPSILON) if normalize_by_std else centred
 
 
-def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantages:
+def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
     """Scores relative to those of the other responses to the same prompt.
 
     A_i = (r_i - mean_g) / (std_g + 1e-6), mean and unbiased standard deviation (n - 1) over the group g of response
@@ -27,7 +27,7 @@ def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Advantage
     return scored.same_for_all_tokens(standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std))
 
 
-def rloo(scored: ScoredResponses) -> Advantages:
+def rloo(scored: ScoredResponses) -> Tensor:
     """Scores less the mean of those of the other responses to the same prompt, leaving the own one out.
 
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
@@ -41,7 +41,7 @@ def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
     return groups.centred(values) * groups.spread(groups.sizes / (groups.sizes - 1))
 
 
-def opo(scored: ScoredResponses) -> Advantages:
+def opo(scored: ScoredResponses) -> Tensor:
     """Scores less the baseline of least variance if the gradient of a response grows with its length.
 
     A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585).
@@ -52,7 +52,7 @@ def opo(scored: ScoredResponses) -> Advantages:
     return scored.same_for_all_tokens(scored.scores - groups.spread(baselines))
 
 
-def gpg(scored: ScoredResponses) -> Advantages:
+def gpg(scored: ScoredResponses) -> Tensor:
     """Scores less their group's mean, scaled up for the groups that teach nothing.
 
     A_i = alpha (r_i - mean_g) with alpha = N / (N - M), M the number of responses in groups of equal scores, whose
@@ -66,7 +66,7 @@ def gpg(scored: ScoredResponses) -> Advantages:
     return scored.same_for_all_tokens(alpha * centred)
 
 
-def max_rl(scored: ScoredResponses) -> Advantages:
+def max_rl(scored: ScoredResponses) -> Tensor:
     """Scores relative to their group's mean: maximises the log of the expected score, not the score.
 
     A_i = (r_i - mean_g) / mean_g (MaxRL, arXiv:2602.02710): with rewards 0 and 1, prompts of pass rate p weigh 1 / p.

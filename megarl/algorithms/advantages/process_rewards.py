@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages.estimator import ScoredResponses, given
 from megarl.algorithms.advantages.group_rewards import leave_one_out
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
-from megarl.algorithms.memory import empty
+from megarl.algorithms.ragged import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
-def prime(scored: ScoredResponses, *, gamma: float = 1.0) -> Advantages:
+def prime(scored: ScoredResponses, *, gamma: float = 1.0) -> Tensor:
     """Leave-one-out advantages of the outcome, and of the implicit process rewards that are still to come.
 
     A_t = sum_(s >= t) gamma^(s-t) (p_s - b_i) + r_i - sum_(j != i) r_j / (n - 1), where p_s = beta log(pi_rm / pi_ref)
@@ -28,10 +28,10 @@ def prime(scored: ScoredResponses, *, gamma: float = 1.0) -> Advantages:
         return responses.spread_part(baselines, tokens).neg_().add_(rewards[tokens])
 
     outcomes = leave_one_out(scored.scores, groups).to(rewards.dtype)
-    return Advantages(responses.add_(suffix_sums(centred, responses, gamma), outcomes))
+    return responses.add_(suffix_sums(centred, responses, gamma), outcomes)
 
 
-def distillation(scored: ScoredResponses) -> Advantages:
+def distillation(scored: ScoredResponses) -> Tensor:
     """Advantages from a teacher: A_t = log pi_teacher - log pi_old, the negative of the reverse KL's estimate.
 
     On-policy distillation (arXiv:2306.13649 with the reverse KL; the discount is 0, so a token answers for itself
@@ -39,4 +39,4 @@ def distillation(scored: ScoredResponses) -> Advantages:
     recorded all the same, as the measure of what the student learns.
     """
     teacher, policy = given(scored.teacher_log_probs), given(scored.old_log_probs)
-    return Advantages(torch.sub(teacher, policy, out=empty(len(policy), policy)))
+    return torch.sub(teacher, policy, out=empty(len(policy), policy))

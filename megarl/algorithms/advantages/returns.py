@@ -6,9 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
-from megarl.algorithms.advantages.whitening import whiten_
-from megarl.algorithms.memory import empty
+from megarl.algorithms.advantages.estimator import ScoredResponses, given
+from megarl.algorithms.ragged import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
@@ -29,26 +28,25 @@ def _rewards(scored: ScoredResponses, tokens: slice) -> Tensor:
     return scored.responses.add_at_last_token_(rewards, scored.rewards, tokens.start)
 
 
-def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float = 1.0) -> Advantages:
-    """Returns, whitened over all tokens of the batch, without groups (REINFORCE++, arXiv:2501.03262, section 3)."""
-    return Advantages(whiten_(returns_to_go(scored, gamma)))
+def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float = 1.0) -> Tensor:
+    """Returns, then whitened over the batch, without groups (REINFORCE++, arXiv:2501.03262, section 3)."""
+    return returns_to_go(scored, gamma)
 
 
-def remax(scored: ScoredResponses) -> Advantages:
+def remax(scored: ScoredResponses) -> Tensor:
     """Returns less the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 1).
 
     Without discount, this is what is left to come if the baseline is taken from the reward of the last token.
     """
-    return Advantages(returns_to_go(replace(scored, rewards=scored.rewards - given(scored.baseline_rewards))))
+    return returns_to_go(replace(scored, rewards=scored.rewards - given(scored.baseline_rewards)))
 
 
-def gae(scored: ScoredResponses, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantages:
-    """Generalised advantage estimation from the values of a critic, whitened over the batch.
+def gae(scored: ScoredResponses, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Tensor:
+    """Generalised advantage estimation from the values of a critic, then whitened over the batch.
 
     d_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token, A_t = d_t + gamma lambda A_(t+1)
-    (arXiv:1506.02438, equations 11 and 16); the critic learns R_t = A_t + V_t of the advantages before whitening, as
-    in PPO for language models (arXiv:2203.02155) and verl. Over tokens that are not trained on, the next value and
-    advantage are those of the next token that is.
+    (arXiv:1506.02438, equations 11 and 16). Over tokens that are not trained on, the next value and advantage are those
+    of the next token that is.
     """
     values, last = given(scored.values), scored.responses.last_tokens
     # The negative of the errors, since that is one pass over memory: V_t - gamma V_(t+1) - r_t.
@@ -57,6 +55,4 @@ def gae(scored: ScoredResponses, *, gamma: float = 1.0, gae_lambda: float = 1.0)
     errors[last] = values[last] - scored.rewards[scored.responses.lengths > 0]
     if scored.token_rewards is not None:
         errors -= scored.token_rewards
-    negative = suffix_sums(errors, scored.responses, gamma * gae_lambda)
-    returns = torch.sub(values, negative, out=errors)
-    return Advantages(whiten_(negative.neg_()), returns)
+    return suffix_sums(errors, scored.responses, gamma * gae_lambda).neg_()

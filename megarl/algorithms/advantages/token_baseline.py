@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages.estimator import ScoredResponses, given
 from megarl.algorithms.advantages.returns import returns_to_go
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses, given
 from megarl.algorithms.recurrence import prefix_sums
 
 # Keeps the baseline finite where no token of the group was in doubt; verl's value.
@@ -16,7 +16,7 @@ _WEIGHT_EPSILON = 1e-8
 _LOG2_E = 1 / math.log(2)
 
 
-def optimal_token_baseline(scored: ScoredResponses) -> Advantages:
+def optimal_token_baseline(scored: ScoredResponses) -> Tensor:
     """Returns less, at every token, the group's mean of the returns there, weighted by the gradients so far.
 
     A_it = G_it - B_t, B_t = sum_j G_jt W_jt / (sum_j W_jt + 1e-8) over the responses of the group that have a t-th
@@ -32,7 +32,7 @@ def optimal_token_baseline(scored: ScoredResponses) -> Advantages:
     of_returns = returns.split(lengths)
     for group in scored.prompts.ranked(responses.lengths).split(scored.prompts.sizes.tolist()):
         _subtract_baseline_([(of_returns[i], weights[i]) for i in group.tolist()])
-    return Advantages(returns)
+    return returns
 
 
 def _gradient_squares(scored: ScoredResponses, tokens: slice) -> Tensor:

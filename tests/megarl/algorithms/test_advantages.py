@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from converters.errors import UserError
-from megarl.algorithms.advantages import ADVANTAGES, Estimator, ScoredResponses, estimate
+from megarl.algorithms.advantages import ADVANTAGES, INPUTS, Estimator, ScoredResponses, estimate
 from megarl.algorithms.ragged import Ragged
+from megarl.stages.fields import FIELDS
 
 NAN, INFINITY = float("nan"), float("inf")
 OF_GROUPS = [name for name, estimator in ADVANTAGES.items() if estimator.smallest_group > 1]
@@ -41,7 +42,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 def test_the_options_of_the_configuration_arrive() -> None:
     assert list(ADVANTAGES["gae"].options) == ["gamma", "gae_lambda"]
     scored = complete()
-    halved = estimate("gae", scored, {"gamma": 0.5, "gae_lambda": 0.0}).returns
+    halved = estimate("gae", scored, {"gamma": 0.5, "gae_lambda": 0.0})[1]
     assert halved is not None
     # The reward of the last token; before it, the token's reward and half the next value.
     assert halved.tolist() == [0.5 + 0.5 * 0.25, 0.25 + 1.0, 0.125 + 0.5 * 0.5, 0.5 + 0.5 * 0.75, 0.75 + 0.5]
@@ -61,7 +62,7 @@ def test_nothing_but_what_it_needs_is_missed(name: str) -> None:
     every = complete()
     bare = ScoredResponses(every.responses, every.groups, every.rewards)
     needed = {field: getattr(every, field) for field in ADVANTAGES[name].needs}
-    assert len(estimate(name, replace(bare, **needed)).advantages) == 5
+    assert len(estimate(name, replace(bare, **needed))[0]) == 5
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
@@ -74,12 +75,12 @@ def test_a_group_of_one_is_refused_where_responses_are_compared(name: str) -> No
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in OF_GROUPS])
 def test_a_group_of_one_is_like_any_other_where_they_are_not(name: str) -> None:
     alone = replace(complete(), groups=torch.tensor([4, 9, 5]))
-    assert bool(estimate(name, alone).advantages.isfinite().all())
+    assert bool(estimate(name, alone)[0].isfinite().all())
 
 
 def test_the_only_response_to_a_prompt_has_no_token_baseline() -> None:
     alone = replace(complete(), groups=torch.tensor([4, 9, 5]), token_rewards=None)
-    assert estimate("optimal_token_baseline", alone).advantages.tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
+    assert estimate("optimal_token_baseline", alone)[0].tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], []])
@@ -134,7 +135,7 @@ def test_max_rl_of_negative_rewards_is_refused() -> None:
 
 def test_max_rl_of_a_group_without_success_learns_nothing() -> None:
     failed = replace(complete(), token_rewards=None, rewards=torch.zeros(3))
-    assert estimate("max_rl", failed).advantages.tolist() == [0.0] * 5
+    assert estimate("max_rl", failed)[0].tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize(("weight", "sign"), [(3.0, -1.0), (0.1, 1.0), (0.0, 1.0), (-1.0, 1.0)])
@@ -144,8 +145,8 @@ def test_gdpo_weighs_a_reward_after_normalising_it(weight: float, sign: float) -
     parts = {"a": rewards, "b": weight * rewards.flip(0)}
     scored = replace(complete(), parts=parts, part_weights={"b": weight})
     only = replace(complete(), parts={"a": rewards})
-    expected = sign * estimate("gdpo", only).advantages
-    torch.testing.assert_close(estimate("gdpo", scored).advantages, expected, rtol=1e-5, atol=1e-6)
+    expected = sign * estimate("gdpo", only)[0]
+    torch.testing.assert_close(estimate("gdpo", scored)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_estimator_says_what_it_reads() -> None:
@@ -159,7 +160,7 @@ def test_rewards_of_tokens_reach_the_estimators_that_say_so(name: str) -> None:
     scored = replace(complete(), responses=Ragged(torch.tensor([2, 1, 2])))
     with_kl = replace(scored, token_rewards=torch.tensor([0.1, 0.0, 0.0, 0.8, 0.1]))
     without = replace(scored, token_rewards=None)
-    change = estimate(name, with_kl).advantages - estimate(name, without).advantages
+    change = estimate(name, with_kl)[0] - estimate(name, without)[0]
     assert bool((change.abs() > 1e-6).any()) == ADVANTAGES[name].reads_kl
 
 
@@ -170,3 +171,11 @@ def test_an_estimator_leaves_what_it_is_given_as_it_is(name: str) -> None:
     for field in fields(as_it_was):
         before = getattr(as_it_was, field.name)
         assert not isinstance(before, torch.Tensor) or torch.equal(getattr(scored, field.name), before), field.name
+
+
+def test_every_need_has_a_source_and_every_input_is_a_field() -> None:
+    assert {need for each in ADVANTAGES.values() for need in each.needs} == {
+        name for name, each in INPUTS.items() if each.source
+    }
+    assert set(INPUTS) <= {field.name for field in fields(ScoredResponses)}
+    assert {each.batch_field for each in INPUTS.values()} - {None} <= {field.name for field in FIELDS}

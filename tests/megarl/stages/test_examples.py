@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megarl.algorithms.advantages.scored import Advantages, ScoredResponses
+from megarl.algorithms.advantages.estimator import Input, ScoredResponses
 from megarl.algorithms.policy_losses.policy_loss import Tokens
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.rewards import RewardSample, Score
@@ -16,7 +16,7 @@ from megatron_ext.packing import RaggedBatch
 
 CARRIERS = (
     *(Prompt, Request, Turn, Trajectory, PromptGroup, RewardSample, Score, RaggedBatch, Field),
-    *(ScoredResponses, Advantages, Tokens),
+    *(ScoredResponses, Input, Tokens),
 )
 
 
