@@ -108,7 +108,7 @@ def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> I
         max_tokens=config.rollout.max_response_tokens,
         stop_token_ids=model.stop_token_ids,
     )
-    with open_processes(config) as processes:
+    with open_processes(config, {}, engines=True) as processes:
         engines = processes.engines_with(model)
         yield Chat(engines, conversation, model.tokenizer, sampling, _longest(config))
 

@@ -25,7 +25,7 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
             prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources(prompt.data_source for prompt in prompts)
-        processes = stack.enter_context(open_processes(config))
+        processes = stack.enter_context(open_processes(config, {}, engines=True))
         with phase("starting the engines"):
             engines = processes.engines_with(model)
         stack.enter_context(phase(f"answering {len(prompts)} prompts"))

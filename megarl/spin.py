@@ -48,7 +48,7 @@ def spin(config: MegarlConfig) -> None:
     check_lengths(exchanges, config)
     sampler = start.sampler(len(exchanges))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
-    with open_training(start) as training:
+    with open_training(start, engines=True) as training:
         engines = training.processes.engines()
         engine_start = EngineStart(
             training.trainer, engines, start.model, config, [exchange.prompt for exchange in exchanges]

@@ -14,7 +14,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.placement import engine_resources
+from megarl.cluster.reservation import Seats
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, results_of, wait
 from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
@@ -23,7 +23,7 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine, PauseMode, Request
-from megarl.schema import ClusterConfig, RolloutConfig
+from megarl.schema import RolloutConfig
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -165,12 +165,11 @@ class Engines:
 class EngineGroup(Engines):
     """Engines, each in a process of its own. A context manager: they end with it."""
 
-    def __init__(self, config: RolloutConfig, cluster: ClusterConfig, logs: Path) -> None:
-        resources = engine_resources(cluster, config)
+    def __init__(self, config: RolloutConfig, seats: Seats, logs: Path) -> None:
         self._config = config
         self._kind = engine_kind(config.engine)
         nodes = self._kind.nodes(config.engine_args)
-        self.processes = WorkerGroup("engine", config.replicas * nodes, resources, logs, calls_at_once=_CALLS_AT_ONCE)
+        self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
         super().__init__([EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)])
 
@@ -184,7 +183,7 @@ class EngineGroup(Engines):
         self.processes.__exit__(kind, error, trace)
 
     def nodes(self) -> list[str]:
-        """The machine of every process of the engines. Raises UserError if the cluster has no room for all."""
+        """The machine of every process of the engines. Raises UserError if they are not up in time."""
         return self.processes.nodes()
 
     def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call[None]]:

@@ -1,115 +1,226 @@
-"""Where worker processes run and what they find in their environment."""
+"""Who runs where, as a pure function: what the processes of a run ask for, and what the machines have."""
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import ray
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice, permutations, starmap
+from typing import TypeAlias
 
 from converters.errors import UserError
-from megarl.rollout import engine_kind
-from megarl.schema import ClusterConfig, RolloutConfig
 
-_THREADS = "OMP_NUM_THREADS"
-# Threads that wait for each other sleep: on a busy machine a rollout takes several times as long where they spin.
-_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_ORDERS_TRIED = 120
+# Shares of a GPU are added up, and 0.1 is no binary fraction.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class ActorResources:
-    """Resources that one worker asks of the cluster."""
+class Node:
+    """A machine of the cluster, or a part of it.
 
+    Example: Node("4f0c", "10.0.0.7", cpus=96, gpus=8)
+    """
+
+    id: str
+    """As Ray names it."""
+    address: str
     cpus: float
     gpus: float
-    environment: Mapping[str, str]
-    timeout_s: float
-    """How long to wait for the cluster to have room."""
 
 
-def trainer_resources(cluster: ClusterConfig) -> ActorResources:
-    """Resources of one Megatron rank: a GPU of its own where the cluster has any."""
-    # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
-    return _resources(cluster, cluster.trainer_cpus, gpus=1, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+@dataclass(frozen=True)
+class Role:
+    """Processes of a run that do the same, and what each of them asks for.
 
-
-def engine_resources(cluster: ClusterConfig, rollout: RolloutConfig) -> ActorResources:
-    """Resources of one engine's process on a machine: as many GPUs as its workers there, where the cluster has any."""
-    kind = engine_kind(rollout.engine)
-    threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
-    environment = {_THREADS: str(threads), **_SLEEPING}
-    if cluster.address is None:
-        environment |= kind.loopback_environment
-    return _resources(cluster, cluster.engine_cpus, _workers_per_node(cluster, rollout), environment)
-
-
-def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
-    """How many threads each engine worker computes with on CPUs, of which this machine has `cores` cores.
-
-    Sampling and training take turns, so the engines have all of them: the ranks wait, and do not spin.
+    Example: Role("trainer", processes=8, cpus=1, gpus=1, group=4) are two groups of four ranks, each on one machine;
+    Role("engine", processes=4, cpus=1, gpus=8, group=2, apart=True) are two engines, each on two machines.
     """
-    workers = _workers_per_node(cluster, rollout)
-    if cluster.engine_threads is not None:
-        return cluster.engine_threads
-    if (given := os.environ.get(_THREADS, "")).isdigit():
-        return int(given)
-    if cluster.address is not None:
-        return max(1, int(cluster.engine_cpus) // workers)
-    return max(1, cores // (rollout.replicas * workers))
+
+    name: str
+    processes: int
+    cpus: float
+    gpus: float
+    group: int = 1
+    """So many processes in a row belong together."""
+    apart: bool = False
+    """Each process of a group has to be on another machine; else a group is on one machine where that can be."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _workers_per_node(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
-    kind = engine_kind(rollout.engine)
-    workers, nodes = kind.workers(rollout.engine_args), kind.nodes(rollout.engine_args)
-    if nodes > 1 and cluster.address is None:
-        raise UserError(
-            f"rollout.engine_args ask for an engine over {nodes} machines, and the run has this one alone: set"
-            " cluster.address to a Ray cluster that has them"
-        )
-    if workers % nodes:
-        raise UserError(
-            f"rollout.engine_args ask for an engine of {workers} workers over {nodes} machines, each of which takes as"
-            " many as the others: change one of the two"
-        )
-    return workers // nodes
+Placement: TypeAlias = dict[str, list[Node]]
+"""Name of a role -> the machine of each of its processes."""
 
 
-def _gpus(cluster: ClusterConfig, whole: int) -> float:
-    if not _has_gpus():
-        return 0
-    if cluster.gpu_share < 1 and max(whole, cluster.trainer_ranks) > 1:
-        raise UserError(
-            f"cluster.gpu_share={cluster.gpu_share} is for one Megatron rank beside engines of one GPU, and there are"
-            f" cluster.trainer_ranks={cluster.trainer_ranks} and workers of {whole} GPUs: NCCL takes a GPU for one rank"
-            " only; set it to 1"
-        )
-    return whole * cluster.gpu_share
+def place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement:
+    """The machine of every process; which of two machines comes first depends on their addresses alone.
+
+    Ranks go up with the machines. Raises UserError, with the arithmetic, where there is no room for all.
+    """
+    if (placement := find_place(roles, nodes)) is None:
+        raise UserError(_why_not(roles, nodes))
+    return placement
 
 
-def _resources(cluster: ClusterConfig, cpus: float, gpus: int, environment: Mapping[str, str]) -> ActorResources:
-    return ActorResources(
-        # On this machine alone nobody else's work has to be kept apart from ours.
-        cpus=0 if cluster.address is None else cpus,
-        gpus=_gpus(cluster, gpus),
-        environment={**_environment(cluster), **environment},
-        timeout_s=cluster.start_timeout_s,
+def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement | None:
+    """As `place`; None where there is no room for all."""
+    if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in ("gpus", "cpus")):
+        return None
+    nodes = sorted(nodes, key=_number)
+    largest = max((node.gpus for node in nodes), default=0)
+    roles = sorted(roles, key=lambda role: (-_unit(role, largest) * role.gpus, -_unit(role, largest) * role.cpus))
+    for may_fall_apart in (False, True):
+        # The largest first is enough where sizes divide each other, as they mostly do.
+        for order in islice(permutations(roles), _ORDERS_TRIED):
+            filling = _Filling(nodes, largest, may_fall_apart=may_fall_apart)
+            if all(filling.add(role) for role in order):
+                return {role.name: filling.placement[role.name] for role in roles}
+    return None
+
+
+class _Filling:
+    """Machines that are filled, role by role."""
+
+    def __init__(self, nodes: Sequence[Node], largest: float, *, may_fall_apart: bool) -> None:
+        self.placement: Placement = {}
+        self._nodes, self._largest, self._may_fall_apart = nodes, largest, may_fall_apart
+        self._free = [(node.cpus, node.gpus) for node in nodes]
+
+    def add(self, role: Role) -> bool:
+        """Whether there was room for all processes of the role."""
+        places: list[int] = []
+        unit = role.group if role.apart else _unit(role, self._largest)
+        for _ in range(0, role.processes, unit):
+            chosen = self._apart(role) if role.apart else self._together(role, unit)
+            if chosen is None:
+                return False
+            places += chosen
+        self.placement[role.name] = [self._nodes[place] for place in places]
+        return True
+
+    def _together(self, role: Role, unit: int) -> list[int] | None:
+        place = next((place for place in range(len(self._nodes)) if self._room(place, role) >= unit), None)
+        if place is not None:
+            return self._take(role, [place] * unit)
+        if unit > 1 and self._may_fall_apart:
+            parts = [self._together(role, 1) for _ in range(unit)]
+            return None if None in parts else [place for part in parts for place in part or ()]
+        return None
+
+    def _apart(self, role: Role) -> list[int] | None:
+        # Those with most room, so that the last engine finds as many machines as the first.
+        by_room = sorted(range(len(self._nodes)), key=lambda place: (-self._room(place, role), place))[: role.group]
+        if len(by_room) < role.group or self._room(by_room[-1], role) < 1:
+            return None
+        return self._take(role, sorted(by_room))
+
+    def _room(self, place: int, role: Role) -> int:
+        return _fitting(*self._free[place], role)
+
+    def _take(self, role: Role, places: list[int]) -> list[int]:
+        for place in places:
+            cpus, gpus = self._free[place]
+            self._free[place] = cpus - role.cpus, gpus - role.gpus
+        return places
+
+
+def _fitting(cpus: float, gpus: float, role: Role) -> int:
+    """How many processes of a role so much is enough for."""
+    counts = [
+        int(free / asked + _ROUNDING) for free, asked in ((cpus, role.cpus), (gpus, role.gpus)) if asked > _ROUNDING
+    ]
+    return min(counts, default=role.processes)
+
+
+def _unit(role: Role, largest: float) -> int:
+    """How many processes in a row go to one machine: a group, or the largest part of one that a machine can hold."""
+    if role.apart or not role.gpus:
+        return 1 if role.apart else role.group
+    holds = max(1, int(largest / role.gpus + _ROUNDING))
+    return max(size for size in range(1, role.group + 1) if role.group % size == 0 and size <= holds)
+
+
+def _number(node: Node) -> tuple[list[tuple[int, str]], str]:
+    """Order of machines: 10.0.0.9 comes before 10.0.0.10."""
+    return [(len(part), part) for part in node.address.split(".")], node.id
+
+
+def _needed(roles: Sequence[Role], kind: str) -> float:
+    return sum(role.processes * getattr(role, kind) for role in roles)
+
+
+def _given(nodes: Sequence[Node], kind: str) -> float:
+    return sum(getattr(node, kind) for node in nodes)
+
+
+def _why_not(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
+    asked = " and ".join(_asked(role) for role in roles)
+    machines = _machines(nodes)
+    for unit, kind in (("GPUs", "gpus"), ("CPUs", "cpus")):
+        need, have = _needed(roles, kind), _given(nodes, kind)
+        if need > have + _ROUNDING:
+            return (
+                f"{asked} need {need:g} {unit}; there are {have:g}: {machines}. Take fewer or smaller ones, or more"
+                " machines"
+            )
+    for role in roles:
+        holding = sum(_fitting(node.cpus, node.gpus, role) > 0 for node in nodes)
+        if role.apart and holding < role.group:
+            return (
+                f"an engine over {role.group} machines needs {_sizes(role)} on each, and {holding} of {machines} have as"
+                " much. Lower rollout.engine_args.nnodes, or add machines"
+            )
+        if not holding:
+            return (
+                f"a process of {role.name} needs {_sizes(role)} of one machine, and there are {machines}. Make it"
+                " smaller, or span machines with it (rollout.engine_args.nnodes)"
+            )
+    return (
+        f"{asked} do not fit beside each other on {machines}, which have as much in all. Choose sizes that divide those"
+        " of a machine"
     )
 
 
-def _has_gpus() -> bool:
-    return bool(ray.cluster_resources().get("GPU", 0))
+def _asked(role: Role) -> str:
+    return f"{role.processes} {role.name} process{'es' if role.processes > 1 else ''} of {_sizes(role)}"
 
 
-def _environment(cluster: ClusterConfig) -> dict[str, str]:
-    environment = {
-        # One thread a rank: the ranks share the cores, and sums keep one order.
-        _THREADS: "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if cluster.address is None:
-        environment |= {
-            "GLOO_SOCKET_IFNAME": "lo",
-            # In the run's own folder, which goes with it: a killed process leaves its temporary files.
-            "TMPDIR": ray.get_runtime_context().get_temp_dir(),
-        }
-    return environment
+def _sizes(role: Role) -> str:
+    return _of(role.cpus, role.gpus)
+
+
+def _of(cpus: float, gpus: float) -> str:
+    sizes = [f"{gpus:g} GPU{'s' if gpus != 1 else ''}"] if gpus else []
+    return " and ".join([*sizes, f"{cpus:g} CPU{'s' if cpus != 1 else ''}"])
+
+
+def _machines(nodes: Sequence[Node]) -> str:
+    alike = Counter((node.cpus, node.gpus) for node in nodes)
+    listed = [f"{count} machine{'s' if count > 1 else ''} of {_of(*size)}" for size, count in sorted(alike.items())]
+    return ", ".join(listed) or "no machines"
+
+
+def table(placement: Placement) -> list[str]:
+    """Who runs where, one line for each machine, in the order of their addresses.
+
+    Example: ["10.0.0.7   trainer 0-7", "10.0.0.8   engine 0-1, critic 0-3"]
+    """
+    on: dict[Node, dict[str, list[int]]] = {}
+    for name, nodes in placement.items():
+        for process, node in enumerate(nodes):
+            # A part of a machine is the machine.
+            on.setdefault(Node(node.id, node.address, 0, 0), {}).setdefault(name, []).append(process)
+    width = max((len(node.address) for node in on), default=0)
+    return [
+        f"{node.address:{width}}   {', '.join(starmap(_numbered, on[node].items()))}"
+        for node in sorted(on, key=_number)
+    ]
+
+
+def _numbered(name: str, processes: list[int]) -> str:
+    return f"{name} {' '.join(_runs(processes))}"
+
+
+def _runs(numbers: list[int]) -> Iterator[str]:
+    """Numbers that go up, as 0-3 7."""
+    for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0]):
+        own = [number for _, number in run]
+        yield str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
-from megarl.cluster.placement import trainer_resources
+from megarl.cluster.reservation import Seats
+from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -29,21 +30,18 @@ from megatron_ext.step_result import StepResult
 Cut: TypeAlias = list[list[list[int]]]
 """How a batch falls apart: the sequences of each micro-batch of each data-parallel rank."""
 
-POLICY = "trainer"
-"""The name of the group whose model is the policy."""
-
 
 class TrainerGroup(WorkerGroup):
     """All ranks of one Megatron job: one model, trained or frozen.
 
-    There may be several groups, each with processes of its own; `name` is in the names of their logs and in what their
-    errors say.
+    There may be several groups, each with processes of its own; the name of the role is in the names of their logs and
+    in what their errors say.
     """
 
     def __init__(
-        self, options: MegatronOptions, cluster: ClusterConfig, logs: Path, max_tokens: int, *, name: str = POLICY
+        self, options: MegatronOptions, cluster: ClusterConfig, seats: Seats, logs: Path, max_tokens: int
     ) -> None:
-        super().__init__(name, options.parallel.world_size, trainer_resources(cluster), logs)
+        super().__init__(seats, logs)
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster

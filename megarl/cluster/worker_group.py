@@ -1,7 +1,7 @@
 """Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
-from megarl.cluster.placement import ActorResources
+from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
 from megarl.cluster.worker_actor import WorkerActor
 from megarl.process.errors import RunFailed
@@ -41,13 +41,16 @@ class WorkerGone(WorkerFailed, RunFailed):
 
 
 class Worker:
-    """A worker process, called `name`. Its `failure` is the last one that was seen of it."""
+    """The worker process `number` of a role. Its `failure` is the last one that was seen of it."""
 
-    def __init__(self, name: str, resources: ActorResources, logs: Path, calls_at_once: int = 1) -> None:
-        self.log = logs / f"{name}.log"
+    def __init__(self, seats: Seats, number: int, logs: Path, calls_at_once: int = 1) -> None:
+        role = seats.role
+        self.log = logs / f"{role.name}_{number}.log"
         self.failure: WorkerFailed | None = None
-        actor = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_concurrency=calls_at_once)(WorkerActor)
-        self._actor = actor.options(runtime_env={"env_vars": dict(resources.environment)}).remote(self.log)
+        actor = ray.remote(num_cpus=role.cpus, num_gpus=role.gpus, max_concurrency=calls_at_once)(WorkerActor)
+        self._actor = actor.options(
+            runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
+        ).remote(self.log)
 
     def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
         """Begin to make the object that answers the calls: import `name` from `module` and call it."""
@@ -91,12 +94,12 @@ class Stream:
 
 
 class WorkerGroup:
-    """Processes that run the same program. A context manager: they end with it."""
+    """The processes of a role. A context manager: they end with it."""
 
-    def __init__(self, name: str, size: int, resources: ActorResources, logs: Path, calls_at_once: int = 1) -> None:
-        self._name = name
-        self._resources = resources
-        self.workers = [Worker(f"{name}_{index}", resources, logs, calls_at_once) for index in range(size)]
+    def __init__(self, seats: Seats, logs: Path, calls_at_once: int = 1) -> None:
+        self._name = seats.role.name
+        self._seats = seats
+        self.workers = [Worker(seats, number, logs, calls_at_once) for number in range(len(seats))]
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -121,16 +124,15 @@ class WorkerGroup:
     def nodes(self) -> list[str]:
         """The machine that each worker runs on, as Ray names it.
 
-        Raises UserError if the cluster has no room for all workers within the time that `ActorResources` gives.
+        Raises UserError if they are not up within the time that they have.
         """
         calls = [worker.begin_node() for worker in self.workers]
         references = [call.reference for call in calls]
-        up, missing = ray.wait(references, num_returns=len(self), timeout=self._resources.timeout_s)
+        up, missing = ray.wait(references, num_returns=len(self), timeout=self._seats.timeout_s)
         if missing:
             raise UserError(
-                f"after {self._resources.timeout_s:.0f} s only {len(up)} of {len(self)} {self._name} processes run: "
-                f"each asks for {self._resources.cpus:g} CPUs and {self._resources.gpus:g} GPUs, and the cluster has "
-                f"{_free(ray.available_resources())} free of {_free(ray.cluster_resources())}"
+                f"after {self._seats.timeout_s:g} s only {len(up)} of {len(self)} {self._name} processes are up: raise"
+                " cluster.start_timeout_s if the machines are slow to start them, and see to their Ray nodes if not"
             )
         return wait(calls)
 
@@ -258,7 +260,3 @@ def _failure(done: Call[Any]) -> Exception | None:
     else:
         return None
     return done.worker.failure
-
-
-def _free(resources: Mapping[str, float]) -> str:
-    return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"

@@ -95,6 +95,11 @@ def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
     return wanted
 
 
+def auxiliary_options(config: MegarlConfig) -> dict[str, MegatronOptions]:
+    """Megatron's options for each auxiliary model, by the names of their processes."""
+    return {name: megatron_options(config, each.settings) for name, each in wanted_auxiliary(config).items()}
+
+
 def trained_auxiliary(config: MegarlConfig) -> list[str]:
     """The names of those that are trained beside the policy."""
     return [name for name in TRAINED_AUXILIARY if name in wanted_auxiliary(config)]
@@ -130,7 +135,7 @@ def open_auxiliary(
 ) -> AuxiliaryModels:
     """Start the ranks of all auxiliary models and make the models; `place` gives the ranks of one, by its name."""
     wanted = wanted_auxiliary(config)
-    groups = {name: place(megatron_options(config, each.settings), name) for name, each in wanted.items()}
+    groups = {name: place(options, name) for name, options in auxiliary_options(config).items()}
     for name, group in groups.items():
         group.start()
         wanted[name].build(group, wanted[name].path, total_steps)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.alerts import Alerts
-from megarl.models.auxiliary import AuxiliaryModels, check_auxiliary, open_auxiliary
+from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
 from megarl.models.policy import Model
 from megarl.output.export import write_export
 from megarl.output.places import EXPORT
@@ -105,7 +106,8 @@ def open_job(start: Start) -> Iterator[Job]:
             state = _position(start, len(data.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources({prompt.data_source for prompt in (*data.prompts, *data.eval_prompts)})
-        processes = stack.enter_context(open_processes(config))
+        models = {POLICY: start.options, **auxiliary_options(config)}
+        processes = stack.enter_context(open_processes(config, models, engines=True))
         tracker = processes.tracker(start)
         with phase(f"starting trainer and engines{f', from step {start.step}' if checkpoint else ''}"):
             engines = processes.engines()

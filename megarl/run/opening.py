@@ -1,5 +1,6 @@
 """One way to open a run, of whatever command: what is checked before any process starts, then the processes."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -7,8 +8,11 @@ from functools import reduce
 from pathlib import Path
 
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.placement import table
+from megarl.cluster.reservation import Seats, reserve
+from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.trainer_group import POLICY, TrainerGroup
+from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
@@ -105,10 +109,10 @@ class Start:
 
 
 class Processes:
-    """Starts the processes of a run on its Ray cluster; each ends with the run, the last one first."""
+    """Starts the processes of a run where they have seats; each ends with the run, the last one first."""
 
-    def __init__(self, config: MegarlConfig, stack: ExitStack) -> None:
-        self._config, self._stack = config, stack
+    def __init__(self, config: MegarlConfig, seats: Mapping[str, Seats], stack: ExitStack) -> None:
+        self._config, self._seats, self._stack = config, seats, stack
         self._logs = Path(config.output_dir) / LOGS
 
     def tracker(self, start: Start) -> Tracker:
@@ -118,12 +122,14 @@ class Processes:
     def trainer(self, options: MegatronOptions, name: str = POLICY) -> TrainerGroup:
         """Ranks that are placed, without a model."""
         max_tokens = self._config.loop.max_tokens_per_micro_batch
-        return self._stack.enter_context(TrainerGroup(options, self._config.cluster, self._logs, max_tokens, name=name))
+        return self._stack.enter_context(
+            TrainerGroup(options, self._config.cluster, self._seats[name], self._logs, max_tokens)
+        )
 
     def engines(self) -> EngineGroup:
         """Engines that are placed, without a model."""
         return self._stack.enter_context(
-            EngineGroup(engine_configuration(self._config), self._config.cluster, self._logs)
+            EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs)
         )
 
     def engines_with(self, model: Model) -> EngineGroup:
@@ -134,11 +140,23 @@ class Processes:
 
 
 @contextmanager
-def open_processes(config: MegarlConfig) -> Iterator[Processes]:
-    """Connect to the Ray cluster of a run, or start one; what is started on it ends with the context."""
+def open_processes(
+    config: MegarlConfig, models: Mapping[str, MegatronOptions], *, engines: bool
+) -> Iterator[Processes]:
+    """Connect to the Ray cluster of a run, or start one; what is started on it ends with the context.
+
+    There is room for the ranks of all `models`, and for the engines if the run has any; who runs where is said on
+    standard error. Raises UserError, before anything starts, where there is no room for all.
+    """
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
-        yield Processes(config, stack)
+        roles = [trainer_role(name, options.parallel, config.cluster) for name, options in models.items()]
+        if engines:
+            roles.append(engine_role(config.cluster, engine_configuration(config)))
+        seats = stack.enter_context(reserve(roles, config.cluster))
+        for line in table({name: each.nodes for name, each in seats.items()}):
+            print(line, file=sys.stderr, flush=True)
+        yield Processes(config, seats, stack)
 
 
 def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:

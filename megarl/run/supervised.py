@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms import AGGREGATIONS
+from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation
 from megarl.output.export import write_export
@@ -109,9 +110,12 @@ class Training:
 
 
 @contextmanager
-def open_training(start: Start) -> Iterator[Training]:
-    """The processes of a run, placed but without a model: see `Training.build`. They end with the context."""
-    with open_processes(start.config) as processes:
+def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
+    """The processes of a run, placed but without a model: see `Training.build`. They end with the context.
+
+    With `engines` there is room for these, too.
+    """
+    with open_processes(start.config, {POLICY: start.options}, engines=engines) as processes:
         tracker = processes.tracker(start)
         trainer = processes.trainer(start.options)
         yield Training(start, processes, trainer, tracker, Position(start.step, start.has_learned_enough))

@@ -90,11 +90,13 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
     # As the trainer: vLLM leaves the router of DeepSeek's models in the type of the model.
     routers = {"moe_router_dtype": "float32"} if "n_routed_experts" in hf_config else {}
+    # Its own choice in the placement group of a Ray actor is workers of Ray's, with room of their own.
+    workers = {"distributed_executor_backend": "mp"} if VLLM.workers(given) > 1 else {}
     overrides = {
         "hf_overrides": {**routers, **(given.get("hf_overrides") or {})},
         "additional_config": {**_COMPILED_WITH, **(given.get("additional_config") or {})},
     }
-    arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **given, **overrides, **required}
+    arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **workers, **given, **overrides, **required}
     try:
         # Without a context vLLM takes the smallest batches that it has for any: 2,048 tokens a step on every GPU.
         return EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)

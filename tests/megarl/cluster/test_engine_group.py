@@ -1,6 +1,7 @@
 """Engines as one: who gets a request, whose weights are replaced, and what is known of each. The engines echo."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from eventually import eventually
 
 import megarl.rollout
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.worker_group import WorkerGone
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -20,8 +23,14 @@ pytestmark = pytest.mark.usefixtures("shared_cluster")
 def open_group(tmp_path, monkeypatch):
     monkeypatch.setitem(megarl.rollout.ENGINES, "echo", ECHO)
 
+    @contextmanager
     def make(replicas):
-        return EngineGroup(RolloutConfig(engine="echo", replicas=replicas), ClusterConfig(), tmp_path)
+        config = RolloutConfig(engine="echo", replicas=replicas)
+        with (
+            reserve([engine_role(ClusterConfig(), config)], ClusterConfig()) as seats,
+            EngineGroup(config, seats[ENGINE], tmp_path) as engines,
+        ):
+            yield engines
 
     return make
 

@@ -13,6 +13,8 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import sft_objective
 from megarl.algorithms.value_loss import ValueObjective
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -53,7 +55,8 @@ def batch() -> RaggedBatch:
 
 def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes) -> TrainerGroup:
     options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
-    started = stack.enter_context(TrainerGroup(options, ClusterConfig(), logs, max_tokens=12, name=name))
+    seats = stack.enter_context(reserve([trainer_role(name, sizes, ClusterConfig())], ClusterConfig()))
+    started = stack.enter_context(TrainerGroup(options, ClusterConfig(), seats[name], logs, max_tokens=12))
     started.start()
     return started
 

@@ -1,8 +1,12 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
+import re
 import signal
 import stat
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +16,11 @@ import ray
 from eventually import eventually
 
 from converters.errors import UserError
+from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.cluster import worker_group
-from megarl.cluster.placement import ActorResources, engine_resources, trainer_resources
+from megarl.cluster.placement import Role
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait, wait_together
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -84,14 +91,19 @@ def make_group(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     monkeypatch.setattr(worker_group, "_CONSEQUENCES_S", 3.0)
 
-    def make(cpus: float = 0) -> WorkerGroup:
-        environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
-        resources = ActorResources(cpus=cpus, gpus=0, environment=environment, timeout_s=1 if cpus else 120)
-        group = WorkerGroup("worker", 2, resources, tmp_path / "logs")
-        group.make("program", "Program", [(0,), (1,)])
-        return group
+    with ExitStack() as stack:
 
-    return make
+        def make() -> WorkerGroup:
+            environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
+            role = Role("worker", 2, cpus=0.5, gpus=0, environment=environment)
+            # Both halves of the one CPU: what an earlier group of the test had is free again, or there is no room.
+            stack.close()
+            seats = stack.enter_context(reserve([role], ClusterConfig()))
+            group = WorkerGroup(seats["worker"], tmp_path / "logs")
+            group.make("program", "Program", [(0,), (1,)])
+            return group
+
+        yield make
 
 
 def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_group(make_group, tmp_path):
@@ -160,15 +172,44 @@ def play(group, *parts):
     wait_together(group.begin_each("play", [(part,) for part in parts]), consequence=ConnectionError)
 
 
-def test_cluster_without_room_is_a_user_error(make_group):
-    with pytest.raises(UserError, match="after 1 s only 0 of 2 worker processes run: each asks for 100 CPUs"):
-        make_group(cpus=100)
+def test_what_the_cluster_does_not_have_is_told_at_once_and_with_the_arithmetic():
+    roles = [Role("trainer", 2, cpus=1, gpus=0), Role("engine", 1, cpus=2, gpus=0)]
+    says = "2 trainer processes of 1 CPU and 1 engine process of 2 CPUs need 4 CPUs; there are 1: 1 machine of 1 CPU."
+    with pytest.raises(UserError, match=f"^{re.escape(says)}"), reserve(roles, ClusterConfig()):
+        pass
+
+
+def test_what_others_have_is_waited_for():
+    role, patient = Role("worker", 1, cpus=0.75, gpus=0), ClusterConfig(start_timeout_s=60)
+    with ThreadPoolExecutor(1) as threads:
+        with reserve([role], patient):
+            with (
+                pytest.raises(UserError, match=r"^after 0\.1 s others still have what .* 127\.0\.0\.1 has 0\.25 CPUs"),
+                reserve([role], ClusterConfig(start_timeout_s=0.1)),
+            ):
+                pass
+            waiting = threads.submit(hold, role, patient)
+        assert waiting.result(timeout=90) == 1
+
+
+def hold(role, cluster):
+    with reserve([role], cluster) as seats:
+        return len(seats["worker"])
+
+
+def test_processes_that_do_not_come_up_are_told(tmp_path):
+    role = Role("worker", 2, cpus=0.1, gpus=0)
+    with reserve([role], ClusterConfig()) as seats:
+        group = WorkerGroup(replace(seats["worker"], timeout_s=0), tmp_path / "logs")
+        with pytest.raises(UserError, match=r"after 0 s only \d of 2 worker processes are up: raise cluster\.start"):
+            group.nodes()
 
 
 def test_temporary_files_of_workers_lie_where_they_go_with_the_run():
     """vLLM leaves a file behind for every engine, and what is killed leaves all."""
-    for resources in (trainer_resources(ClusterConfig()), engine_resources(ClusterConfig(), RolloutConfig())):
-        folder = Path(resources.environment["TMPDIR"])
+    cluster = ClusterConfig()
+    for role in (trainer_role("trainer", ParallelSizes(), cluster), engine_role(cluster, RolloutConfig())):
+        folder = Path(role.environment["TMPDIR"])
         assert folder.is_dir()
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
         assert (folder.parent / "held").is_file()

@@ -3,7 +3,8 @@
 import pytest
 import ray
 
-from megarl.cluster.placement import engine_resources, trainer_resources
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.cluster.roles import engine_role, trainer_role
 from megarl.config.compose import compose
 from megarl.quickstart.gpus import overrides_for
 from megarl.quickstart.models import MODELS
@@ -16,8 +17,8 @@ def test_ranks_and_engine_fit(model, gpus, monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
     chosen = MODELS[model]
     job = compose(chosen.recipe, [*chosen.overrides, *overrides_for(gpus), "model.path=m", "data.train_files=[a]"])
-    asked = job.cluster.trainer_ranks * trainer_resources(job.cluster).gpus
-    asked += job.rollout.replicas * engine_resources(job.cluster, job.rollout).gpus
+    asked = job.cluster.trainer_ranks * trainer_role("trainer", ParallelSizes(), job.cluster).gpus
+    asked += job.rollout.replicas * engine_role(job.cluster, job.rollout).gpus
     assert asked <= gpus
     assert not gpus or job.model.dtype == job.rollout.engine_args["dtype"].replace("bfloat16", "bf16") == "bf16"
     assert job.cluster.trainer_ranks % job.megatron.get("expert_model_parallel_size", 1) == 0

@@ -1,0 +1,102 @@
+"""Room for the processes of a run, taken on a Ray cluster all at once, as a placement group."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from converters.errors import UserError
+from megarl.cluster.placement import Node, Placement, Role, find_place, place
+from megarl.schema import ClusterConfig
+
+_NODE = "ray.io/node-id"
+"""Label that every machine has."""
+_ATTEMPT_S = 10.0
+_LOOK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Room that the processes of a role have on the cluster: one bundle of a placement group for each of them."""
+
+    role: Role
+    nodes: Sequence[Node]
+    """The machine of each process."""
+    group: PlacementGroup
+    first_bundle: int
+    timeout_s: float
+    """How long the processes may take to come up."""
+
+    def __len__(self) -> int:
+        return self.role.processes
+
+    def strategy(self, process: int) -> PlacementGroupSchedulingStrategy:
+        """How Ray puts a process where its seat is."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.first_bundle + process)
+
+
+@contextmanager
+def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str, Seats]]:
+    """Take room for all processes of all roles, by the names of the roles.
+
+    Waits for other runs of the cluster to end. Raises UserError for what never fits, at once, and for what did not
+    become free within `cluster.start_timeout_s`.
+    """
+    placement, group = _take(roles, cluster)
+    seats, first = {}, 0
+    for role in roles:
+        seats[role.name] = Seats(role, placement[role.name], group, first, cluster.start_timeout_s)
+        first += role.processes
+    yield seats
+    # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.
+    remove_placement_group(group)
+
+
+def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup]:
+    place(roles, _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share))
+    deadline = time.monotonic() + cluster.start_timeout_s
+    while True:
+        free = _nodes(available_resources_per_node(), cluster.gpu_share)
+        if placement := find_place(roles, free):
+            group = _group(roles, placement)
+            if group.wait(min(_ATTEMPT_S, cluster.start_timeout_s)):
+                return placement, group
+            # Another run was faster.
+            remove_placement_group(group)
+        if time.monotonic() > deadline:
+            raise UserError(f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(free)}")
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _group(roles: Sequence[Role], placement: Placement) -> PlacementGroup:
+    seats = [(role, node) for role in roles for node in placement[role.name]]
+    return placement_group(
+        [{"CPU": role.cpus, "GPU": role.gpus} for role, _ in seats],
+        bundle_label_selector=[{_NODE: node.id} for _, node in seats],
+    )
+
+
+def _nodes(resources: Mapping[str, Mapping[str, float]], gpu_share: float) -> list[Node]:
+    """The machines that are up, with so much of each."""
+    # A GPU is never in two parts of which a process gets one each.
+    part = int(1 / gpu_share) * gpu_share if gpu_share < 1 else 1
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            cpus=resources.get(node["NodeID"], {}).get("CPU", 0),
+            gpus=int(resources.get(node["NodeID"], {}).get("GPU", 0)) * part,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _still(free: Sequence[Node]) -> str:
+    listed = ", ".join(f"{node.address} has {node.cpus:g} CPUs and {node.gpus:g} GPUs free" for node in free)
+    return f"{listed}. Wait for them, or raise cluster.start_timeout_s"
