@@ -165,7 +165,7 @@ def _why_not(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
         holding = sum(_fitting(node.cpus, node.gpus, role) > 0 for node in nodes)
         if role.apart and holding < role.group:
             return (
-                f"an engine over {role.group} machines needs {_sizes(role)} on each, and {holding} of {machines} have as"
+                f"an engine over {role.group} machines needs {_sizes(role)} on each; of {machines} {holding} have as"
                 " much. Lower rollout.engine_args.nnodes, or add machines"
             )
         if not holding:

@@ -25,7 +25,7 @@ class Seats:
     """Room that the processes of a role have on the cluster: one bundle of a placement group for each of them."""
 
     role: Role
-    nodes: Sequence[Node]
+    nodes: list[Node]
     """The machine of each process."""
     group: PlacementGroup
     first_bundle: int

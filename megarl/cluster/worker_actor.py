@@ -17,8 +17,8 @@ class WorkerActor:
     """Holds one object. Heavy modules are imported here and not in the controller."""
 
     def __init__(self, log: Path) -> None:
-        _redirect_output(log)
         self._object: Any = None
+        self.log_to(log)
 
     def make(self, module: str, name: str, *arguments: Any) -> None:
         """Import `name`, a class or another maker, from `module` and make the object."""
@@ -28,6 +28,14 @@ class WorkerActor:
     def node(self) -> str:
         """The machine this process runs on, as Ray names it."""
         return ray.get_runtime_context().get_node_id()
+
+    def gpus(self) -> list[str]:
+        """The GPUs that it was given, as Ray numbers those of the machine."""
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    def log_to(self, log: Path) -> None:
+        """Send everything that this process prints, C++ libraries included, to `log`."""
+        _redirect_output(log)
 
     def free_address(self) -> tuple[str, int]:
         """The address of this machine, and a port of it that was free a moment ago."""
@@ -44,7 +52,6 @@ class WorkerActor:
 
 
 def _redirect_output(log: Path) -> None:
-    """Send everything that this process prints, C++ libraries included, to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

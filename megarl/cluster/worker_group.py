@@ -48,33 +48,42 @@ class Worker:
         self.log = logs / f"{role.name}_{number}.log"
         self.failure: WorkerFailed | None = None
         actor = ray.remote(num_cpus=role.cpus, num_gpus=role.gpus, max_concurrency=calls_at_once)(WorkerActor)
-        self._actor = actor.options(
+        self.actor = actor.options(
             runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
         ).remote(self.log)
 
+    def begin_adopt(self, actor: ray.actor.ActorHandle) -> "Call[None]":
+        """Begin to speak for another process, which from now on writes to this worker's log."""
+        self.actor = actor
+        return Call(self, self.actor.log_to.remote(self.log))
+
     def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
         """Begin to make the object that answers the calls: import `name` from `module` and call it."""
-        return Call(self, self._actor.make.remote(module, name, *arguments))
+        return Call(self, self.actor.make.remote(module, name, *arguments))
 
     def begin_node(self) -> "Call[Any]":
         """Begin to ask for the machine it runs on, as Ray names it."""
-        return Call(self, self._actor.node.remote())
+        return Call(self, self.actor.node.remote())
+
+    def begin_gpus(self) -> "Call[list[str]]":
+        """Begin to ask for its GPUs, as Ray numbers those of its machine."""
+        return Call(self, self.actor.gpus.remote())
 
     def begin_free_address(self) -> "Call[tuple[str, int]]":
         """Begin to look for a free port of its machine."""
-        return Call(self, self._actor.free_address.remote())
+        return Call(self, self.actor.free_address.remote())
 
     def begin(self, method: str, *arguments: Any) -> "Call[Any]":
         """Begin a call of the object's `method`."""
-        return Call(self, self._actor.call.remote(method, *arguments))
+        return Call(self, self.actor.call.remote(method, *arguments))
 
     def stream(self, method: str, *arguments: Any) -> "Stream":
         """Begin a call of the object's `method`, which gives its results one by one."""
-        return Stream(self, self._actor.stream.remote(method, *arguments))
+        return Stream(self, self.actor.stream.remote(method, *arguments))
 
     def kill(self) -> None:
         """End the process, whatever it does."""
-        ray.kill(self._actor)
+        ray.kill(self.actor)
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,16 @@ class WorkerGroup:
 
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
         """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
-        self.nodes()
+        nodes = self.nodes()
+        if self._seats.role.gpus:
+            self.renumber(in_order_of_gpus(nodes, wait([worker.begin_gpus() for worker in self.workers])))
         wait([worker.begin_make(module, name, *own) for worker, own in zip(self.workers, arguments, strict=True)])
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Give number i, with its log, to the process that has number `order[i]`."""
+        actors = [self.workers[other].actor for other in order]
+        changed = [each for each in zip(self.workers, actors, strict=True) if each[0].actor is not each[1]]
+        wait([worker.begin_adopt(actor) for worker, actor in changed])
 
     def nodes(self) -> list[str]:
         """The machine that each worker runs on, as Ray names it.
@@ -147,6 +164,24 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call every worker and wait; results in the order of the workers."""
         return wait(self.begin(method, *arguments))
+
+
+def in_order_of_gpus(nodes: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[int]:
+    """Which worker takes each place, so that those on one machine go up with their GPUs.
+
+    Ray gives GPUs out in any order, while networks connect those of one number on all machines. Example: for workers on
+    ["a", "a", "b"] with GPUs [["3"], ["2"], ["0"]] it is [1, 0, 2].
+    """
+    by_gpu = {
+        node: iter(
+            sorted(
+                (place for place, own in enumerate(nodes) if own == node),
+                key=lambda place: [(len(gpu), gpu) for gpu in gpus[place]],
+            )
+        )
+        for node in set(nodes)
+    }
+    return [next(by_gpu[node]) for node in nodes]
 
 
 def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:

@@ -197,7 +197,7 @@ class ClusterConfig:
     cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that
     `address` names `engine_cpus` divided by the engine's workers. Sampled tokens may depend on it."""
     start_timeout_s: float = 300.0
-    """How long ranks and engines may take to come up, in seconds."""
+    """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
 
 
 @dataclass

@@ -141,7 +141,7 @@ def test_the_table_has_a_line_for_each_machine():
         (
             [engines(3, 4, nodes=3)],
             machines(8, 8),
-            "an engine over 3 machines needs 4 GPUs and 1 CPU on each, and 2 of 2 machines of 8 GPUs and 64 CPUs have as much. Lower rollout.engine_args.nnodes",
+            "an engine over 3 machines needs 4 GPUs and 1 CPU on each; of 2 machines of 8 GPUs and 64 CPUs 2 have as",
         ),
         ([engines(1, 16)], machines(8, 8), "a process of engine needs 16 GPUs and 1 CPU of one machine, and there are"),
         ([engines(2, 6)], machines(8, 4), "2 engine processes of 6 GPUs and 1 CPU do not fit beside each other on"),

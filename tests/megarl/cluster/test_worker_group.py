@@ -7,6 +7,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,15 @@ from megarl.cluster.placement import Role
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait, wait_together
+from megarl.cluster.worker_group import (
+    Call,
+    WorkerFailed,
+    WorkerGone,
+    WorkerGroup,
+    in_order_of_gpus,
+    wait,
+    wait_together,
+)
 from megarl.schema import ClusterConfig, RolloutConfig
 
 PROGRAM = """
@@ -74,6 +83,9 @@ class Program:
         time.sleep(self.rank)
         self.fail()
 
+    def say(self, words):
+        print(words, flush=True)
+
     def close(self):
         print("closed in order", flush=True)
 """
@@ -81,8 +93,11 @@ class Program:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with ray_cluster(ClusterConfig(trainer_ranks=2)):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray only numbers them.
+        patch.setattr(ray, "init", partial(ray.init, num_gpus=4))
+        with ray_cluster(ClusterConfig(trainer_ranks=2)):
+            yield
     assert not ray.is_initialized()
 
 
@@ -93,9 +108,9 @@ def make_group(tmp_path, monkeypatch):
 
     with ExitStack() as stack:
 
-        def make() -> WorkerGroup:
+        def make(gpus: int = 0) -> WorkerGroup:
             environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
-            role = Role("worker", 2, cpus=0.5, gpus=0, environment=environment)
+            role = Role("worker", 2, cpus=0.5, gpus=gpus, environment=environment)
             # Both halves of the one CPU: what an earlier group of the test had is free again, or there is no room.
             stack.close()
             seats = stack.enter_context(reserve([role], ClusterConfig()))
@@ -123,6 +138,18 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
         pids = group.call("pid")
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
+
+
+def test_processes_are_numbered_by_machine_and_gpu(make_group, tmp_path):
+    nodes = ["a", "a", "a", "b", "b"]
+    assert in_order_of_gpus(nodes, [["10"], ["9"], ["0"], ["1"], ["0"]]) == [2, 1, 0, 4, 3]
+    with make_group(gpus=1) as group:
+        assert group.call("environment", "CUDA_VISIBLE_DEVICES") == ["0", "1"]
+        first, second = group.call("pid")
+        group.renumber([1, 0])
+        assert group.call("pid") == [second, first]
+        group.workers[0].begin("say", "I am the first")
+    assert (tmp_path / "logs" / "worker_0.log").read_text() == "I am the first\nclosed in order\n"
 
 
 def test_a_failure_arrives_while_others_wait(make_group):
@@ -174,7 +201,7 @@ def play(group, *parts):
 
 def test_what_the_cluster_does_not_have_is_told_at_once_and_with_the_arithmetic():
     roles = [Role("trainer", 2, cpus=1, gpus=0), Role("engine", 1, cpus=2, gpus=0)]
-    says = "2 trainer processes of 1 CPU and 1 engine process of 2 CPUs need 4 CPUs; there are 1: 1 machine of 1 CPU."
+    says = "2 trainer processes of 1 CPU and 1 engine process of 2 CPUs need 4 CPUs; there are 1: 1 machine of 4 GPUs"
     with pytest.raises(UserError, match=f"^{re.escape(says)}"), reserve(roles, ClusterConfig()):
         pass
 
