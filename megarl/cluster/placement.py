@@ -64,7 +64,7 @@ def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement | None
     """As `place`; None where there is no room for all."""
     if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in ("gpus", "cpus")):
         return None
-    nodes = sorted(nodes, key=_number)
+    nodes = sorted(nodes, key=number)
     largest = max((node.gpus for node in nodes), default=0)
     roles = sorted(roles, key=lambda role: (-_unit(role, largest) * role.gpus, -_unit(role, largest) * role.cpus))
     for may_fall_apart in (False, True):
@@ -138,8 +138,8 @@ def _unit(role: Role, largest: float) -> int:
     return max(size for size in range(1, role.group + 1) if role.group % size == 0 and size <= holds)
 
 
-def _number(node: Node) -> tuple[list[tuple[int, str]], str]:
-    """Order of machines: 10.0.0.9 comes before 10.0.0.10."""
+def number(node: Node) -> tuple[list[tuple[int, str]], str]:
+    """Order of machines by their addresses: 10.0.0.9 comes before 10.0.0.10."""
     return [(len(part), part) for part in node.address.split(".")], node.id
 
 
@@ -153,7 +153,7 @@ def _given(nodes: Sequence[Node], kind: str) -> float:
 
 def _why_not(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
     asked = " and ".join(_asked(role) for role in roles)
-    machines = _machines(nodes)
+    machines = list_machines(nodes)
     for unit, kind in (("GPUs", "gpus"), ("CPUs", "cpus")):
         need, have = _needed(roles, kind), _given(nodes, kind)
         if need > have + _ROUNDING:
@@ -192,7 +192,8 @@ def _of(cpus: float, gpus: float) -> str:
     return " and ".join([*sizes, f"{cpus:g} CPU{'s' if cpus != 1 else ''}"])
 
 
-def _machines(nodes: Sequence[Node]) -> str:
+def list_machines(nodes: Sequence[Node]) -> str:
+    """How many machines there are of each size."""
     alike = Counter((node.cpus, node.gpus) for node in nodes)
     listed = [f"{count} machine{'s' if count > 1 else ''} of {_of(*size)}" for size, count in sorted(alike.items())]
     return ", ".join(listed) or "no machines"
@@ -210,8 +211,7 @@ def table(placement: Placement) -> list[str]:
             on.setdefault(Node(node.id, node.address, 0, 0), {}).setdefault(name, []).append(process)
     width = max((len(node.address) for node in on), default=0)
     return [
-        f"{node.address:{width}}   {', '.join(starmap(_numbered, on[node].items()))}"
-        for node in sorted(on, key=_number)
+        f"{node.address:{width}}   {', '.join(starmap(_numbered, on[node].items()))}" for node in sorted(on, key=number)
     ]
 
 

@@ -11,7 +11,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, Placement, Role, find_place, place
+from megarl.cluster.placement import Node, Placement, Role
+from megarl.cluster.pools import place_in_pools
 from megarl.schema import ClusterConfig
 
 _NODE = "ray.io/node-id"
@@ -58,11 +59,12 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
 
 
 def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup]:
-    place(roles, _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share))
+    everything = _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
+    place_in_pools(roles, everything, cluster.pools)
     deadline = time.monotonic() + cluster.start_timeout_s
     while True:
         free = _nodes(available_resources_per_node(), cluster.gpu_share)
-        if placement := find_place(roles, free):
+        if placement := _find(roles, free, cluster):
             group = _group(roles, placement)
             if group.wait(min(_ATTEMPT_S, cluster.start_timeout_s)):
                 return placement, group
@@ -71,6 +73,14 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, Pla
         if time.monotonic() > deadline:
             raise UserError(f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(free)}")
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> Placement | None:
+    """Who runs where; None as long as others have what the run needs."""
+    try:
+        return place_in_pools(roles, free, cluster.pools)
+    except UserError:
+        return None
 
 
 def _group(roles: Sequence[Role], placement: Placement) -> PlacementGroup:

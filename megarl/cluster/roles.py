@@ -1,4 +1,4 @@
-"""What each role of a run asks of the cluster, and what its processes find in their environment."""
+"""Roles of a run: what each asks of the cluster, and what its processes find in their environment."""
 
 import os
 

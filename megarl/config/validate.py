@@ -12,6 +12,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.algorithms import PreferenceObjective
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
+from megarl.config.pools import check_pools
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
@@ -121,6 +122,7 @@ def _check_values(config: MegarlConfig) -> None:
             f"cluster.trainer_ranks={config.cluster.trainer_ranks} and rollout.replicas={config.rollout.replicas} are "
             f"more than {_MOST_PROCESSES_HERE} processes on this machine alone: name a cluster in cluster.address"
         )
+    check_pools(config)
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
     if not Path(config.model.path, "config.json").is_file():

@@ -176,6 +176,20 @@ class SftConfig:
 
 
 @dataclass
+class PoolConfig:
+    """Machines of the cluster, or a part of each, that some roles have for themselves. None shares a GPU."""
+
+    roles: list[str] = MISSING
+    """Who runs there: trainer, engine, critic, reward_model, implicit_reward_model, teacher_NAME."""
+    nodes: int = MISSING
+    """How many machines."""
+    gpus: int | None = None
+    """GPUs of each of these machines, with as large a part of its CPUs; null is the whole machine."""
+    shared: bool = False
+    """The roles take turns on the same GPUs: refused until they can."""
+
+
+@dataclass
 class ClusterConfig:
     """Where the processes run."""
 
@@ -196,6 +210,8 @@ class ClusterConfig:
     """Threads of each engine worker on a CPU: null is OMP_NUM_THREADS where the environment has it, else this machine's
     cores divided by the workers of all engines, since trainer ranks wait during a rollout, or in a cluster that
     `address` names `engine_cpus` divided by the engine's workers. Sampled tokens may depend on it."""
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    """Which roles have machines, or GPUs of them, for themselves; roles of no pool are placed on what is left."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
 

@@ -23,7 +23,7 @@ from megarl.refit.choice import check_machines
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
 from megarl.run.opening import Start
-from megarl.schema import RefitConfig
+from megarl.schema import PoolConfig, RefitConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -64,22 +64,24 @@ def address():
 @pytest.fixture
 def config(address, tmp_path):
     made = make_config("qwen3", tmp_path)
-    # Two cores for the rank and two for the engine: no node has room for both.
     made.cluster.address, made.cluster.trainer_ranks = address, 1
-    made.cluster.trainer_cpus = made.cluster.engine_cpus = 2
+    # The first node has room for both.
+    made.cluster.pools = {"training": PoolConfig(["trainer"], nodes=1)}
     made.megatron["tensor_model_parallel_size"] = 1
     return made
 
 
-def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path):
+def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         begin_and_be_killed(config)
+    assert "\n127.0.0.1   trainer 0\n127.0.0.2   engine 0\n" in capsys.readouterr().err
     # It goes on with an engine that lies on both machines, beside the rank on one of them.
     config.rollout.engine_args |= {"nnodes": 2, "tensor_parallel_size": 2}
-    config.cluster.trainer_cpus = 1
+    config.cluster.pools = {}
     with open_job(Start.of(config, "train")) as job:
         assert job.state.step == 1
         check_that_the_workers_of_the_engine_are_apart(job)
+        assert "\n127.0.0.1   trainer 0, engine 0\n127.0.0.2   engine 1\n" in capsys.readouterr().err
         metrics = job.refit(1)
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["refit/bytes"] > 0
@@ -151,6 +153,17 @@ def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(con
     config.model.path = str(converted / HUGGINGFACE)
     with pytest.raises(UserError, match=r"run on 2 machines, .* it has none: .*; export model\.megatron_checkpoint"):
         start(config)
+
+
+def test_what_the_machines_do_not_hold_is_refused_before_anything_starts(config, tmp_path):
+    config.cluster.pools["rollout"] = PoolConfig(["engine"], nodes=2)
+    with pytest.raises(UserError, match=r"^cluster\.pools\.rollout asks for 2 machines, and 1 that no other pool has"):
+        start(config)
+    config.cluster.pools = {}
+    config.rollout.engine_args |= {"nnodes": 3, "tensor_parallel_size": 3}
+    with pytest.raises(UserError, match=r"^an engine over 3 machines needs 1 CPU on each; of 1 machine of 2 CPUs, 1 "):
+        start(config)
+    assert not list((tmp_path / "run").glob("logs/*"))
 
 
 def start(config):

@@ -35,6 +35,25 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             ["loop.samples_per_prompt=1"],
             "samples_per_prompt=1 .*group of one .*nothing would be learned; use 2 or more",
         ),
+        (
+            ["cluster.pools.a={roles: [trainer, engine], nodes: 1, shared: true}"],
+            r"cluster\.pools\.a\.shared=true: roles cannot take turns on the same GPUs yet",
+        ),
+        (["cluster.pools.a={roles: [trainer], nodes: 0}"], r"cluster\.pools\.a\.nodes=0 is too small"),
+        (["cluster.pools.a={roles: [trainer], nodes: 1, gpus: 0}"], r"cluster\.pools\.a\.gpus=0 is too small"),
+        (["cluster.pools.a={roles: [], nodes: 1}"], r"cluster\.pools\.a\.roles is empty: name those that have"),
+        (
+            ["cluster.pools.a={roles: [engines], nodes: 1}"],
+            r"pools\.a\.roles has engines, which is none of trainer, .* did you mean engine",
+        ),
+        (
+            ["cluster.pools={a: {roles: [trainer], nodes: 1}, b: {roles: [trainer], nodes: 1}}"],
+            "trainer is named 2 times in cluster.pools: name each role once",
+        ),
+        (
+            ["cluster.pools.a={roles: [trainer], nodes: 1}", "cluster.gpu_share=0.5"],
+            r"cluster\.gpu_share=0\.5 puts a rank and an engine on one GPU, .*leave one of the two out",
+        ),
         (["algorithm.updates_per_step=3"], "prompts_per_step=64 cannot be cut into algorithm.updates_per_step=3"),
         (["loop.max_tokens_per_micro_batch=23"], "= 24 does not fit .*raise the latter to 24"),
         (["model.dtype=fp16"], "model.dtype=fp16 is none of bf16, fp32; did you mean"),

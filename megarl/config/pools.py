@@ -1,0 +1,38 @@
+"""Which pools a configuration may have, before it is known which machines there are."""
+
+from collections import Counter
+
+from converters.errors import UserError, did_you_mean
+from megarl.cluster.roles import ENGINE, POLICY
+from megarl.schema import MegarlConfig
+
+
+def check_pools(config: MegarlConfig) -> None:
+    """Raise UserError for a pool of roles that do not exist, or of a kind that there is not."""
+    pools = config.cluster.pools
+    if pools and config.cluster.gpu_share < 1:
+        raise UserError(
+            f"cluster.gpu_share={config.cluster.gpu_share} puts a rank and an engine on one GPU, and in cluster.pools"
+            " each has its own: leave one of the two out"
+        )
+    known = [POLICY, ENGINE, "critic", "reward_model", "implicit_reward_model"]
+    known += [f"teacher_{name}" for name in config.teachers]
+    for name, pool in pools.items():
+        key = f"cluster.pools.{name}"
+        if pool.shared:
+            raise UserError(
+                f"{key}.shared=true: roles cannot take turns on the same GPUs yet; leave it out, and give the pool GPUs"
+                " for all its roles"
+            )
+        for size, value in (("nodes", pool.nodes), ("gpus", pool.gpus)):
+            if value is not None and value < 1:
+                raise UserError(f"{key}.{size}={value} is too small: it must be at least 1")
+        if not pool.roles:
+            raise UserError(f"{key}.roles is empty: name those that have the pool, of {', '.join(known)}")
+        if unknown := [role for role in pool.roles if role not in known]:
+            raise UserError(
+                f"{key}.roles has {unknown[0]}, which is none of {', '.join(known)}{did_you_mean(unknown[0], known)}"
+            )
+    named = Counter(role for pool in pools.values() for role in pool.roles)
+    if twice := [role for role, count in named.items() if count > 1]:
+        raise UserError(f"{twice[0]} is named {named[twice[0]]} times in cluster.pools: name each role once")
