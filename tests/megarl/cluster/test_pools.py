@@ -48,8 +48,8 @@ def test_a_command_without_a_role_leaves_its_pool_alone():
     [
         (
             {"training": PoolConfig(["trainer"], nodes=2), "rollout": PoolConfig(["engine"], nodes=3)},
-            "cluster.pools.rollout asks for 3 machines, and 2 that no other pool has are there: the cluster is 1 machine"
-            " of 64 CPUs, 3 machines of 8 GPUs and 64 CPUs. Lower cluster.pools.rollout.nodes",
+            "cluster.pools.rollout asks for 3 machines, and 2 that no other pool has are there: the cluster is 1"
+            " machine of 64 CPUs, 3 machines of 8 GPUs and 64 CPUs. Lower cluster.pools.rollout.nodes",
         ),
         (
             {"training": PoolConfig(["trainer"], nodes=4, gpus=2)},
