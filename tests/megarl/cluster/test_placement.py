@@ -111,9 +111,9 @@ def test_sizes_that_fit_in_another_order_than_the_largest_first_are_found():
 
 
 def test_shares_of_a_gpu_add_up():
-    role = Role("engine", 10, cpus=0.1, gpus=0.1)
-    assert find_place([role], machines(1, cpus=1)) is not None
-    assert find_place([replace(role, processes=11)], machines(1, cpus=2)) is None
+    role = Role("engine", 3, cpus=1, gpus=0.3)
+    assert find_place([role], machines(3 * 0.3)) is not None
+    assert find_place([replace(role, processes=4)], machines(3 * 0.3)) is None
 
 
 def test_the_table_has_a_line_for_each_machine():
