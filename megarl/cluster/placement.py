@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 from converters.errors import UserError
 
+_KINDS = ("gpus", "cpus")
+_NEXT_TO_NOTHING = 0.001
 _ORDERS_TRIED = 120
 # Shares of a GPU are added up, and 0.1 is no binary fraction.
 _ROUNDING = 1e-6
@@ -62,7 +64,7 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement:
 
 def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement | None:
     """As `place`; None where there is no room for all."""
-    if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in ("gpus", "cpus")):
+    if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in _KINDS):
         return None
     nodes = sorted(nodes, key=number)
     largest = max((node.gpus for node in nodes), default=0)
@@ -152,51 +154,51 @@ def _given(nodes: Sequence[Node], kind: str) -> float:
 
 
 def _why_not(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
-    asked = " and ".join(_asked(role) for role in roles)
-    machines = list_machines(nodes)
-    for unit, kind in (("GPUs", "gpus"), ("CPUs", "cpus")):
+    for kind in _KINDS:
         need, have = _needed(roles, kind), _given(nodes, kind)
         if need > have + _ROUNDING:
             return (
-                f"{asked} need {need:g} {unit}; there are {have:g}: {machines}. Take fewer or smaller ones, or more"
-                " machines"
+                f"{_asked(roles, kind)} need {need:g} {kind[:-1].upper()}s; there are {have:g}:"
+                f" {list_machines(nodes, kind)}. Take fewer or smaller ones, or more machines"
             )
+    machines = list_machines(nodes)
     for role in roles:
         holding = sum(_fitting(node.cpus, node.gpus, role) > 0 for node in nodes)
         if role.apart and holding < role.group:
             return (
-                f"an engine over {role.group} machines needs {_sizes(role)} on each; of {machines} {holding} have as"
-                " much. Lower rollout.engine_args.nnodes, or add machines"
+                f"an engine over {role.group} machines needs {_of(role)} on each; of {machines} {holding} have as much."
+                " Lower rollout.engine_args.nnodes, or add machines"
             )
         if not holding:
             return (
-                f"a process of {role.name} needs {_sizes(role)} of one machine, and there are {machines}. Make it"
-                " smaller, or span machines with it (rollout.engine_args.nnodes)"
+                f"a process of {role.name} needs {_of(role)} of one machine, and there are {machines}. Make it smaller,"
+                " or span machines with it (rollout.engine_args.nnodes)"
             )
     return (
-        f"{asked} do not fit beside each other on {machines}, which have as much in all. Choose sizes that divide those"
-        " of a machine"
+        f"{_asked(roles)} do not fit beside each other on {machines}, which have as much in all. Choose sizes that"
+        " divide those of a machine"
     )
 
 
-def _asked(role: Role) -> str:
-    return f"{role.processes} {role.name} process{'es' if role.processes > 1 else ''} of {_sizes(role)}"
+def _asked(roles: Sequence[Role], *kinds: str) -> str:
+    return " and ".join(
+        f"{role.processes} {role.name} process{'es' if role.processes > 1 else ''} of {_of(role, *kinds)}"
+        for role in roles
+        if not kinds or _needed([role], *kinds)
+    )
 
 
-def _sizes(role: Role) -> str:
-    return _of(role.cpus, role.gpus)
+def _of(each: Role | Node, *kinds: str) -> str:
+    """The sizes of a process or a machine, of all kinds unless some are given; none are next to nothing."""
+    sizes = [(kind, getattr(each, kind)) for kind in kinds or _KINDS]
+    shown = [(kind, size) for kind, size in sizes if size > _NEXT_TO_NOTHING] or sizes[:1]
+    return " and ".join(f"{size:g} {kind[:-1].upper()}{'s' if size != 1 else ''}" for kind, size in shown)
 
 
-def _of(cpus: float, gpus: float) -> str:
-    sizes = [f"{gpus:g} GPU{'s' if gpus != 1 else ''}"] if gpus else []
-    return " and ".join([*sizes, f"{cpus:g} CPU{'s' if cpus != 1 else ''}"])
-
-
-def list_machines(nodes: Sequence[Node]) -> str:
+def list_machines(nodes: Sequence[Node], *kinds: str) -> str:
     """How many machines there are of each size."""
-    alike = Counter((node.cpus, node.gpus) for node in nodes)
-    listed = [f"{count} machine{'s' if count > 1 else ''} of {_of(*size)}" for size, count in sorted(alike.items())]
-    return ", ".join(listed) or "no machines"
+    alike = Counter(_of(node, *kinds) for node in sorted(nodes, key=lambda node: (node.gpus, node.cpus)))
+    return ", ".join(f"{count} machine{'s' if count > 1 else ''} of {size}" for size, count in alike.items()) or "none"
 
 
 def table(placement: Placement) -> list[str]:

@@ -56,7 +56,8 @@ def _divide(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, Po
             yield _Part(f"cluster.pools.{name}: ", own, parts)
     pooled = {role for pool in pools.values() for role in pool.roles}
     if others := [role for role in roles if role.name not in pooled]:
-        yield _Part("beside cluster.pools: " if pools else "", others, list(left.values()))
+        nodes_left = [node for node in left.values() if node.cpus or node.gpus]
+        yield _Part("beside cluster.pools: " if pools else "", others, nodes_left)
 
 
 def _has(node: Node, pool: PoolConfig, whole: Mapping[str, Node]) -> bool:

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from converters.errors import UserError
 from megarl.cluster.placement import Node, Placement, Role
 from megarl.cluster.pools import place_in_pools
+from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
 
 _NODE = "ray.io/node-id"
@@ -61,18 +62,33 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
 def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup]:
     everything = _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
     place_in_pools(roles, everything, cluster.pools)
+    if (taken := _try(roles, cluster)) is not None:
+        return taken
     deadline = time.monotonic() + cluster.start_timeout_s
-    while True:
-        free = _nodes(available_resources_per_node(), cluster.gpu_share)
-        if placement := _find(roles, free, cluster):
-            group = _group(roles, placement)
-            if group.wait(min(_ATTEMPT_S, cluster.start_timeout_s)):
-                return placement, group
-            # Another run was faster.
-            remove_placement_group(group)
-        if time.monotonic() > deadline:
-            raise UserError(f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(free)}")
-        time.sleep(_LOOK_AGAIN_S)
+    with phase("waiting for what others of the cluster have"):
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+            if (taken := _try(roles, cluster)) is not None:
+                return taken
+    raise UserError(
+        f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(_free(cluster))}. Wait for"
+        " them, or raise cluster.start_timeout_s"
+    )
+
+
+def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup] | None:
+    if (placement := _find(roles, _free(cluster), cluster)) is None:
+        return None
+    group = _group(roles, placement)
+    if group.wait(_ATTEMPT_S):
+        return placement, group
+    # Another run was faster.
+    remove_placement_group(group)
+    return None
+
+
+def _free(cluster: ClusterConfig) -> list[Node]:
+    return _nodes(available_resources_per_node(), cluster.gpu_share)
 
 
 def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> Placement | None:
@@ -108,5 +124,4 @@ def _nodes(resources: Mapping[str, Mapping[str, float]], gpu_share: float) -> li
 
 
 def _still(free: Sequence[Node]) -> str:
-    listed = ", ".join(f"{node.address} has {node.cpus:g} CPUs and {node.gpus:g} GPUs free" for node in free)
-    return f"{listed}. Wait for them, or raise cluster.start_timeout_s"
+    return ", ".join(f"{node.address} has {node.cpus:g} CPUs and {node.gpus:g} GPUs free" for node in free)

@@ -134,10 +134,10 @@ def test_the_table_has_a_line_for_each_machine():
         (
             [trainer(8, 4), engines(4, 2)],
             machines(8, 4),
-            "8 trainer processes of 1 GPU and 1 CPU and 4 engine processes of 2 GPUs and 1 CPU need 16 GPUs; there are"
-            " 12: 1 machine of 4 GPUs and 64 CPUs, 1 machine of 8 GPUs and 64 CPUs. Take fewer",
+            "8 trainer processes of 1 GPU and 4 engine processes of 2 GPUs need 16 GPUs; there are 12: 1 machine of 4"
+            " GPUs, 1 machine of 8 GPUs. Take fewer or smaller ones, or more machines",
         ),
-        ([trainer(4)], machines(8, cpus=3), "need 4 CPUs; there are 3: 1 machine of 8 GPUs and 3 CPUs"),
+        ([trainer(4)], machines(8, cpus=3), "need 4 CPUs; there are 3: 1 machine of 3 CPUs."),
         (
             [engines(3, 4, nodes=3)],
             machines(8, 8),
@@ -145,7 +145,13 @@ def test_the_table_has_a_line_for_each_machine():
         ),
         ([engines(1, 16)], machines(8, 8), "a process of engine needs 16 GPUs and 1 CPU of one machine, and there are"),
         ([engines(2, 6)], machines(8, 4), "2 engine processes of 6 GPUs and 1 CPU do not fit beside each other on"),
-        ([trainer(1)], [], "need 1 GPUs; there are 0: no machines"),
+        # On this machine alone nothing is said of CPUs.
+        (
+            [replace(trainer(2), cpus=0.0001)],
+            machines(1),
+            "2 trainer processes of 1 GPU need 2 GPUs; there are 1: 1 ma",
+        ),
+        ([trainer(1)], [], "need 1 GPUs; there are 0: none"),
     ],
 )
 def test_what_cannot_fit_is_said_with_the_arithmetic(roles, nodes, says):

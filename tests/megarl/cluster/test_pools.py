@@ -57,11 +57,11 @@ def test_a_command_without_a_role_leaves_its_pool_alone():
         ),
         (
             {"training": PoolConfig(["trainer"], nodes=1, gpus=3)},
-            "cluster.pools.training: 4 trainer processes of 1 GPU and 1 CPU need 4 GPUs; there are 3: 1",
+            "cluster.pools.training: 4 trainer processes of 1 GPU need 4 GPUs; there are 3: 1 machine of 3 GPUs",
         ),
         (
             {"training": PoolConfig(["trainer"], nodes=3)},
-            "beside cluster.pools: 2 critic processes of 1 GPU and 1 CPU and 2 engine processes of 4 GPUs and 1 CPU",
+            "beside cluster.pools: 2 critic processes of 1 GPU and 2 engine processes of 4 GPUs need 10 GPUs; there are 0",
         ),
     ],
 )
