@@ -1,7 +1,10 @@
 """Fixtures that all tests share."""
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # The same examples in every run, and no wall-time limits.
@@ -10,3 +13,18 @@ settings.load_profile("deterministic")
 
 # Ray would start a cluster by itself, on all interfaces and to the end of the process, where code asks of one.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+# Nothing that tests import is garbage. Turned on again when all is imported.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what the tests import out of every search for garbage: megatron-core asks for one in each checkpoint.
+
+    A search takes most of a second, and in the processes that tests fork it copies what it looks at.
+    """
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
