@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Do not look for garbage among hundreds of thousands of new records that all live: it takes most of the time.
+    """Do not look for garbage among hundreds of thousands of new records that all live: it can take most of the time.
 
     As a decorator of a function, for as long as the function runs.
     """

@@ -1,7 +1,6 @@
 """The commands that train: one table of what each does, and how all of them are run."""
 
 import argparse
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from megarl.cli.outcome import table
 from megarl.cli.recipe import print_config, read_config
 from megarl.output.lock import sole_writer
 from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY
+from megarl.process.loading import load
 from megarl.process.phase import phase
 
 _SFT_KEYS = "those of the group `sft` are about the data and the length of the run"
@@ -69,7 +69,7 @@ class TrainingCommand:
         with sole_writer(Path(config.output_dir)):
             with phase("loading the program"):
                 module, _, function = self.program.partition(":")
-                program = getattr(importlib.import_module(module), function)
+                program = load(module, function)
             program(config)
         print_places(Path(config.output_dir))
         return 0

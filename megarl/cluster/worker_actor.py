@@ -3,13 +3,13 @@
 import os
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from megarl.cluster.runtime import free_port
+from megarl.process.loading import load
 from megatron_ext.loopback import listen_on_loopback
 
 
@@ -23,7 +23,7 @@ class WorkerActor:
     def make(self, module: str, name: str, *arguments: Any) -> None:
         """Import `name`, a class or another maker, from `module` and make the object."""
         listen_on_loopback()
-        self._object = getattr(import_module(module), name)(*arguments)
+        self._object = load(module, name)(*arguments)
 
     def node(self) -> str:
         """The machine this process runs on, as Ray names it."""

@@ -13,6 +13,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
+from megarl.process.loading import load
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
@@ -62,10 +63,9 @@ class VllmEngine:
     def start(self) -> None:
         """See `Generator.start`."""
         prepare_environment(self._engine_args)
-        from vllm.v1.engine.llm_engine import LLMEngine
-
+        llm_engine = load("vllm.v1.engine.llm_engine", "LLMEngine")
         config = make_engine_config(self._model_path, self._engine_args)
-        self._llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._llm_engine = llm_engine.from_vllm_config(config, disable_log_stats=True)
         self._sequences = SequencesInFlight(self._llm_engine)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.process.loading import load
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 
 
@@ -18,9 +19,8 @@ class VllmEnginePart:
     def start(self) -> None:
         """See `EnginePart.start`."""
         prepare_environment(self._engine_args)
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        self._executor = MultiprocExecutor(make_engine_config(self._model_path, self._engine_args))
+        executor = load("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
+        self._executor = executor(make_engine_config(self._model_path, self._engine_args))
 
     def close(self) -> None:
         """See `EnginePart.close`."""
