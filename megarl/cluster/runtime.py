@@ -39,8 +39,10 @@ class RayNotStarted(RunFailed):
 
 
 @contextmanager
-def ray_cluster(config: ClusterConfig) -> Iterator[None]:
+def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[None]:
     """Connect to the cluster at `config.address`, or start one that ends with the context.
+
+    One that is started has `object_store_bytes` of shared memory for what its processes send each other.
 
     Inside another such context nothing is started: the runs share the cluster.
     """
@@ -60,14 +62,14 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
         try:
             with phase("starting Ray"):
                 # Below it, because Ray opens the folder that it is given to all users.
-                _start_local(folder / _RAY)
+                _start_local(folder / _RAY, object_store_bytes)
             yield
         finally:
             with held():
                 ray.shutdown()
 
 
-def _start_local(folder: Path) -> None:
+def _start_local(folder: Path, object_store_bytes: int) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
@@ -81,7 +83,7 @@ def _start_local(folder: Path) -> None:
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
                 num_cpus=1,
-                object_store_memory=_OBJECT_STORE_BYTES,
+                object_store_memory=object_store_bytes,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
