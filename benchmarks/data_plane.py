@@ -56,7 +56,7 @@ class Phase:
 class Stopwatch:
     """The controller's CPU seconds, and the most memory of its own that it held, by phase.
 
-    Memory that it shares with others, such as the object store, is not its own. What it held before is not counted.
+    Memory that it shares with others, such as the object store, is not its own; nor does count what it held before.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -150,7 +150,7 @@ def report(sizes: ParallelSizes, tokens: int, watch: Stopwatch, counted: dict[st
     # Each data-parallel share goes to every rank that works on it; each optimizer step has a part of the batch.
     copies = sizes.world_size // sizes.data_parallel_size
     lines += ["| call | bytes a token to a rank | bytes a token from all ranks |", "|---|---:|---:|"]
-    for name, calls in {"log_probs": 2, "train_step": 1}.items():
+    for name, calls in {"predictions": 2, "train_step": 1}.items():
         received, returned = counted[name]
         lines.append(f"| {name} | {received / copies / calls / tokens:.2f} | {returned / calls / tokens:.2f} |")
     return "\n".join([*lines, f"\n{updates} optimizer steps; {copies} ranks work on each share."])

@@ -44,9 +44,9 @@ class Ranks(TrainerWorker):
         self.model = _NoModel()  # type: ignore[assignment]
         self._bytes: dict[str, list[int]] = {}
 
-    def log_probs(self, *arguments: Any) -> Any:
-        """See `TrainerWorker.log_probs`."""
-        return self._counted("log_probs", arguments, super().log_probs(*arguments))
+    def predictions(self, *arguments: Any) -> Any:
+        """See `TrainerWorker.predictions`."""
+        return self._counted("predictions", arguments, super().predictions(*arguments))
 
     def train_step(self, *arguments: Any) -> Any:
         """See `TrainerWorker.train_step`."""

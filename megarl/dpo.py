@@ -1,6 +1,6 @@
 """Direct preference optimisation: pairs of replies, of which the policy learns to prefer the chosen one."""
 
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 
 from megarl.algorithms import PreferenceObjective
@@ -9,6 +9,7 @@ from megarl.run.opening import Start
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
+from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import RaggedBatch, pack
 
 
@@ -39,11 +40,12 @@ def dpo(config: MegarlConfig) -> None:
 def _compared(training: Training, batch: RaggedBatch) -> RaggedBatch:
     with training.clock.stage("reference"):
         reference = training.trainer.log_probs(batch, temperature=1.0, reference=True)
-    return with_reference(batch, reference.log_probs)
+    return with_reference(batch, reference)
 
 
 def _measure(trainer: TrainerGroup, batch: RaggedBatch, objective: PreferenceObjective) -> dict[str, float]:
-    predictions = trainer.log_probs(batch, temperature=1.0)
+    names = [field.name for field in fields(LogProbs)]
+    predictions = trainer.predictions(batch, names, temperature=1.0)
     # A micro-batch has the value of a token where it is predicted.
-    shifted = pack(batch.with_fields(log_probs=predictions.log_probs), range(len(batch))).fields["log_probs"]
-    return held_out_metrics(objective, replace(predictions, log_probs=shifted), batch)
+    shifted = pack(batch.with_fields(**predictions), range(len(batch))).fields
+    return held_out_metrics(objective, LogProbs(**{name: shifted[name] for name in names}), batch)

@@ -39,8 +39,8 @@ def sft(config: MegarlConfig) -> None:
 def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
     """The share of conversations whose assistant tokens greedy decoding would give, one after the other."""
     batch = conversation_batch(conversations, "token_mean")
-    predictions = trainer.log_probs(batch, temperature=1.0)
-    return float(exact_matches(predictions.greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
+    greedy = trainer.predictions(batch, ["greedy"], temperature=1.0)["greedy"]
+    return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
 
 
 def _read(start: Start, files: list[str]) -> list[Conversation]:

@@ -133,7 +133,7 @@ def draw_iteration(
     # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
     with clock.stage("reference"):
         batches = [
-            with_reference(batch, training.trainer.log_probs(batch, temperature=1.0).log_probs)
+            with_reference(batch, training.trainer.log_probs(batch, temperature=1.0))
             for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
         ]
     for number, batch in enumerate(batches):

@@ -1,7 +1,7 @@
 """Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,9 +14,10 @@ from converters.errors import UserError
 class RaggedBatch:
     """N sequences of different lengths, end to end.
 
-    `tokens` is long[T] and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of `fields` holds
-    one value per token, [T]: the value at position t belongs to token t (its log-probability given what is before
-    it, its advantage, its weight in the loss).
+    `tokens` is [T], int32 or long, and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of
+    `fields` holds one value per token, [T]: the value at position t belongs to token t (its log-probability given what
+    is before it, its advantage, its weight in the loss). Each of `names` holds one number per sequence, long[N], by
+    which an error calls it.
 
     With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
     data-parallel ranks get them whole and in order.
@@ -28,6 +29,7 @@ class RaggedBatch:
     lengths: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     unit: int = 1
+    names: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
@@ -38,6 +40,9 @@ class RaggedBatch:
         for name, values in {"tokens": self.tokens, **self.fields}.items():
             if values.shape != (total,):
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
+        for name, values in self.names.items():
+            if values.shape != self.lengths.shape:
+                raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)} for {len(self)} sequences")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -46,10 +51,19 @@ class RaggedBatch:
         """The given sequences, in the given order; an index may appear more than once."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.lengths.device)
         lengths = self.lengths[chosen]
-        starts = (self.lengths.cumsum(0) - self.lengths)[chosen]
-        positions = starts.repeat_interleave(lengths) + _positions_within(lengths)
-        fields = {name: values[positions] for name, values in self.fields.items()}
-        return RaggedBatch(self.tokens[positions], lengths, fields, self.unit)
+        ends = self.lengths.cumsum(0)[chosen]
+        places = [slice(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+        def take(values: Tensor) -> Tensor:
+            return torch.cat([values[place] for place in places]) if places else values[:0]
+
+        fields = {name: take(values) for name, values in self.fields.items()}
+        names = {name: values[chosen] for name, values in self.names.items()}
+        return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names)
+
+    def only(self, names: Collection[str]) -> "RaggedBatch":
+        """The same sequences, and of their fields those of `names` that there are."""
+        return replace(self, fields={name: values for name, values in self.fields.items() if name in names})
 
     def with_fields(self, **fields: Tensor) -> "RaggedBatch":
         """The same sequences with more (or replaced) fields, each [T]."""
@@ -58,6 +72,10 @@ class RaggedBatch:
     def split_field(self, name: str) -> list[Tensor]:
         """One view [length] of the field per sequence."""
         return list(self.fields[name].split(self.lengths.tolist()))
+
+
+ASKED_BY = ("weights", "trained")
+"""The fields that say which labels a model is asked about; the first that there is."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,8 @@ class MicroBatch:
     """How many of the T' tokens are not padding."""
     unit: int = 1
     """See `RaggedBatch`."""
+    names: Mapping[str, Tensor] = field(default_factory=dict)
+    """See `RaggedBatch`; they stay on the CPU."""
 
     @property
     def asked(self) -> Tensor:
@@ -97,7 +117,7 @@ class MicroBatch:
         They are those with a weight in the loss (what is not a number is not 0); without `weights`, those of `trained`
         tokens; without both, all.
         """
-        for name in ("weights", "trained"):
+        for name in ASKED_BY:
             if name in self.fields:
                 return self.fields[name] != 0
         return self.targets
@@ -180,7 +200,8 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
     others still run.
     """
     chosen = batch.select(sequences)
-    real_tokens = len(chosen.tokens)
+    tokens = chosen.tokens.long()
+    real_tokens = len(tokens)
     padding = -real_tokens % align if real_tokens else align
     lengths = torch.cat([chosen.lengths, chosen.lengths.new_tensor([padding])]) if padding else chosen.lengths
     ends = lengths.cumsum(0)
@@ -194,8 +215,8 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         return shifted.masked_fill_(~targets, 0)
 
     return MicroBatch(
-        tokens=torch.cat([chosen.tokens, chosen.tokens.new_zeros(padding)])[None],
-        labels=next_token(chosen.tokens)[None],
+        tokens=torch.cat([tokens, tokens.new_zeros(padding)])[None],
+        labels=next_token(tokens)[None],
         position_ids=_positions_within(lengths)[None],
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
         max_seqlen=int(lengths.max()),
@@ -204,6 +225,7 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         lengths=chosen.lengths,
         real_tokens=real_tokens,
         unit=batch.unit,
+        names=chosen.names,
     )
 
 

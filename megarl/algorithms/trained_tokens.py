@@ -26,6 +26,8 @@ class TrainedTokens:
     """[T]"""
     fields: Mapping[str, Tensor]
     """[T'] each, as the micro-batch has them."""
+    names: Mapping[str, Tensor]
+    """long[N] each, padding left out, as the micro-batch has them."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "TrainedTokens":
@@ -37,7 +39,7 @@ class TrainedTokens:
         ends = trained.cumsum(0)[micro_batch.cu_seqlens[1:].long() - 1]
         lengths = ends.diff(prepend=ends.new_zeros(1))
         indices = trained.nonzero().squeeze(1)
-        return cls(indices, Ragged(lengths), weights[indices], micro_batch.fields)
+        return cls(indices, Ragged(lengths), weights[indices], micro_batch.fields, micro_batch.names)
 
     def take(self, values: Tensor) -> Tensor:
         """[T'] to [T]; differentiable."""
@@ -54,14 +56,14 @@ class TrainedTokens:
     def check_finite(self, what: str, values: Tensor) -> None:
         """Raise UserError with the first of `values` [T] that is NaN or infinite: `what` it is, and of which response.
 
-        The fields `response` and `prompt` name the response, where there are such.
+        The `names` say which, where there are any.
         """
         finite = values.isfinite()
         if bool(finite.all()):
             return
         place = int((~finite).nonzero()[0])
-        names = [f"{name} {int(self.field(name)[place])}" for name in ("response", "prompt") if name in self.fields]
-        where = " to ".join(names) or "a response"
+        sequence = int((self.ragged.lengths.cumsum(0) <= place).sum())
+        where = " to ".join(f"{name} {int(numbers[sequence])}" for name, numbers in self.names.items()) or "a response"
         raise UserError(
             f"the {what} of a token of {where} of this step is {float(values[place])}, not a finite number: the step "
             "is not trained on; look for the first step at which the loss or the gradient norm went wrong, and lower "

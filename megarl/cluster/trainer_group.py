@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from itertools import chain, count
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -15,16 +16,16 @@ from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
+from megarl.cluster.share import Share
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.schema import ClusterConfig
-from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch, assign
+from megatron_ext.packing import ASKED_BY, RaggedBatch, assign
 from megatron_ext.step_result import StepResult
 
 Cut: TypeAlias = list[list[list[int]]]
@@ -76,33 +77,39 @@ class TrainerGroup(WorkerGroup):
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
         self.call("build_frozen", model_path, self._options, head)
 
-    def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> LogProbs:
-        """Log-probabilities of all tokens of `batch`, in its order."""
+    def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> Tensor:
+        """float32[T]: log-probabilities of all tokens of `batch`, in its order."""
+        return self.predictions(batch, ["log_probs"], temperature=temperature, reference=reference)["log_probs"]
+
+    def predictions(
+        self, batch: RaggedBatch, names: Sequence[str], *, temperature: float, reference: bool = False
+    ) -> dict[str, Tensor]:
+        """Predictions for each token of `batch`, [T] in its order: the fields of `LogProbs` that are named."""
         cut = self._cut(batch)
-        results = self._call_shares("log_probs", batch, cut, temperature, reference)
-        return LogProbs(
-            **{
-                field.name: in_order_of_tokens(batch, cut, [getattr(result, field.name) for result in results])
-                for field in fields(LogProbs)
-            }
-        )
+        asked_by = [name for name in ASKED_BY if name in batch.fields][:1]
+        results = self._call_shares("predictions", batch.only(asked_by), cut, list(names), temperature, reference)
+        return {name: in_order_of_tokens(batch, cut, [result[name] for result in results]) for name in names}
 
     def values(self, batch: RaggedBatch) -> Tensor:
         """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
         cut = self._cut(batch)
-        return in_order_of_tokens(batch, cut, self._call_shares("values", batch, cut))
+        return in_order_of_tokens(batch, cut, self._call_shares("values", batch.only(()), cut))
 
     def scores(self, batch: RaggedBatch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
         cut = self._cut(batch)
-        return torch.cat(self._call_shares("scores", batch, cut))[_sequences(cut).argsort()]
+        scores = np.concatenate(self._call_shares("scores", batch.only(()), cut))
+        return torch.from_numpy(scores)[_sequences(cut).argsort()]
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference model; checkpoints then hold them."""
         self.call("refresh_reference")
 
     def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
-        """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits."""
+        """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
+
+        The fields of the batch are those that the objective reads.
+        """
         results: list[StepResult] = self._call_shares("train_step", batch, self._cut(batch), objective, temperature)
         return replace(results[0], metrics=[part for result in results for part in result.metrics])
 
@@ -171,11 +178,17 @@ class TrainerGroup(WorkerGroup):
         return cut_batch(batch, self._options, self._max_tokens)
 
     def _call_shares(self, method: str, batch: RaggedBatch, cut: Cut, *arguments: Any) -> list[Any]:
-        """Call every rank with its data-parallel share; the results of the ranks that hold a share's predictions."""
-        stored = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
-        of_ranks = [(*stored[self._parallel.data_parallel_rank(rank)], *arguments) for rank in range(len(self))]
+        """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
+
+        The batch has the fields that the call reads, and no others: they go to every rank.
+        """
+        stored = [ray.put(Share.of(batch, each)) for each in cut]
+        asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
+        of_ranks = [
+            (stored[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
+        ]
         results = wait(self.begin_each(method, of_ranks))
-        return [result for rank, result in enumerate(results) if self._parallel.holds_predictions(rank)]
+        return [result for rank, result in enumerate(results) if asked[rank]]
 
 
 def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> Cut:
@@ -184,20 +197,19 @@ def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> 
     return assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)
 
 
-def share_of(batch: RaggedBatch, cut: list[list[int]]) -> tuple[RaggedBatch, list[list[int]]]:
-    """The sequences of one share of a cut batch, and its micro-batches by their places in the share."""
-    places = count()
-    renumbered = [[next(places) for _ in micro_batch] for micro_batch in cut]
-    return batch.select(list(chain.from_iterable(cut))), renumbered
-
-
 def _sequences(cut: Cut) -> Tensor:
     """long[N]: the sequences of the batch that was cut, share after share."""
     return torch.tensor([each for share in cut for each in chain.from_iterable(share)], dtype=torch.long)
 
 
-def in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[Tensor]) -> Tensor:
+def in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[np.ndarray]) -> Tensor:
     """Join values of the tokens of the shares into those of the batch that was cut."""
-    sequences = _sequences(cut)
-    pieces = torch.cat(list(values)).split(batch.lengths[sequences].tolist())
-    return torch.cat([pieces[index] for index in sequences.argsort().tolist()])
+    ends, lengths = batch.lengths.cumsum(0).tolist(), batch.lengths.tolist()
+    joined = np.empty(len(batch.tokens), dtype=values[0].dtype)
+    for share, own in zip(cut, values, strict=True):
+        done = 0
+        for sequence in chain.from_iterable(share):
+            length = lengths[sequence]
+            joined[ends[sequence] - length : ends[sequence]] = own[done : done + length]
+            done += length
+    return torch.from_numpy(joined)

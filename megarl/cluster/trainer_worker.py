@@ -1,13 +1,12 @@
 """The program of one Megatron rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import ray
 import torch
-from torch import Tensor
 
 from megatron_ext import device
 
@@ -17,6 +16,7 @@ from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
+from megarl.cluster.share import Array, Share  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
 from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
@@ -24,12 +24,10 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E40
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
-from megatron_ext.log_probs import LogProbs  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.objective import Objective  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
-from megatron_ext.packing import RaggedBatch  # noqa: E402
 from megatron_ext.specs import module_names  # noqa: E402
 from megatron_ext.step_result import StepResult  # noqa: E402
 
@@ -81,32 +79,38 @@ class TrainerWorker:
     def _new_model(self, model_path: Path, options: MegatronOptions, head: Head) -> MegatronModel:
         return MegatronModel(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
 
-    def log_probs(
-        self, batch: RaggedBatch, micro_batches: list[list[int]], temperature: float, reference: bool
-    ) -> LogProbs | None:
-        """See `MegatronModel.log_probs`; with `reference`, of the reference model."""
-        if not reference:
-            return self.model.log_probs(batch, micro_batches, temperature=temperature)
-        with self.model.reference_weights():
-            return self.model.log_probs(batch, micro_batches, temperature=temperature)
+    def predictions(
+        self, share: Share, is_asked: bool, names: list[str], temperature: float, reference: bool
+    ) -> dict[str, Array] | None:
+        """The fields of `MegatronModel.log_probs` that are named; with `reference`, of the reference model.
 
-    def values(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
+        None if the rank is not asked, as for all results: another rank of its share has the same.
+        """
+        with self.model.reference_weights() if reference else nullcontext():
+            found = self.model.log_probs(share.batch(), share.micro_batches, temperature=temperature)
+        if not is_asked:
+            return None
+        assert found is not None, "a rank of the last stage is asked"
+        return {name: getattr(found, name).numpy() for name in names}
+
+    def values(self, share: Share, is_asked: bool) -> Array | None:
         """See `MegatronModel.values`."""
-        return self.model.values(batch, micro_batches)
+        values = self.model.values(share.batch(), share.micro_batches)
+        return values.numpy() if is_asked and values is not None else None
 
-    def scores(self, batch: RaggedBatch, micro_batches: list[list[int]]) -> Tensor | None:
+    def scores(self, share: Share, is_asked: bool) -> Array | None:
         """See `MegatronModel.scores`."""
-        return self.model.scores(batch, micro_batches)
+        scores = self.model.scores(share.batch(), share.micro_batches)
+        return scores.numpy() if is_asked and scores is not None else None
 
     def refresh_reference(self) -> None:
         """See `MegatronModel.refresh_reference`."""
         self.model.refresh_reference()
 
-    def train_step(
-        self, batch: RaggedBatch, micro_batches: list[list[int]], objective: Objective, temperature: float
-    ) -> StepResult:
+    def train_step(self, share: Share, is_asked: bool, objective: Objective, temperature: float) -> StepResult | None:
         """See `MegatronModel.train_step`."""
-        return self.model.train_step(batch, micro_batches, objective, temperature=temperature)
+        result = self.model.train_step(share.batch(), share.micro_batches, objective, temperature=temperature)
+        return result if is_asked else None
 
     def module_names(self) -> ModuleNames:
         """The names by which the tensors of this model are known."""

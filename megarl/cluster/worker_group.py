@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -102,6 +102,12 @@ class Stream:
     references: ray.ObjectRefGenerator
 
 
+class _Failed(NamedTuple):
+    """A call ended with a failure."""
+
+    failure: Exception
+
+
 class WorkerGroup:
     """The processes of a role. A context manager: they end with it."""
 
@@ -192,7 +198,7 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
     `timeout_s`, else WorkerFailed with the reason and the end of its log.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    pending = list(calls)
+    pending, results = list(calls), dict[ray.ObjectRef, R]()
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         done = _first_done(pending, left)
@@ -202,9 +208,11 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
             worker.failure = WorkerGone(reason, worker.log)
             raise worker.failure
         pending.remove(done)
-        if failure := _failure(done):
-            raise _cause(failure, pending)
-    return ray.get([call.reference for call in calls])
+        answer = _answer(done)
+        if isinstance(answer, _Failed):
+            raise _cause(answer.failure, pending)
+        results[done.reference] = answer
+    return [results[call.reference] for call in calls]
 
 
 def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
@@ -217,9 +225,10 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
             del by_references[ready]
             continue
         stream = by_references[ready]
-        if failure := _failure(Call[Any](stream.worker, result)):
-            raise failure
-        yield stream, ray.get(result)
+        answer = _answer(Call[Any](stream.worker, result))
+        if isinstance(answer, _Failed):
+            raise answer.failure
+        yield stream, answer
 
 
 def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> None:
@@ -235,8 +244,8 @@ def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> N
         if done is None:
             break
         pending.remove(done)
-        if failure := _failure(done):
-            failures.append(failure)
+        if isinstance(answer := _answer(done), _Failed):
+            failures.append(answer.failure)
     if failures:
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
@@ -263,19 +272,20 @@ def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
         if done is None:
             break
         left.remove(done)
-        if isinstance(other := _failure(done), WorkerGone):
-            return other
+        other = _answer(done)
+        if isinstance(other, _Failed) and isinstance(other.failure, WorkerGone):
+            return other.failure
     return failure
 
 
-def _failure(done: Call[Any]) -> Exception | None:
-    """Why a call that has ended failed; None if it did not."""
+def _answer(done: Call[R]) -> "R | _Failed":
+    """The result of a call that has ended, or why it failed. Each time it is asked for, Ray makes a copy."""
     log = done.worker.log
     try:
-        ray.get(done.reference)
+        return ray.get(done.reference)
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
-            return error.cause
+            return _Failed(error.cause)
         done.worker.failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
     except OutOfMemoryError:
         done.worker.failure = WorkerGone(
@@ -292,6 +302,4 @@ def _failure(done: Call[Any]) -> Exception | None:
                 f"for want of memory (dmesg tells); {_GOES_ON}"
             )
         done.worker.failure = WorkerGone(reason, log)
-    else:
-        return None
-    return done.worker.failure
+    return _Failed(done.worker.failure)

@@ -37,7 +37,7 @@ class LogProbCheck:
         answers = [prompt + turn.token_ids.tolist() for prompt, turn in zip(prompts, turns, strict=True)]
         lengths = [len(answer) for answer in answers]
         batch = RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths))
-        scored = trainer.log_probs(batch, temperature=1.0).log_probs.split(lengths)
+        scored = trainer.log_probs(batch, temperature=1.0).split(lengths)
         difference = max(
             (own[len(prompt) :] - torch.tensor(turn.log_probs)).abs().mean().item()
             for prompt, own, turn in zip(prompts, scored, turns, strict=True)

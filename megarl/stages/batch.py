@@ -45,8 +45,8 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> RaggedBa
     """The trajectories of all groups end to end, group by group.
 
     Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
-    `response` and `prompt`, the places of the trajectory in the step and of its prompt in the data, which name a token
-    in an error; `turn_rewards`, where turns have scores of their own.
+    `turn_rewards`, where turns have scores of their own. Names, for errors: `response` and `prompt`, the places of the
+    trajectory in the step and of its prompt in the data.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     tokens, lengths = sequences(trajectories)
@@ -54,12 +54,11 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> RaggedBa
     fields = {
         "trained": _joined([each.is_sampled & _counts(each, config) for each in trajectories]),
         "rollout_log_probs": _joined([each.log_probs for each in trajectories]),
-        "response": torch.arange(len(trajectories)).repeat_interleave(lengths),
-        "prompt": torch.tensor(prompts).repeat_interleave(lengths),
     }
     if any(each.turn_scores for each in trajectories):
         fields["turn_rewards"] = _joined([_turn_rewards(each) for each in trajectories])
-    return with_fields(RaggedBatch(tokens, lengths), **fields)
+    names = {"response": torch.arange(len(trajectories)), "prompt": torch.tensor(prompts)}
+    return with_fields(RaggedBatch(tokens, lengths, names=names), **fields)
 
 
 def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[RaggedBatch]:
@@ -134,9 +133,9 @@ def at_trained_tokens(values: Tensor, batch: RaggedBatch) -> Tensor:
 
 
 def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """Whole conversations end to end: tokens long[T], and the length of each long[N]."""
+    """Whole conversations end to end: tokens int32[T], and the length of each long[N]."""
     pieces = [each.token_ids for each in trajectories]
-    return _joined(pieces).long(), torch.tensor([len(piece) for piece in pieces])
+    return _joined(pieces), torch.tensor([len(piece) for piece in pieces])
 
 
 def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:

@@ -1,17 +1,20 @@
 """The fields of a batch: what each value per token is, who makes it and who reads it."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ext.packing import RaggedBatch
 
+Loss = Literal["policy", "value", "prime"]
+"""Losses that are computed on the ranks, by the model that learns."""
+
 
 class Field(NamedTuple):
-    """One field of a `RaggedBatch`: a value for each of its T tokens.
+    """One field of a `RaggedBatch`: a value for each of its T tokens. The ranks are sent what their `losses` read.
 
-    Example: Field("advantages", torch.float32, "how much better ...", made_by="with_advantages", read_by="losses")
+    Example: Field("returns", torch.float32, "what a critic learns", "with_advantages", "value loss", losses=("value",))
     """
 
     name: str
@@ -19,14 +22,20 @@ class Field(NamedTuple):
     meaning: str
     made_by: str
     read_by: str
+    losses: tuple[Loss, ...] = ()
 
 
 _F32 = torch.float32
 FIELDS = (
     Field("trained", torch.bool, "whether the token is trained on", "to_batch", "all that follows"),
-    Field("rollout_log_probs", _F32, "the engine's log-prob, 0 if not sampled", "to_batch", "corrections, policy loss"),
-    Field("response", torch.int64, "place of the trajectory in the step", "to_batch", "errors, to name it"),
-    Field("prompt", torch.int64, "place of the prompt in the data", "to_batch", "errors, to name it"),
+    Field(
+        "rollout_log_probs",
+        _F32,
+        "the engine's log-prob, 0 if not sampled",
+        "to_batch",
+        "corrections, policy loss",
+        ("policy",),
+    ),
     Field("turn_rewards", _F32, "score of a turn, at its last token", "to_batch", "with_advantages"),
     Field(
         "old_log_probs",
@@ -34,11 +43,19 @@ FIELDS = (
         "the policy's before the step",
         "with_model_outputs",
         "ratios, KL in the reward, advantages",
+        ("policy",),
     ),
-    Field("reference_log_probs", _F32, "the reference's", "with_model_outputs", "KL, sppo, preferences"),
+    Field(
+        "reference_log_probs",
+        _F32,
+        "the reference's",
+        "with_model_outputs",
+        "KL, sppo, preferences",
+        ("policy", "prime"),
+    ),
     Field("probability_squares", _F32, "sum of squared probabilities", "with_model_outputs", "optimal_token_baseline"),
     Field("teacher_log_probs", _F32, "the teacher's", "with_model_outputs", "distillation"),
-    Field("old_values", _F32, "the critic's before the step", "with_model_outputs", "gae, value loss"),
+    Field("old_values", _F32, "the critic's before the step", "with_model_outputs", "gae, value loss", ("value",)),
     Field("process_rewards", _F32, "of the implicit reward model", "with_model_outputs", "prime"),
     Field(
         "implicit_reference_log_probs",
@@ -47,11 +64,27 @@ FIELDS = (
         "with_model_outputs",
         "update of the implicit reward model",
     ),
-    Field("advantages", _F32, "0 if not trained on", "with_advantages", "policy loss"),
-    Field("returns", _F32, "what a critic learns", "with_advantages", "value loss"),
-    Field("outcomes", _F32, "reward of the response", "with_advantages", "update of the implicit reward model"),
-    Field("weights", _F32, "weight in the loss, 0 if not trained on", "mini_batches", "all losses"),
-    Field("chosen", torch.bool, "whether the loss treats the token apart", "update_policy", "clip_cov, kl_cov"),
+    Field("advantages", _F32, "0 if not trained on", "with_advantages", "policy loss", ("policy",)),
+    Field("returns", _F32, "what a critic learns", "with_advantages", "value loss", ("value",)),
+    Field(
+        "outcomes", _F32, "reward of the response", "with_advantages", "update of the implicit reward model", ("prime",)
+    ),
+    Field(
+        "weights",
+        _F32,
+        "weight in the loss, 0 if not trained on",
+        "mini_batches",
+        "all losses",
+        ("policy", "value", "prime"),
+    ),
+    Field(
+        "chosen",
+        torch.bool,
+        "whether the loss treats the token apart",
+        "update_policy",
+        "clip_cov, kl_cov",
+        ("policy",),
+    ),
 )
 """In the order in which a step makes them. Each is [T] and lies where its token does."""
 
@@ -71,11 +104,16 @@ def with_fields(batch: RaggedBatch, **values: Tensor) -> RaggedBatch:
     return batch.with_fields(**values)
 
 
+def for_loss(batch: RaggedBatch, loss: Loss) -> RaggedBatch:
+    """`batch` with those of its fields that the loss reads: they go to every rank."""
+    return batch.only([field.name for field in FIELDS if loss in field.losses])
+
+
 def table() -> str:
     """`FIELDS` in Markdown."""
     header = ("field", "dtype", "value of a token", "made by", "read by"), ("---",) * 5
     rows = [
         (f"`{name}`", str(dtype).removeprefix("torch."), meaning, made_by, read_by)
-        for name, dtype, meaning, made_by, read_by in FIELDS
+        for name, dtype, meaning, made_by, read_by, _ in FIELDS
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (*header, *rows))

@@ -33,13 +33,11 @@ def with_model_outputs(
     fields: dict[str, Tensor] = {}
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
     if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
-        old = policy.log_probs(batch, temperature=temperature)
-        fields["old_log_probs"] = old.log_probs
-        if "probability_squares" in estimator.needs:
-            assert old.probability_squares is not None, "a forward without gradient gives them"
-            fields["probability_squares"] = old.probability_squares
+        names = ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
+        fields |= policy.predictions(batch, names, temperature=temperature)
+        fields["old_log_probs"] = fields.pop("log_probs")
     if objective.needs_reference:
-        fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True).log_probs
+        fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True)
     if auxiliary.critic is not None:
         fields["old_values"] = auxiliary.critic.values(batch)
     if auxiliary.teachers:
@@ -47,8 +45,8 @@ def with_model_outputs(
     if auxiliary.implicit_reward_model is not None:
         model = auxiliary.implicit_reward_model
         now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
-        fields["implicit_reference_log_probs"] = before.log_probs
-        fields["process_rewards"] = implicit_process_rewards(now.log_probs, before.log_probs, config.reward_model.beta)
+        fields["implicit_reference_log_probs"] = before
+        fields["process_rewards"] = implicit_process_rewards(now, before, config.reward_model.beta)
     return with_fields(batch, **fields)
 
 
@@ -62,6 +60,6 @@ def _teacher_log_probs(
         taught = [index for index, prompt in enumerate(prompts) if teacher.teaches(prompt)]
         if taught:
             part = batch.select(taught)
-            log_probs = teacher.group.log_probs(part, temperature=temperature).log_probs
+            log_probs = teacher.group.log_probs(part, temperature=temperature)
             pieces |= dict(zip(taught, log_probs.split(part.lengths.tolist()), strict=True))
     return torch.cat([pieces[index] for index in range(len(prompts))])

@@ -9,13 +9,13 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics
 from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
-from megarl.stages.fields import with_fields
+from megarl.stages.fields import Loss, for_loss, with_fields
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
-_POLICY = "policy"
+_POLICY: Loss = "policy"
 """The model whose experts' load is reported."""
 
 
@@ -33,7 +33,7 @@ def update_policy(
     random with `seed`.
     """
     chosen = _selected(trainer, batches, objective, temperature, seed) if objective.needs_selection else batches
-    steps = _optimizer_steps(trainer, chosen, objective, temperature)
+    steps = _optimizer_steps(trainer, chosen, objective, temperature, _POLICY)
     of_steps = [step.kl_to_reference for step in _merged(steps)]
     known = [each.value for each in of_steps if each is not None]
     return _metrics(steps, _POLICY), sum(known) / len(known) if known else None
@@ -48,7 +48,7 @@ def _selected(
 ) -> Iterator[RaggedBatch]:
     # A generator, so that each choice is made with the weights that the optimizer step before it left.
     for number, batch in enumerate(batches):
-        present = trainer.log_probs(batch, temperature=temperature).log_probs
+        present = trainer.log_probs(batch, temperature=temperature)
         yield with_fields(batch, chosen=objective.select(batch, present, seed=(*seed, number)))
 
 
@@ -79,19 +79,19 @@ def update(
     objective: Objective,
     *,
     temperature: float,
-    model: str = _POLICY,
+    model: Loss = _POLICY,
 ) -> dict[str, MetricValue]:
     """One optimizer step per batch; metrics are means over the batches, maxima over all.
 
-    `model` names what is trained, for its gradient norm and learning rate.
+    `model` names what is trained, for the fields that its loss reads, its gradient norm and its learning rate.
     """
-    return _metrics(_optimizer_steps(trainer, batches, objective, temperature), model)
+    return _metrics(_optimizer_steps(trainer, batches, objective, temperature, model), model)
 
 
 def _optimizer_steps(
-    trainer: TrainerGroup, batches: Iterable[RaggedBatch], objective: Objective, temperature: float
+    trainer: TrainerGroup, batches: Iterable[RaggedBatch], objective: Objective, temperature: float, model: Loss
 ) -> list[StepResult]:
-    return [trainer.train_step(batch, objective, temperature=temperature) for batch in batches]
+    return [trainer.train_step(for_loss(batch, model), objective, temperature=temperature) for batch in batches]
 
 
 def _merged(steps: Sequence[StepResult]) -> list[Metrics]:

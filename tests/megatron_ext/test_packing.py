@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.trainer_group import cut_batch, in_order_of_tokens, share_of
+from megarl.cluster.share import Share
+from megarl.cluster.trainer_group import cut_batch, in_order_of_tokens
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, assign, pack, unpack
 
@@ -189,10 +190,10 @@ def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) 
 def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ranks, max_tokens) -> None:
     batch = ragged(lengths)
     cut = cut_batch(batch, MegatronOptions(ParallelSizes(world_size=ranks), torch.float32), max_tokens)
-    shares = [share_of(batch, each) for each in cut]
+    shares = [(share.batch(), share.micro_batches) for share in (Share.of(batch, each) for each in cut)]
     for (share, micro_batches), sequences in zip(shares, cut, strict=True):
         packed = [[share.tokens.split(share.lengths.tolist())[i].tolist() for i in each] for each in micro_batches]
         assert packed == [[batch.tokens.split(lengths)[i].tolist() for i in each] for each in sequences]
     if lengths:
-        values = [share.fields["value"] for share, _ in shares]
+        values = [share.fields["value"].numpy() for share, _ in shares]
         assert torch.equal(in_order_of_tokens(batch, cut, values), batch.fields["value"])

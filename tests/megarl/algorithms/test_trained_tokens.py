@@ -18,8 +18,9 @@ def micro_batch(**names: list[int]) -> MicroBatch:
     """Two sequences of a prompt of two tokens and a response of two."""
     weights = torch.tensor([0.0, 0.0, 0.25, 0.25] * 2)
     constant = dict.fromkeys(("advantages", "rollout_log_probs", "returns", "old_values"), torch.zeros(8))
-    fields = {"weights": weights, **constant, **{name: torch.tensor(values) for name, values in names.items()}}
-    return pack(RaggedBatch(torch.arange(8), torch.tensor([4, 4]), fields), [0, 1])
+    numbers = {name: torch.tensor(values) for name, values in names.items()}
+    whole = RaggedBatch(torch.arange(8), torch.tensor([4, 4]), {"weights": weights, **constant}, names=numbers)
+    return pack(whole, [1, 0], align=3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
@@ -27,10 +28,10 @@ def micro_batch(**names: list[int]) -> MicroBatch:
 def test_it_is_named_by_response_and_prompt(model: str, bad: float) -> None:
     objective, predictions = OBJECTIVES[model]
     values = torch.zeros(8)
-    values[6] = bad  # predicts the last token of the second sequence
+    values[2] = bad  # predicts the last token of the sequence that is packed first
     message = f"^the {model}'s .* of a token of response 9 to prompt 70 of this step is {bad}, not a finite number"
     with pytest.raises(UserError, match=message):
-        objective(predictions(values), micro_batch(response=[5] * 4 + [9] * 4, prompt=[60] * 4 + [70] * 4))
+        objective(predictions(values), micro_batch(response=[5, 9], prompt=[60, 70]))
     with pytest.raises(UserError, match=f"of a token of a response of this step is {bad}"):
         objective(predictions(values), micro_batch())
 

@@ -16,6 +16,7 @@ from megarl.algorithms.value_loss import ValueObjective
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.share import Share
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
@@ -69,6 +70,7 @@ def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp
         policy.build(model, None, 2, reference=True)
         critic.build(model, None, 2, reference=False, head="value")
         predictions_are_in_the_order_of_the_batch(critic, policy, classifier)
+        a_rank_answers_only_if_it_is_asked(policy)
         the_critic_learns(critic, model)
         the_reference_becomes_the_policy(policy)
     assert {path.name for path in tmp_path.glob("*.log")} == {"trainer_0.log", "critic_0.log", "critic_1.log"}
@@ -86,10 +88,16 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
     torch.testing.assert_close(scores, torch.stack([each[-1] for each in of_tokens]), atol=1e-5, rtol=0)
     shifted = torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in of_tokens])
     torch.testing.assert_close(values, shifted, atol=1e-5, rtol=0)
-    squares = policy.log_probs(whole, temperature=1.0).probability_squares
-    assert squares is not None
+    squares = policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"]
     assert squares.shape == whole.tokens.shape
     assert (squares[1:7] > 0).all()
+
+
+def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
+    share = Share.of(batch(), [[4, 0], [2]])
+    asked, other = (policy.call("predictions", share, is_asked, ["greedy"], 1.0, False) for is_asked in (True, False))
+    assert [list(each) for each in asked] == [["greedy"]]
+    assert other == [None]
 
 
 def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
@@ -103,7 +111,7 @@ def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
 
 def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     def log_probs(*, reference: bool) -> Tensor:
-        return policy.log_probs(batch(), temperature=1.0, reference=reference).log_probs
+        return policy.log_probs(batch(), temperature=1.0, reference=reference)
 
     before = log_probs(reference=True)
     policy.train_step(batch(), sft_objective)

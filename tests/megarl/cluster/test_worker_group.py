@@ -121,9 +121,12 @@ def make_group(tmp_path, monkeypatch):
         yield make
 
 
-def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_group(make_group, tmp_path):
+def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_group(make_group, tmp_path, monkeypatch):
     with make_group() as group:
+        copies, get = [], ray.get
+        monkeypatch.setattr(ray, "get", lambda reference: copies.append(reference) or get(reference))
         assert group.call("rank_plus", 10) == [10, 11]
+        assert len(copies) == 2, "each result is copied out of the store once"
         assert group.call("environment", "MEGARL_TEST") == ["seen", "seen"]
         with pytest.raises(WorkerFailed, match="a fault of the program"):
             group.call("fail")
@@ -187,7 +190,7 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
 
     monkeypatch.setattr(ray, "get", get)
     worker = SimpleNamespace(log=tmp_path / "trainer_3.log", failure=None)
-    failure = worker_group._failure(Call(worker, None))
+    failure = worker_group._answer(Call(worker, None)).failure
     assert isinstance(failure, WorkerGone)
     assert failure.sentence.startswith("Ray ended trainer_3, because the memory of its machine was nearly full: ")
     raylet = Path(ray._private.worker._global_node.get_logs_dir_path()) / "raylet.out"

@@ -3,12 +3,17 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.stages.fields import FIELDS, table, with_fields
-from megatron_ext.packing import RaggedBatch
+from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
+from megarl.schema import AlgorithmConfig
+from megarl.stages.fields import FIELDS, Loss, for_loss, table, with_fields
+from megatron_ext.log_probs import LogProbs
+from megatron_ext.objective import Objective
+from megatron_ext.packing import RaggedBatch, pack
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [
@@ -61,6 +66,48 @@ def test_a_field_is_known_and_of_its_type() -> None:
         with_fields(batch, wieghts=torch.ones(2))
     with pytest.raises(ValueError, match=r"'weights' of a batch is torch\.float32, and not torch\.float64"):
         with_fields(batch, weights=torch.ones(2).double())
+
+
+def policy(**settings: Any) -> PolicyObjective:
+    return PolicyObjective(AlgorithmConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("loss", "objective"),
+    [
+        ("policy", policy(kl_coefficient=0.1, updates_per_step=2)),
+        ("policy", policy(ratio_to="rollout", corrections=[], off_policy_mask=0.1)),
+        ("policy", policy(policy_loss="clip_cov", updates_per_step=2)),
+        ("value", ValueObjective()),
+        ("prime", ImplicitRewardObjective()),
+    ],
+)
+def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objective: Objective) -> None:
+    lengths = torch.tensor([5, 7])
+    made = {
+        field.name: torch.rand(12, generator=torch.Generator().manual_seed(number)).to(field.dtype)
+        for number, field in enumerate(FIELDS)
+    }
+    batch = RaggedBatch(torch.arange(12), lengths, made)
+    values = -torch.rand(12, generator=torch.Generator().manual_seed(99))
+    predictions = values if loss == "value" else LogProbs(values, values.square(), values > -0.5)
+    sent = for_loss(batch, loss)
+    assert set(sent.fields) == {field.name for field in FIELDS if loss in field.losses} < set(batch.fields)
+    (whole, all_metrics), (part, metrics) = (objective(predictions, pack(each, [0, 1])) for each in (batch, sent))
+    assert torch.equal(whole, part)
+    assert Metrics.merge([all_metrics]).values() == Metrics.merge([metrics]).values()
+
+
+@pytest.mark.parametrize("loss", ["policy", "value", "prime"])
+def test_no_field_is_sent_that_a_loss_does_not_read(loss: Loss) -> None:
+    """Each is named in the module of the loss, or in one that it reads its micro-batch with."""
+    modules = {
+        "policy": ("policy_objective.py", "trained_tokens.py"),
+        "value": ("value_loss.py", "trained_tokens.py"),
+        "prime": ("implicit_reward.py", "sequences.py"),
+    }
+    text = "".join((ROOT / "megarl/algorithms" / name).read_text() for name in modules[loss])
+    assert [field.name for field in FIELDS if loss in field.losses and field.name not in text] == []
 
 
 def test_the_docs_have_the_table() -> None:
