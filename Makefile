@@ -6,7 +6,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs clean
+.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-data-plane clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -21,6 +21,7 @@ help:
 	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
 	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
+	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -29,7 +30,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-data-plane: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -83,6 +84,9 @@ benchmark-algorithms: setup .venv-algorithm-peers
 
 benchmark-log-probs: setup
 	$(PYTHON) benchmarks/log_probs.py $(ARGS)
+
+benchmark-data-plane: setup
+	$(PYTHON) benchmarks/data_plane.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache
