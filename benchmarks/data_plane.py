@@ -21,7 +21,9 @@ from machine import at_least_one, describe
 
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import PolicyObjective
-from megarl.cluster.placement import trainer_resources
+from megarl.cluster.placement import Role
+from megarl.cluster.reservation import Seats, reserve
+from megarl.cluster.roles import ENGINE, POLICY, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Worker, results_of, wait
@@ -94,8 +96,8 @@ def _own_bytes() -> int:
 class Consumers(TrainerGroup):
     """A group of Megatron ranks that are one process."""
 
-    def __init__(self, sizes: ParallelSizes, max_tokens: int, logs: Path) -> None:
-        super().__init__(MegatronOptions(ParallelSizes(), torch.float32), ClusterConfig(), logs, max_tokens)
+    def __init__(self, sizes: ParallelSizes, max_tokens: int, seats: Seats, logs: Path) -> None:
+        super().__init__(MegatronOptions(ParallelSizes(), torch.float32), ClusterConfig(), seats, logs, max_tokens)
         wait([self.workers[0].begin_make("data_plane_workers", "Ranks")])
         self.workers *= sizes.world_size
         self._parallel = sizes
@@ -179,9 +181,13 @@ def main() -> None:
     config = MegarlConfig(algorithm=algorithm)
     config.rollout.max_response_tokens = 2 * options.tokens
     store = max(256 * 1024**2, STORE_BYTES_PER_TOKEN * options.responses * options.tokens)
-    with tempfile.TemporaryDirectory() as logs, ray_cluster(ClusterConfig(), object_store_bytes=store):
-        trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, Path(logs))
-        engine = Worker("engine", trainer_resources(ClusterConfig()), Path(logs))
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        ray_cluster(ClusterConfig(), object_store_bytes=store),
+        reserve([_role(POLICY), _role(ENGINE)], ClusterConfig()) as seats,
+    ):
+        trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, seats[POLICY], Path(logs))
+        engine = Worker(seats[ENGINE], 0, Path(logs))
         wait([engine.begin_make("data_plane_workers", "Engine")])
         # Once small, so that what is loaded and started the first time is no step's.
         step(engine, trainer, config, SAMPLES * options.updates, 16)
@@ -189,6 +195,10 @@ def main() -> None:
         gc.collect()
         tokens, watch = step(engine, trainer, config, options.responses, options.tokens)
         print(report(sizes, tokens, watch, trainer.counted(), options.updates))
+
+
+def _role(name: str) -> Role:
+    return trainer_role(name, ParallelSizes(), ClusterConfig())
 
 
 if __name__ == "__main__":
