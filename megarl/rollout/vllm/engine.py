@@ -17,9 +17,10 @@ from megarl.process.loading import load
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
+from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
-from megarl.rollout.vllm.sequences import Listener, SequencesInFlight
+from megarl.rollout.vllm.sequences import SequencesInFlight
 
 R = TypeVar("R")
 P = ParamSpec("P")
