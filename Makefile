@@ -1,6 +1,7 @@
 # Everything runs in .venv, which `setup` makes on first use and checks on every later one.
 PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
+ENGINE ?=
 STEPS  ?=
 OUTPUT ?=
 # Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
@@ -9,7 +10,7 @@ TEST_WORKERS ?= 2
 .PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-data-plane clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|transformers] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
@@ -53,7 +54,7 @@ docs: setup
 
 quickstart: setup
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
-		$(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
+		$(if $(ENGINE),--engine $(ENGINE)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
 
 benchmark: benchmark-setup
 	$(PYTHON) benchmarks/step.py

@@ -28,6 +28,8 @@ ENGINES_NAMED = {
     "megarl/config/renamed_keys.py": "keys of other frameworks are told what they are called here",
 }
 """Files that name an engine, with the reason; of all others, only those in the engine's own folder do."""
+ENGINES_THAT_ARE_LIBRARIES = ("transformers",)
+"""Engines whose name is that of a library for all: they are named where their folder is, or rollout.engine has it."""
 CUDA_HOME = ("megatron_ext/device.py", "/kernels/")
 
 
@@ -131,13 +133,17 @@ def engines_named(root: Path) -> list[str]:
     found = []
     for file in source_files(root):
         where = file.relative_to(root).as_posix()
-        others = [name for name in engines if not where.startswith(f"{ENGINE_FOLDERS}{name}/")]
+        others = [
+            rf"(?:rollout[./]|engine=){name}\b" if name in ENGINES_THAT_ARE_LIBRARIES else name
+            for name in engines
+            if not where.startswith(f"{ENGINE_FOLDERS}{name}/")
+        ]
         if where not in ENGINES_NAMED:
             found += [
                 f"{where}:{line} names {name}"
                 for line, text in spoken(ast.parse(file.read_text()))
                 for name in others
-                if name in text.lower()
+                if re.search(name, text.lower())
             ]
     return found
 
@@ -247,6 +253,11 @@ BROKEN_TREES = {
         {"megarl/rollout/swift/engine.py": "", "megarl/doctor/a.py": "PACKAGES = ('torch', 'swift-cpu')"},
         {"megarl/rollout/swift/engine.py": "", "megarl/refit/a.py": "raise ValueError(f'{x}: SWIFT keeps them')"},
         {"megarl/rollout/swift/engine.py": "", "megarl/rollout/other/a.py": "import swift"},
+        {
+            "megarl/rollout/transformers/engine.py": "",
+            "megarl/data/a.py": "from megarl.rollout.transformers import engine",
+        },
+        {"megarl/rollout/transformers/engine.py": "", "megarl/data/a.py": "x = 'use rollout.engine=transformers'"},
     ],
     "workers are called by name in their room alone": [
         {"megarl/refit/a.py": "def f(group):\n    group.begin('send', 1)"}
@@ -273,6 +284,8 @@ SOUND_TREE = {
     "megarl/data/c.py": "from megatron_ext import device\n" * MAX_LINES,
     "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"\ny = """Of a text"""\n',
     "megarl/rollout/swift/engine.py": "import swift\nNAME = 'swift'",
+    "megarl/rollout/transformers/engine.py": "import transformers",
+    "megarl/data/e.py": "from transformers import AutoTokenizer\nPACKAGES = ('transformers',)",
     "megarl/cluster/group.py": "def f(group):\n    group.begin('send', 1)",
     "megarl/refit/a.py": "def f(group, send):\n    group.begin(send, 'x')",
     "megarl/train.py": '"""As swift does."""\nfrom megarl.data import x',

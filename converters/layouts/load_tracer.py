@@ -89,6 +89,17 @@ class LoadTracer(TorchDispatchMode):
         self._followed[_storage(tensor)] = _Followed(hf_name, Box.whole(tensor.shape), tensor)
         return tensor
 
+    def origin(self, tensor: Tensor) -> tuple[str, Box]:
+        """The followed tensor that `tensor` is a part of, copied or not, and which part.
+
+        Raises UntraceableError where it is no box of one.
+        """
+        followed = self._followed.get(_storage(tensor))
+        box = followed.hf_box_of(tensor) if followed else None
+        if followed is None or box is None:
+            raise UntraceableError(f"a tensor of shape {list(tensor.shape)}")
+        return followed.hf_name, box
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors((*args, *kwargs.values()))

@@ -1,7 +1,7 @@
 """Run the whole job on a CPU, in minutes: on a tiny model, or on a real pretrained one.
 
 Writes a model and an arithmetic task, warms a tiny model up by supervised fine-tuning, trains by GRPO with two Megatron
-ranks and one vLLM engine, exports the model, and lets a fresh engine confirm the accuracy. `smollm2` is
+ranks and one engine, exports the model, and lets a fresh engine confirm the accuracy. `smollm2` is
 SmolLM2-135M-Instruct, out of a Python package; it needs no warm-up.
 """
 
@@ -13,6 +13,7 @@ from megarl.process.phase import phase
 EXAMPLES = """examples:
   megarl quickstart
   megarl quickstart --model smollm2
+  megarl quickstart --engine transformers
   megarl quickstart --model deepseek_v3 --steps 20 --output-dir runs/mine
 """
 TAKES_OVERRIDES = False
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", choices=MODELS, default=MODELS[0], help="family of the tiny model, or smollm2 (%(default)s)"
     )
+    parser.add_argument("--engine", metavar="NAME", help="engine that samples (default: that of rollout.engine)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of GRPO (default: those of the recipe)")
     parser.add_argument(
         "--output-dir", metavar="DIR", help="where everything is written (default: runs/quickstart_MODEL)"

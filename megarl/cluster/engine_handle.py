@@ -40,6 +40,7 @@ class EngineHandle:
         """Begin to make the engine in its processes."""
         if not self.parts:
             return [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
+        assert kind.part_class is not None, f"{kind.title} spans one machine"
         (first,) = wait([self.worker.begin_free_address()])
         return [
             process.begin_make(*made, model_path, {**arguments, **kind.part_arguments(number, first)})

@@ -66,7 +66,7 @@ _CLASSES = {
 def _engine(kind: EngineKind) -> list[str]:
     lines = [f"## {kind.title}: works and tested", "", "| argument | test below `tests/` |", "|---|---|"]
     lines += [f"| `{name}` | `{test}` |" for name, test in kind.tested.items()]
-    return [*lines, "", f"## {kind.title}: refused", "", *_refusals(kind.refused)]
+    return [*lines, "", f"## {kind.title}: refused", "", *_refusals(kind.refused)] if kind.refused else lines
 
 
 def _refusals(refused: Mapping[str, Refusal]) -> list[str]:

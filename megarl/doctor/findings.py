@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megarl.doctor.inventory import Inventory
 from megarl.rollout import ENGINES
-from megarl.schema import RefitConfig
+from megarl.schema import RefitConfig, RolloutConfig
 
 GIB = 1024**3
 MEMORY_BYTES = 8 * GIB
@@ -36,10 +36,15 @@ def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_engine(inventory: Inventory) -> Iterator[Finding]:
-    if inventory.engine is None:
+    wanted = "make setup CUDA=1" if inventory.device == "cuda" else "make setup"
+    usual = RolloutConfig().engine
+    if not inventory.engines:
         names = ", ".join(kind.title for kind in ENGINES.values())
-        wanted = "make setup CUDA=1" if inventory.device == "cuda" else "make setup"
         yield Finding(True, "rollouts", f"no engine for device {inventory.device} is installed ({names})", wanted)
+    elif usual not in inventory.engines:
+        why = f"{ENGINES[usual].title} for device {inventory.device} is not installed"
+        others = " or ".join(f"rollout.engine={name}" for name in inventory.engines)
+        yield Finding(False, f"rollout.engine={usual}", why, f"{wanted}, or {others}")
 
 
 def _check_layouts(inventory: Inventory) -> Iterator[Finding]:

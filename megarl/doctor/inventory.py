@@ -76,10 +76,10 @@ class Inventory:
         return "cuda" if self.gpus and self.torch_has_cuda else "cpu"
 
     @property
-    def engine(self) -> str | None:
-        """The distribution that would sample; None where there is none for the device."""
-        wanted = (kind.packages.get(self.device) for kind in ENGINES.values())
-        return next((name for name in wanted if name and self.packages[name]), None)
+    def engines(self) -> dict[str, str]:
+        """Name of an engine -> its distribution; of those that could sample on the device."""
+        wanted = {name: kind.packages.get(self.device, "") for name, kind in ENGINES.items()}
+        return {name: package for name, package in wanted.items() if self.packages.get(package)}
 
 
 def take_inventory() -> Inventory:

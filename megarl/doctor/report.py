@@ -30,7 +30,7 @@ def _rows(inventory: Inventory) -> list[tuple[str, str]]:
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in inventory.gpus)
     return [
         ("device", inventory.device),
-        ("engine", inventory.engine or "none"),
+        ("engines", ", ".join(inventory.engines.values()) or "none"),
         ("Python", f"{inventory.python}, {inventory.system}"),
         ("CPU cores", str(inventory.cpu_cores)),
         ("GPUs", gpus or "none"),

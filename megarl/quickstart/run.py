@@ -26,7 +26,7 @@ from megarl.quickstart.models import MODELS, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, RolloutConfig
 from megarl.sft import sft
 from megarl.tracking import read_history
 from megarl.tracking.report import report_table, write_report
@@ -57,7 +57,8 @@ def _run(options: argparse.Namespace, output: Path) -> int:
         folder = chosen.write_model(output / "model")
         files = chosen.write_data(output / "data")
     warm_up = _warm_up_config(chosen, output, folder, files)
-    job = _job_config(chosen, output, folder if warm_up is None else output / "warm_up" / EXPORT, files, options.steps)
+    policy = folder if warm_up is None else output / "warm_up" / EXPORT
+    job = _job_config(chosen, output, policy, files, options.engine or RolloutConfig.engine, options.steps)
     with ray_cluster(job.cluster):
         if warm_up is not None:
             told = "supervised, until about a third of the held-out answers are right"
@@ -108,13 +109,19 @@ def _warm_up_config(
 
 
 def _job_config(
-    chosen: QuickstartModel, output: Path, model: Path, files: ArithmeticFiles | QuestionFiles, steps: int | None
+    chosen: QuickstartModel,
+    output: Path,
+    model: Path,
+    files: ArithmeticFiles | QuestionFiles,
+    engine: str,
+    steps: int | None,
 ) -> MegarlConfig:
     return compose(
         chosen.recipe,
         [
             *chosen.overrides,
-            *overrides_for(device.gpus()),
+            *overrides_for(device.gpus(), engine),
+            f"rollout.engine={engine}",
             f"output_dir='{output}'",
             f"model.path='{model}'",
             f"data.train_files=['{files.train}']",
@@ -133,6 +140,7 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
         f"reward.function={job.reward.function}",
     ]
     check = compose("eval", overrides)
+    check.rollout.engine = job.rollout.engine
     check.rollout.engine_args = dict(job.rollout.engine_args)
     check.cluster = job.cluster
     return check

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from converters.errors import UserError
 from megarl.rollout.kind import EngineKind
+from megarl.rollout.transformers.kind import TRANSFORMERS
 from megarl.rollout.vllm.kind import VLLM
 from megarl.schema import MegarlConfig, RolloutConfig
 
-ENGINES: Mapping[str, EngineKind] = {"vllm": VLLM}
+ENGINES: Mapping[str, EngineKind] = {"vllm": VLLM, "transformers": TRANSFORMERS}
 """Kinds of engines, by the name that `rollout.engine` has for them."""
 
 

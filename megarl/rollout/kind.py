@@ -1,7 +1,7 @@
 """The particulars of a kind of engine, as data: whoever starts, places or configures engines reads them here."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
@@ -25,7 +25,7 @@ class EngineSizes(NamedTuple):
     """bf16, or fp8 for weights in blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineKind:
     """All that megarl has to know of an inference engine before, and beside, running it.
 
@@ -48,20 +48,22 @@ class EngineKind:
     """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
     context: Callable[[Arguments], int | None]
     """How many tokens these arguments limit a prompt and its response to, if they do."""
-    nodes: Callable[[Arguments], int]
+    nodes: Callable[[Arguments], int] = lambda _arguments: 1
     """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
-    part_class: tuple[str, str]
-    """Module and name of the `EnginePart` that is its process on every other machine."""
-    part_arguments: Callable[[int, tuple[str, int]], Arguments]
+    part_class: tuple[str, str] | None = None
+    """Module and name of the `EnginePart` that is its process on every other machine; None where it spans one."""
+    part_arguments: Callable[[int, tuple[str, int]], Arguments] = lambda _number, _first: {}
     """Arguments that tell a process of an engine over machines its number, and a free address of the first machine."""
-    loopback_environment: Mapping[str, str]
+    loopback_environment: Mapping[str, str] = field(default_factory=dict)
     """With these environment variables an engine listens on this machine alone."""
+    gpu_share: Callable[[float], Arguments] = lambda _share: {}
+    """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
     without_weights: Arguments
     """With these arguments an engine starts without reading weights."""
-    float32_logits: Mapping[str, Arguments]
-    """With these arguments an engine does not round logits; of each group of values, what is given wins."""
-    layout_versions: Sequence[str]
-    """Versions (major.minor) of which it is known where a worker keeps its weights."""
+    float32_logits: Arguments
+    """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
+    layout_versions: Sequence[str] = ()
+    """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
     packages: Mapping[str, str]
     """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
 
@@ -86,11 +88,14 @@ class EngineKind:
 
     def knows_layouts_of(self, version: str) -> bool:
         """Whether it is known where a worker of this version keeps its weights."""
-        return ".".join(version.split(".")[:2]) in self.layout_versions
+        return not self.layout_versions or ".".join(version.split(".")[:2]) in self.layout_versions
 
     def with_float32_logits(self, rollout: RolloutConfig) -> RolloutConfig:
         """`rollout` with the arguments that make the engine round no logits."""
         given = dict(rollout.engine_args)
-        for name, values in self.float32_logits.items():
-            given[name] = {**values, **(given.get(name) or {})}
+        for name, value in self.float32_logits.items():
+            if isinstance(value, Mapping):
+                given[name] = {**value, **(given.get(name) or {})}
+            else:
+                given.setdefault(name, value)
         return replace(rollout, engine_args=given)

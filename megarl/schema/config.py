@@ -48,7 +48,7 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Ends a response, beside the model's own end-of-sequence tokens."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`)."""
+    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`; transformers: `TransformersArguments`)."""
 
 
 @dataclass

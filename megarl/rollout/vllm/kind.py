@@ -98,6 +98,7 @@ VLLM = EngineKind(
     part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
     part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
+    gpu_share=lambda share: {"gpu_memory_utilization": share},
     without_weights={"load_format": "dummy"},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
     # In which the tables of `tracing` were compared with the sources.

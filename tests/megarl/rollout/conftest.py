@@ -6,13 +6,14 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from engine_host import END_ID, Served, running_engines
+from engine_host import END_ID, Engines, Served, running_engines
 from trainer_ranks import Trainer
 from transfer_ranks import start_fork_server
 from transformers import AutoModelForCausalLM
 
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
+from megarl.rollout.transformers.engine import TransformersEngine
 from megarl.rollout.vllm.arguments import prepare_environment
 
 
@@ -20,6 +21,13 @@ from megarl.rollout.vllm.arguments import prepare_environment
 def engines():
     with running_engines() as engines:
         yield engines
+
+
+@pytest.fixture(scope="session")
+def transformers_engines():
+    engines = Engines(TransformersEngine, max_model_len=512)
+    yield engines
+    engines.close()
 
 
 @pytest.fixture(scope="session")
@@ -56,25 +64,40 @@ def _without_leftovers(served):
         served.engine.resume()
 
 
+# So that many requests, or many samples of one, need several.
+_SMALL_BATCHES = {"vllm": {"max_num_batched_tokens": 512}, "transformers": {"max_num_seqs": 30}}
+
+
 @pytest.fixture
-def fresh(pool, engines, folders):
+def kind():
+    """The kind of engine that `host`, `fresh` and `served` have; tests of the protocol ask for others, too."""
+    return "vllm"
+
+
+@pytest.fixture
+def host(kind, request):
+    """Starts engines of this kind, one at a time."""
+    return request.getfixturevalue({"vllm": "engines", "transformers": "transformers_engines"}[kind])
+
+
+@pytest.fixture
+def fresh(pool, host, folders):
     """An engine of this test's own."""
-    with _without_leftovers(Served(engines.start(folders[0]), folders)) as served:
+    with _without_leftovers(Served(host.start(folders[0]), folders)) as served:
         yield served
 
 
 @pytest.fixture(scope="session")
 def _shared():
-    return []
+    return {}
 
 
 @pytest.fixture
-def served(_shared, pool, engines, folders):
+def served(_shared, pool, kind, host, folders):
     """An engine that tests use one after the other; it has the weights of the first folder, of whatever version."""
-    if not _shared or _shared[-1].engine is not engines.running:
-        # Few tokens per batch, so that many requests need several.
-        _shared.append(Served(engines.start(folders[0], max_num_batched_tokens=512), folders))
-    served = _shared[-1]
+    if kind not in _shared or _shared[kind].engine is not host.running:
+        _shared[kind] = Served(host.start(folders[0], **_SMALL_BATCHES[kind]), folders)
+    served = _shared[kind]
     version = served.engine.version()
     if version > 0:
         served.update(served.first, version + 1)

@@ -28,20 +28,17 @@ EngineHost.register("engine", VllmEngine)
 
 
 class Engines:
-    """Starts engines in one host process, one at a time: a process holds one."""
+    """Starts engines, one at a time; `make` takes a folder and arguments, among which are the `usual` ones."""
 
-    def __init__(self, host):
-        self._host = host
+    def __init__(self, make, **usual):
+        self._make, self._usual = make, usual
         self.running = None
 
     def start(self, folder, **engine_args):
         self.close()
-        self.running = self._host.engine(folder, {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, **engine_args})
+        self.running = self._make(folder, {**self._usual, **engine_args})
         self.running.start()
         return self.running
-
-    def processes(self):
-        return psutil.Process(self._host._process.pid).children(recursive=True)
 
     def close(self):
         if self.running is not None:
@@ -49,11 +46,22 @@ class Engines:
             self.running = None
 
 
+class HostedEngines(Engines):
+    """Engines of one host process, which holds one at a time."""
+
+    def __init__(self, host):
+        super().__init__(host.engine, max_model_len=512, kv_cache_memory_bytes=2**27)
+        self._host = host
+
+    def processes(self):
+        return psutil.Process(self._host._process.pid).children(recursive=True)
+
+
 @contextmanager
-def running_engines() -> Iterator[Engines]:
+def running_engines() -> Iterator[HostedEngines]:
     host = EngineHost(ctx=multiprocessing.get_context("spawn"))
     host.start()
-    engines = Engines(host)
+    engines = HostedEngines(host)
     try:
         yield engines
         engines.close()

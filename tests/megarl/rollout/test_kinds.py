@@ -17,7 +17,7 @@ kinds = pytest.mark.parametrize("kind", ENGINES.values(), ids=list(ENGINES))
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of vllm"):
+    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of transformers, vllm"):
         engine_kind("tgi")
 
 
@@ -50,6 +50,10 @@ def test_what_is_given_wins_over_what_keeps_logits_from_being_rounded() -> None:
     assert engine_configuration(config).engine_args == kept
     config.rollout.engine_args = {"hf_overrides": {"head_dtype": "bfloat16"}}
     assert engine_configuration(config).engine_args == config.rollout.engine_args
+    config.rollout.engine, config.rollout.engine_args = "transformers", {}
+    assert engine_configuration(config).engine_args == {"float32_logits": True}
+    config.rollout.engine_args = {"float32_logits": False}
+    assert engine_configuration(config).engine_args == {"float32_logits": False}
 
 
 def test_no_engine_and_no_torch_is_imported_for_the_table() -> None:

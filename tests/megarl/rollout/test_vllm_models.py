@@ -4,15 +4,14 @@ from engine_host import GREEDY, PROMPTS, Served
 from megarl.rollout.protocol import Request, UpdateError
 
 
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
     ("name", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
 )
-def test_greedy_equals_huggingface_before_and_after_updates(
-    engines, model_folder, assert_greedy, name, tied, load_format
-):
+def test_greedy_equals_huggingface_before_and_after_updates(host, model_folder, assert_greedy, name, tied, load_format):
     folders = [model_folder(name, seed, tied) for seed in (0, 1)]
-    served = Served(engines.start(folders[0], load_format=load_format), folders)
+    served = Served(host.start(folders[0], load_format=load_format), folders)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
 
     def check(folder, version):

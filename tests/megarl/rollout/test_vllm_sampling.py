@@ -5,6 +5,8 @@ from engine_host import END_ID, PROMPTS
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 
+pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, -1), (1.0, 3)])
 def test_samples_are_of_the_distribution_whose_log_probs_they_carry(served, reference_log_probs, temperature, top_k):

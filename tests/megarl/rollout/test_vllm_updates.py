@@ -8,6 +8,8 @@ from engine_host import GREEDY, PROMPTS, Weights
 
 from megarl.rollout.protocol import EngineDiedError, Request, UpdateError
 
+pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+
 
 def test_an_update_in_the_middle_of_a_response(served, half_generated, endless_prompt, assert_greedy):
     old = served.engine.version()
@@ -140,9 +142,9 @@ def test_a_dying_engine_ends_every_call(fresh, half_generated):
         fresh.engine.version()
 
 
-def test_closing_ends_every_call(engines, fresh, half_generated):
+def test_closing_ends_every_call(host, fresh, half_generated):
     generating = half_generated(fresh.engine)
-    engines.running = None
+    host.running = None
     fresh.engine.close()
     with pytest.raises(EngineDiedError, match="closed"):
         generating.result(60)

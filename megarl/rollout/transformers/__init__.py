@@ -1,0 +1,1 @@
+"""HuggingFace transformers as an engine: plain and exact, the reference for the others; slow."""

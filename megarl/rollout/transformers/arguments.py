@@ -1,0 +1,44 @@
+"""Arguments of the transformers engine: those of `from_pretrained` by their own names, and the engine's few."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from converters.errors import UserError
+from megarl.rollout.transformers.kind import TRANSFORMERS
+
+
+@dataclass(frozen=True)
+class TransformersArguments:
+    """`rollout.engine_args` where `rollout.engine` is transformers."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights and of the arithmetic; auto is that of config.json."""
+    attn_implementation: str | None = None
+    """Attention as transformers calls it, such as eager or sdpa; by default what it takes for the model."""
+    experts_implementation: str | None = None
+    """Experts as transformers calls them, such as eager or grouped_mm; by default what it takes for the model."""
+    max_model_len: int | None = None
+    """Tokens that a prompt and its response may have together; by default what config.json says."""
+    max_num_seqs: int = 64
+    """Samples of a request that are computed together. With 1, even the last bit of a sample depends on none else."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy reads no weights: the first update brings them."""
+    float32_logits: bool = False
+    """Whether the output layer computes in float32 whatever `dtype` is."""
+
+
+def read_arguments(given: Mapping[str, Any]) -> TransformersArguments:
+    """The arguments as typed values. Raises UserError for a name or a value that there is not."""
+    TRANSFORMERS.check(given)
+    types = TRANSFORMERS.arguments()
+    values = {}
+    for name, value in given.items():
+        try:
+            values[name] = types[name].convert(value)
+        except ValueError as error:
+            raise UserError(f"rollout.engine_args.{name}={value} cannot be: it {error}") from error
+    for name in ("max_model_len", "max_num_seqs"):
+        if values.get(name) is not None and values[name] < 1:
+            raise UserError(f"rollout.engine_args.{name}={values[name]} cannot be: give 1 or more")
+    return TransformersArguments(**values)

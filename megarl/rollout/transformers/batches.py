@@ -1,0 +1,173 @@
+"""Batches: samples of one request, which advance together by a token a step.
+
+The samples of a request have one prompt and so, at all times, one length: nothing is padded. A batch has samples of no
+other request, so that a response depends on its request alone, to the last bit, whatever else is served and when.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from converters.errors import UserError
+from megarl.data import FinishReason, Turn
+from megarl.rollout.protocol import Request
+from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.transformers.model import SamplingModel
+from megarl.rollout.transformers.sampling import check_sampling, kept_log_probs, tokens_at
+
+
+@dataclass(eq=False)
+class _Row:
+    """One sample, and its stream of random numbers."""
+
+    sample: int
+    random: np.random.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class _Batch:
+    """Samples of `request`, with the keys and values of all their tokens but the last."""
+
+    def __init__(self, in_flight: RequestInFlight, request: Request, samples: range) -> None:
+        self.in_flight = in_flight
+        self._prompt = list(request.prompt_token_ids)
+        self._sampling = request.sampling
+        seed = request.sampling.seed
+        self._rows = [
+            _Row(sample, np.random.default_rng(None if seed is None else (seed % 2**64, sample))) for sample in samples
+        ]
+        self._cache: DynamicCache | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def forget(self) -> None:
+        """Drop the keys and values: the next step computes them anew."""
+        self._cache = None
+
+    def step(self, model: SamplingModel, version: int) -> None:
+        """Sample one token for each, with the weights of `version`, and finish those that it ends.
+
+        Raises FloatingPointError where a log-probability is no number.
+        """
+        log_probs = kept_log_probs(self._next_logits(model), self._sampling)
+        if log_probs.isnan().any():
+            raise FloatingPointError("the log-probabilities of a next token are no numbers: weights hold NaN or inf")
+        tokens = self._draw(log_probs)
+        chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+        ends = model.end_token_ids.union(self._sampling.stop_token_ids)
+        kept = []
+        for place, (row, token, log_prob) in enumerate(zip(self._rows, tokens.tolist(), chosen.tolist(), strict=True)):
+            row.token_ids.append(token)
+            row.log_probs.append(log_prob)
+            row.versions.append(version)
+            if self.in_flight.listener is not None:
+                self.in_flight.listener([token])
+            if token in ends:
+                self._finish(row, "stop")
+            elif len(row.token_ids) == self._sampling.max_tokens:
+                self._finish(row, "length")
+            else:
+                kept.append(place)
+        if len(kept) < len(self._rows):
+            self._rows = [self._rows[place] for place in kept]
+            if kept and self._cache is not None:
+                self._cache.batch_select_indices(torch.tensor(kept, device=tokens.device))
+
+    def abort(self) -> None:
+        """Finish all with the tokens that they have."""
+        for row in self._rows:
+            self._finish(row, "abort")
+        self._rows = []
+
+    def _next_logits(self, model: SamplingModel) -> Tensor:
+        if self._cache is not None:
+            return model.next_logits([row.token_ids[-1:] for row in self._rows], self._cache)
+        self._cache = model.empty_cache()
+        if self._rows[0].token_ids:
+            return model.next_logits([self._prompt + row.token_ids for row in self._rows], self._cache)
+        logits = model.next_logits([self._prompt], self._cache)
+        self._cache.batch_repeat_interleave(len(self._rows))
+        return logits.expand(len(self._rows), -1)
+
+    def _draw(self, log_probs: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return log_probs.argmax(-1)
+        numbers = [row.random.random() for row in self._rows]
+        return tokens_at(log_probs, torch.tensor(numbers, dtype=torch.float64, device=log_probs.device))
+
+    def _finish(self, row: _Row, reason: FinishReason) -> None:
+        turn = Turn.of(self.in_flight.prompt_ids, row.token_ids, row.log_probs, row.versions, reason)
+        self.in_flight.finish(row.sample, turn)
+
+
+class Batches:
+    """All requests in flight, as batches of at most `max_samples`, one computed after the other."""
+
+    def __init__(self, model: SamplingModel, max_samples: int) -> None:
+        self._model = model
+        self._max_samples = max_samples
+        self._waiting: deque[_Batch] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
+        """Take up all `requests`, or none: UserError if one of them cannot be served."""
+        for request in requests:
+            self._check(request)
+        added = [RequestInFlight(request, listener) for request in requests]
+        for in_flight, request in zip(added, requests, strict=True):
+            samples = range(request.sampling.samples)
+            self._waiting += [
+                _Batch(in_flight, request, samples[start : start + self._max_samples])
+                for start in samples[:: self._max_samples]
+            ]
+        return [in_flight.future for in_flight in added]
+
+    def step(self, version: int) -> None:
+        """Let the first batch advance by a token, sampled with the weights of `version`."""
+        batch = self._waiting[0]
+        batch.step(self._model, version)
+        if not batch:
+            self._waiting.popleft()
+
+    def forget(self) -> None:
+        """Drop all keys and values."""
+        for batch in self._waiting:
+            batch.forget()
+
+    def abort(self) -> None:
+        """Finish all samples with the tokens that they have."""
+        while self._waiting:
+            self._waiting.popleft().abort()
+
+    def fail(self, error: BaseException) -> None:
+        """Let all requests raise `error`."""
+        for in_flight in {batch.in_flight for batch in self._waiting}:
+            in_flight.future.set_exception(error)
+        self._waiting.clear()
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if sampling.samples < 1:
+            raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
+        check_sampling(sampling)
+        if len(prompt) + sampling.max_tokens > self._model.max_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's"
+                f" {self._model.max_tokens}: raise rollout.engine_args.max_model_len or lower"
+                " rollout.max_response_tokens"
+            )
+        if not prompt:
+            raise UserError("a prompt of 0 tokens: give it one or more")
+        if not 0 <= min(prompt) <= max(prompt) < self._model.vocabulary:
+            raise UserError(f"a prompt with a token outside of the model's vocabulary of {self._model.vocabulary}")

@@ -1,0 +1,32 @@
+"""HuggingFace transformers as a kind of engine; nothing of it is imported."""
+
+from collections.abc import Mapping
+
+from megarl.rollout.kind import EngineKind, EngineSizes
+
+_TESTED: Mapping[str, str] = dict.fromkeys(
+    (
+        "dtype",
+        "attn_implementation",
+        "experts_implementation",
+        "max_model_len",
+        "max_num_seqs",
+        "load_format",
+        "float32_logits",
+    ),
+    "megarl/rollout/test_transformers_arguments.py",
+)
+
+TRANSFORMERS = EngineKind(
+    title="transformers",
+    engine_class=("megarl.rollout.transformers.engine", "TransformersEngine"),
+    argument_class=("megarl.rollout.transformers.arguments", "TransformersArguments"),
+    refused={},
+    tested=_TESTED,
+    workers=lambda _arguments: 1,
+    sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
+    context=lambda arguments: arguments.get("max_model_len"),
+    without_weights={"load_format": "dummy"},
+    float32_logits={"float32_logits": True},
+    packages={"cuda": "transformers", "cpu": "transformers"},
+)

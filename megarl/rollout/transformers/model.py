@@ -1,0 +1,87 @@
+"""The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from converters.errors import UserError
+from megarl.rollout.transformers.arguments import TransformersArguments
+from megatron_ext import device
+
+
+class SamplingModel:
+    """The model of a HuggingFace folder, and what says how it samples."""
+
+    def __init__(self, folder: Path, arguments: TransformersArguments) -> None:
+        try:
+            self.module = _load(folder, arguments)
+        except (ValueError, ImportError, OSError) as error:
+            raise UserError(f"transformers cannot serve {folder} with {arguments}: {error}") from error
+        self.module.eval().to(device.device())
+        config = self.module.config
+        self.vocabulary: int = config.vocab_size
+        self.max_tokens: int = arguments.max_model_len or config.max_position_embeddings
+        self.end_token_ids = _end_token_ids(folder, config)
+        if arguments.float32_logits:
+            _compute_logits_in_float32(self.module.get_output_embeddings())
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: list[list[int]], cache: DynamicCache) -> Tensor:
+        """Float32 logits [rows, vocabulary] of what follows on rows of tokens, after those of `cache`; it grows."""
+        rows = torch.tensor(token_ids, device=self.module.device)
+        output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1].float()
+
+    def empty_cache(self) -> DynamicCache:
+        """A cache without keys and values."""
+        return DynamicCache(config=self.module.config)
+
+
+def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
+    implementations = {
+        name: value
+        for name in ("attn_implementation", "experts_implementation")
+        if (value := getattr(arguments, name)) is not None
+    }
+    if arguments.load_format == "auto":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=arguments.dtype, **implementations)
+    config = AutoConfig.from_pretrained(folder)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype != "auto" else config.dtype or torch.float32
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations)
+    # What `from_pretrained` does beside reading.
+    model.tie_weights()
+    if dtype != torch.float32:
+        for tensor in _kept_in_float32(model):
+            tensor.data = tensor.float()
+    return model
+
+
+def _kept_in_float32(model: PreTrainedModel) -> Iterator[Tensor]:
+    """The tensors that transformers keeps in float32 where the others are of half the size."""
+    parts = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(part in name for part in parts):
+            yield tensor
+
+
+def _end_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    """The model's own end-of-sequence tokens."""
+    is_written = (folder / GENERATION_CONFIG_NAME).exists()
+    generation = GenerationConfig.from_pretrained(folder) if is_written else GenerationConfig.from_model_config(config)
+    ends = generation.eos_token_id
+    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+
+
+def _compute_logits_in_float32(output_layer: nn.Module) -> None:
+    def multiply(layer: nn.Module, arguments: tuple[Tensor], _output: Tensor) -> Tensor:
+        return F.linear(arguments[0].float(), layer.weight.float())
+
+    output_layer.register_forward_hook(multiply)
