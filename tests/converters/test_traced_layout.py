@@ -12,6 +12,7 @@ from small_configs import count_up
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shard, check_tiling
+from converters.layouts.load_tracer import LoadTracer, UntraceableError
 from converters.layouts.traced_layout import fill_padding, local_tensors, trace_loading, traced_layout, untraced
 
 UNWRITTEN = -7.0
@@ -334,3 +335,19 @@ def test_local_tensors_of_other_parameters():
     trace = run(by_name(), {"a": empty(2)}, count_up({"a": (2,)}))
     with pytest.raises(ValueError, match="a has shape"):
         local_tensors({"a": empty(3)}, trace.shard)
+
+
+def test_parts_of_what_is_followed_are_known_by_their_origin_copied_or_not():
+    tracer = LoadTracer({}, {})
+    with tracer:
+        stacked = tracer.follow("stacked", (4, 6, 5), torch.bfloat16)
+        gate, up = (half.contiguous() for half in stacked.chunk(2, dim=1))
+        third = up.chunk(4)[2].squeeze(0)
+        unknown = torch.empty(3, device="meta")
+        every_other = stacked[:, ::2]
+    assert tracer.origin(stacked) == ("stacked", Box((0, 0, 0), (4, 6, 5)))
+    assert tracer.origin(gate) == ("stacked", Box((0, 0, 0), (4, 3, 5)))
+    assert tracer.origin(third) == ("stacked", Box((2, 3, 0), (3, 6, 5)))
+    for other in (unknown, every_other):
+        with pytest.raises(UntraceableError, match="a tensor of shape"):
+            tracer.origin(other)

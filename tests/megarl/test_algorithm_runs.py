@@ -131,7 +131,12 @@ RUNS = (
     Run(
         "quickstart_sppo",
         earlier_selves_are_beaten,
-        ("megatron.lr=1e-3", "megatron.min_lr=1e-3", "algorithm.refresh_reference_every=4"),
+        (
+            "megatron.lr=1e-3",
+            "megatron.min_lr=1e-3",
+            "algorithm.refresh_reference_every=4",
+            "rollout.engine=transformers",
+        ),
     ),
     Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6",)),
     Run(

@@ -84,6 +84,24 @@ def test_every_tensor_of_a_checkpoint_lies_where_transformers_loads_it(model_fol
     assert dict(layout.shard(0).local_shapes) == dict(plain.local_shapes)
 
 
+@pytest.mark.parametrize(("name", "tied"), [("qwen3_moe", False), ("qwen3", True)])
+def test_every_byte_is_the_trainers_after_a_direct_refit(
+    transformers_engines, model_folder, make_trainer, assert_greedy, name, tied
+):
+    folders = [model_folder(name, seed, tied) for seed in (0, 1)]
+    engine = transformers_engines.start(folders[0], load_format="dummy")
+    trainer = make_trainer(engine, folders[0])
+    trainer.connect()
+    trainer.load(folders[1])
+    trainer.update(1)
+    written = load_file(folders[1] / "model.safetensors")
+    held = engine._weights.loaded_parameters()
+    assert held.keys() == written.keys()
+    assert [name for name in held if not torch.equal(held[name], written[name])] == []
+    ((turn,),) = engine.generate([Request(PROMPTS[0], GREEDY)])
+    assert_greedy(folders[1], PROMPTS[0], turn)
+
+
 def test_a_tensor_that_the_model_does_not_have_is_refused(model_folder):
     weights = ModelWeights(SamplingModel(model_folder("qwen3", 0), DUMMY).module)
     name = "model.norm.weight"
