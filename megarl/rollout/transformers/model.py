@@ -1,6 +1,5 @@
 """The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +44,26 @@ class SamplingModel:
 
 
 def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
-    implementations = {
+    options: dict[str, Any] = {
         name: value
         for name in ("attn_implementation", "experts_implementation")
         if (value := getattr(arguments, name)) is not None
     }
+    options["trust_remote_code"] = False
     if arguments.load_format == "auto":
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=arguments.dtype, **implementations)
-    config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=arguments.dtype, use_safetensors=True, **options)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype != "auto" else config.dtype or torch.float32
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     # What `from_pretrained` does beside reading.
     model.tie_weights()
-    if dtype != torch.float32:
-        for tensor in _kept_in_float32(model):
-            tensor.data = tensor.float()
-    return model
-
-
-def _kept_in_float32(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The tensors that transformers keeps in float32 where the others are of half the size."""
-    parts = model._keep_in_fp32_modules_strict or ()
+    kept = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if any(part in name for part in parts):
-            yield tensor
+        for part in kept:
+            if part in name:
+                tensor.data = tensor.to(kept[part])
+    return model
 
 
 def _end_token_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -149,3 +149,9 @@ def test_a_number_chooses_the_token_in_whose_share_it_is():
     log_probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).log()
     numbers = torch.tensor([0.0, 0.2499, 0.2501, 1 - 2**-53], dtype=torch.float64)
     assert tokens_at(log_probs.expand(4, -1), numbers).tolist() == [1, 1, 3, 3]
+
+
+def test_the_likeliest_token_is_kept_however_little_is_asked_for():
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
+    log_probs = kept_log_probs(logits, SamplingParameters(top_p=1e-9))
+    assert torch.equal(log_probs.isfinite().nonzero()[:, 1], logits.argmax(-1))
