@@ -75,7 +75,10 @@ def _end_token_ids(folder: Path, config: Any) -> frozenset[int]:
 
 
 def _compute_logits_in_float32(output_layer: nn.Module) -> None:
-    def multiply(layer: nn.Module, arguments: tuple[Tensor], _output: Tensor) -> Tensor:
-        return F.linear(arguments[0].float(), layer.weight.float())
+    weight = output_layer.weight
+    assert isinstance(weight, Tensor)
+
+    def multiply(_layer: nn.Module, arguments: tuple[Tensor], _output: Tensor) -> Tensor:
+        return F.linear(arguments[0].float(), weight.float())
 
     output_layer.register_forward_hook(multiply)

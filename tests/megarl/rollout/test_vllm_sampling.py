@@ -1,11 +1,20 @@
 import pytest
 import torch
 from engine_host import END_ID, PROMPTS
+from transformers import AutoModelForCausalLM
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+
+
+def test_greedy_tokens_are_those_that_transformers_generates(served):
+    model = AutoModelForCausalLM.from_pretrained(served.folders[0])
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
+        assert served.greedy(prompt).token_ids.tolist() == generated[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, -1), (1.0, 3)])
