@@ -12,6 +12,8 @@ BLOCK = 128
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 LARGEST_SCALE = 2.0**119
+SMALLEST_MAGNITUDE = 1e-10
+"""The least that the largest magnitude of a block counts as, so that a block of zeros has a scale."""
 LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
 """Largest weight that can be encoded, just below the largest bfloat16."""
 # Large beside the cost of starting an operation, small enough for a processor's cache: 4 MiB in float32.

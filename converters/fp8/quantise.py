@@ -3,19 +3,29 @@
 The rule is that of DeepSeek-V3's kernels (inference/kernel.py): the scale of a block is its largest magnitude over 448,
 in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even.
 A block of zeros would then have the scale 0 and codes of 0 / 0, so its largest magnitude counts as 1e-10 at least, as
-in the kernels by which SGLang, slime and verl quantise.
+in the kernels by which SGLang, slime and verl quantise. Where scales are to be powers of two, as in DeepSeek-V3.1, each
+is rounded up to the next.
 """
 
 import torch
 
-from converters.fp8.blocks import BLOCK, CODES, LARGEST_CODE, LARGEST_WEIGHT, Scratch, Tile, scales_shape, tiles
+from converters.fp8.blocks import (
+    BLOCK,
+    CODES,
+    LARGEST_CODE,
+    LARGEST_WEIGHT,
+    SMALLEST_MAGNITUDE,
+    Scratch,
+    Tile,
+    scales_shape,
+    tiles,
+)
 
-_SMALLEST_MAGNITUDE = 1e-10
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 """By the type of a weight: the one in which its bits without the sign are in the order of its magnitudes, NaN last."""
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes (float8_e4m3fn, [rows, columns]) and scales (float32, one per block) of a weight [rows, columns].
 
     Raises ValueError as `quantise_into` does.
@@ -24,13 +34,18 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(f"a weight of shape {list(weight.shape)} is no matrix")
     shape = (weight.shape[0], weight.shape[1])
     codes, scales = torch.empty(shape, dtype=CODES), torch.empty(scales_shape(shape), dtype=torch.float32)
-    quantise_into(weight, codes, scales)
+    quantise_into(weight, codes, scales, power_of_two=power_of_two)
     return codes, scales
 
 
 @torch.no_grad()
 def quantise_into(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, scratch: Scratch | None = None
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    power_of_two: bool = False,
+    scratch: Scratch | None = None,
 ) -> None:
     """Write the codes and scales of a weight, or of whole rows or columns of blocks of it, into views of any strides.
 
@@ -44,6 +59,8 @@ def quantise_into(
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
         scale = _scales(source, tile, scratch)
+        if power_of_two:
+            scale = _rounded_up(scale)
         single = scratch.like(tile, torch.float32)
         single.view(source.shape).copy_(source)
         row, column = tile.rows.start // BLOCK, tile.columns.start // BLOCK
@@ -75,4 +92,9 @@ def _scales(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
         row, column = (~(largest <= LARGEST_WEIGHT)).nonzero()[0].tolist()
         row, column = row + tile.rows.start // BLOCK, column + tile.columns.start // BLOCK
         raise ValueError(f"block {row}, {column} holds a weight that is NaN, infinite or too large for FP8")
-    return largest.clamp_(min=_SMALLEST_MAGNITUDE) / LARGEST_CODE
+    return largest.clamp_(min=SMALLEST_MAGNITUDE) / LARGEST_CODE
+
+
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """The next powers of two: a mantissa that is not zero carries into the exponent."""
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

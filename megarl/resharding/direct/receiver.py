@@ -18,10 +18,11 @@ from megarl.resharding.direct.connections import (
 )
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
-from megarl.resharding.direct.packing import Block, blocks, differing, unpack
+from megarl.resharding.direct.packing import blocks, differing, unpack
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
+from megarl.resharding.kernels import Block
 from megatron_ext import device
 
 

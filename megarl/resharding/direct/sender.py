@@ -19,11 +19,12 @@ from megarl.resharding.direct.connections import (
 )
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
-from megarl.resharding.direct.packing import Block, blocks, pack
+from megarl.resharding.direct.packing import blocks, pack
 from megarl.resharding.direct.schedule import sending_order
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
+from megarl.resharding.kernels import Block
 from megatron_ext import device
 
 

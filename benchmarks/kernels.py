@@ -1,0 +1,205 @@
+"""How fast the kernels of a refit pack, unpack, quantise and dequantise, beside a copy of the same bytes.
+
+The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
+the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which the device copies the
+same weights. On a CPU blocks are as large as in a refit, and the seconds are those that one thread computed, which
+others on the machine change less than those of the clock.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import textwrap
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from machine import at_least_one, describe
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from converters.fp8 import BLOCK, scales_shape  # noqa: E402 (found by the line above)
+from megarl.resharding.kernels import Block, Quantised, gather, scatter  # noqa: E402
+from megatron_ext import device  # noqa: E402
+
+SHAPES = {"gate and up": (4096, 7168), "down": (7168, 2048)}
+"""Weights of an expert of DeepSeek-V3."""
+HOST_BLOCK_BYTES = 2**20
+QUANTISERS = {
+    "vLLM": ("vllm.utils.deep_gemm", "per_block_cast_to_fp8"),
+    "SGLang": ("sglang.srt.layers.quantization.fp8_utils", "per_block_cast_to_fp8"),
+}
+"""Functions of others that quantise a matrix by blocks, where they are installed."""
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, and of FP8."""
+
+    weights: list[Tensor]
+    plain: list[Block]
+    quantised: list[Block]
+
+
+def buckets(experts: int, where: torch.device) -> Buckets:
+    """Weights of `experts` experts with the memory that they are packed into, in pieces as large as the refit's."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randn(shape, generator=generator).mul_(0.02).bfloat16().to(where)
+        for _ in range(experts)
+        for shape in SHAPES.values()
+    ]
+    rows = HOST_BLOCK_BYTES if where.type == "cpu" else 2**40
+    boxes = [
+        box for weight in weights for box in weight.split(max(BLOCK, rows // (2 * weight.shape[1] * BLOCK) * BLOCK))
+    ]
+    if where.type == "cpu":
+        return Buckets(weights, [plain([box]) for box in boxes], [quantised([box]) for box in boxes])
+    return Buckets(weights, [plain(boxes)], [quantised(boxes)])
+
+
+def plain(boxes: list[Tensor]) -> Block:
+    memory = torch.empty(sum(box.nbytes for box in boxes), dtype=torch.uint8, device=boxes[0].device)
+    pieces = memory.split([box.nbytes for box in boxes])
+    packed = [piece.view(box.dtype).view(box.shape) for piece, box in zip(pieces, boxes, strict=True)]
+    return Block(memory, packed, boxes, ["weight"] * len(boxes))
+
+
+def quantised(boxes: list[Tensor]) -> Block:
+    shapes = [(box.shape[0], box.shape[1]) for box in boxes]
+    sizes = [
+        size for shape in shapes for size in (shape[0] * shape[1], 4 * scales_shape(shape)[0] * scales_shape(shape)[1])
+    ]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=boxes[0].device)
+    pieces = iter(memory.split(sizes))
+    found = [
+        Quantised(
+            "weight",
+            box,
+            next(pieces).view(torch.float8_e4m3fn).view(shape),
+            next(pieces).view(torch.float32).view(scales_shape(shape)),
+        )
+        for box, shape in zip(boxes, shapes, strict=True)
+    ]
+    return Block(memory, [], [], [], found)
+
+
+def by_hand(weights: list[Tensor], memory: Tensor) -> None:
+    """Copy, then take the checksum of all that was copied: the plain way to pack."""
+    torch.cat([weight.view(-1).view(torch.uint8) for weight in weights], out=memory)
+    if memory.device.type == "cpu":
+        zlib.crc32(memory.numpy())
+    else:
+        words = memory.view(torch.int32)
+        (words * torch.arange(1, len(words) + 1, device=memory.device)).sum().item()
+
+
+def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix whose sizes are multiples of the block's, as one writes it down."""
+    rows, columns = scales_shape((weight.shape[0], weight.shape[1]))
+    blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    return (blocks / scales).to(torch.float8_e4m3fn), scales
+
+
+def dequantise_by_hand(codes: Tensor, scales: Tensor) -> Tensor:
+    """Dequantise a matrix, as one writes it down."""
+    spread = scales.repeat_interleave(BLOCK, 0)[: codes.shape[0]].repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    return (codes.float() * spread).bfloat16()
+
+
+def contenders(found: Buckets) -> Mapping[str, Work]:
+    """The works to be timed, each on all weights of the bucket; the first is the copy."""
+    memory = torch.empty(
+        sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
+    )
+    source = torch.zeros_like(memory)
+    every = [each for block in found.quantised for each in block.quantised]
+    works: dict[str, Work] = {
+        "a copy": lambda: memory.copy_(source),
+        "pack": lambda: [gather(block, None) for block in found.plain],
+        "pack, with checksum": lambda: [gather(block, 0) for block in found.plain],
+        "the same in plain torch": lambda: by_hand(found.weights, memory),
+        "unpack, with checksum": lambda: [scatter(block, 0) for block in found.plain],
+        "quantise, with checksum": lambda: [gather(block, 0) for block in found.quantised],
+        "quantise in plain torch": lambda: [quantise_by_hand(weight) for weight in found.weights],
+        "dequantise, with checksum": lambda: [scatter(block, 0) for block in found.quantised],
+        "dequantise in plain torch": lambda: [dequantise_by_hand(each.codes, each.scales) for each in every],
+    }
+    for name, (module, function) in QUANTISERS.items():
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            quantise = getattr(importlib.import_module(module), function)
+            works[f"quantise by {name}"] = partial(quantise_all, quantise, found.weights)
+    return works
+
+
+def quantise_all(quantise: Callable[[Tensor], object], weights: list[Tensor]) -> None:
+    for weight in weights:
+        quantise(weight)
+
+
+def best_s(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
+    """Seconds of each work at its best; all of them take turns in every round, the first of which is not counted."""
+    clock = time.thread_time if device.device().type == "cpu" else time.perf_counter
+    best = dict.fromkeys(works, float("inf"))
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            device.synchronize()
+            start = clock()
+            work()
+            device.synchronize()
+            if number:
+                best[name] = min(best[name], clock() - start)
+    return best
+
+
+def table(experts: int, rounds: int) -> list[str]:
+    """Lines of Markdown."""
+    found = buckets(experts, device.device())
+    nbytes = sum(weight.nbytes for weight in found.weights)
+    rates = {name: nbytes / seconds / 1e9 for name, seconds in best_s(contenders(found), rounds).items()}
+    lines = [f"| {name} | {rate:.2f} | {rate / rates['a copy']:.2f} |" for name, rate in rates.items()]
+    size = f"{nbytes / 1e6:.0f} MB of bfloat16 in {len(found.weights)} weights."
+    return [size, "", "| work | GB/s | of a copy |", "|---|---:|---:|", *lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=at_least_one, default=20)
+    parser.add_argument("--experts", type=at_least_one, default=1, help="how many experts are in the bucket")
+    parser.add_argument("--write", type=Path, help="file for the results, in Markdown")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    place = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    lines = [
+        f"# Kernels of a refit on {place}",
+        "",
+        f"Date: {date.today()}",
+        "",
+        f"Machine: {describe(ROOT)}",
+        "",
+        f"Versions: torch {torch.__version__}",
+        "",
+        f"Command: `python {' '.join(sys.argv)}`",
+        "",
+        *(textwrap.dedent(__doc__ or "").split("\n\n", 1)[1].split("\n")),
+        *table(options.experts, options.rounds),
+        "",
+    ]
+    print("\n".join(lines))
+    if options.write:
+        options.write.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

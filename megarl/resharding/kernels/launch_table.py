@@ -1,0 +1,129 @@
+"""Launch table: the boxes of a block as numbers in a tensor, from which one launch of a kernel reads what to move."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+import torch
+from torch import Tensor
+
+from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
+from megarl.resharding.kernels.quantised import Quantised
+
+COPY_UNITS = 2048
+"""Units that one program of a launch copies: 16 KiB of the largest."""
+
+
+class Kind(IntEnum):
+    """The work on a plane; the first four are copies of units of so many bytes."""
+
+    COPY_1 = 0
+    COPY_2 = auto()
+    COPY_4 = auto()
+    COPY_8 = auto()
+    QUANTISED_BFLOAT16 = auto()
+    QUANTISED_FLOAT32 = auto()
+
+
+_COPIES = {1: Kind.COPY_1, 2: Kind.COPY_2, 4: Kind.COPY_4, 8: Kind.COPY_8}
+_QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
+
+
+class Column(IntEnum):
+    """Columns of a launch table."""
+
+    KIND = 0
+    FIRST_TILE = auto()
+    """Number of the plane's first program in the launch."""
+    LOCAL = auto()
+    """Address of the local plane."""
+    PACKED = auto()
+    """Address of the plane in the bucket."""
+    OFFSET_BYTES = auto()
+    """From the start of the block's memory to `PACKED`."""
+    ROWS = auto()
+    COLUMNS = auto()
+    ROW_STRIDE = auto()
+    """Distance of rows of the local plane, in units, as the next."""
+    COLUMN_STRIDE = auto()
+    SCALES = auto()
+    """Address of the scales, where there are any."""
+    SCALES_OFFSET_BYTES = auto()
+    POWER_OF_TWO = auto()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A plane and what is done with it, by `tiles` programs."""
+
+    kind: Kind
+    plane: Plane
+    tiles: int
+    quantised: Quantised | None = None
+
+
+class LaunchTable:
+    """The planes of a block on its device: one row for each, cut into tiles, of which a program works on one.
+
+    A box has fewer than 2^31 elements. `conversions` are pairs, in the bucket and local, of types between which the
+    kernels do not convert: torch does, and a launch only counts them in the checksum.
+    """
+
+    def __init__(
+        self, memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor], quantised: Sequence[Quantised]
+    ) -> None:
+        pairs = list(zip(packed, local, strict=True))
+        self.conversions = [(there, here) for there, here in pairs if there.dtype != here.dtype]
+        self._work = [work for there, here in pairs for work in _copies(there, here)]
+        self._work += [_quantised(each) for each in quantised]
+        counts = torch.tensor([work.tiles for work in self._work], dtype=torch.int64)
+        self._first = (counts.cumsum(0) - counts).tolist()
+        self.tiles = int(counts.sum())
+        rows = [_row(work, first, memory.data_ptr()) for work, first in zip(self._work, self._first, strict=True)]
+        self.rows = torch.tensor(rows, dtype=torch.int64).view(-1, len(Column)).to(memory.device)
+        # 4 bytes for up to 16 KiB that the tile moves.
+        numbers = torch.arange(len(counts), dtype=torch.int32)
+        self.row_of_tile = numbers.repeat_interleave(counts).to(memory.device)
+
+    def block_of_tile(self, tile: int) -> str:
+        """The block of 128 x 128 on which a program works, and its tensor."""
+        number = int(self.row_of_tile[tile])
+        quantised = self._work[number].quantised
+        assert quantised is not None
+        row, column = divmod(tile - self._first[number], quantised.scales.shape[1])
+        return f"block {row}, {column} of {quantised.name}"
+
+
+def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
+    if not local.numel():
+        return
+    # A copy of the bucket onto itself is counted as any other.
+    for plane in planes(local if local.dtype == packed.dtype else packed, packed):
+        cut = in_largest_units(plane)
+        yield _Work(_COPIES[cut.unit_bytes], cut, -(-cut.rows * cut.columns // COPY_UNITS))
+
+
+def _quantised(each: Quantised) -> _Work:
+    (rows, columns), (row_stride, column_stride) = each.local.shape, each.local.stride()
+    size = each.local.element_size()
+    plane = Plane(each.local.data_ptr(), each.codes.data_ptr(), rows, columns, row_stride, column_stride, size)
+    return _Work(_QUANTISED[each.local.dtype], plane, each.scales.numel(), each)
+
+
+def _row(work: _Work, first_tile: int, memory: int) -> list[int]:
+    plane, scales = work.plane, work.quantised.scales.data_ptr() if work.quantised else 0
+    values = {
+        Column.KIND: work.kind,
+        Column.FIRST_TILE: first_tile,
+        Column.LOCAL: plane.local,
+        Column.PACKED: plane.packed,
+        Column.OFFSET_BYTES: plane.packed - memory,
+        Column.ROWS: plane.rows,
+        Column.COLUMNS: plane.columns,
+        Column.ROW_STRIDE: plane.row_stride,
+        Column.COLUMN_STRIDE: plane.column_stride,
+        Column.SCALES: scales,
+        Column.SCALES_OFFSET_BYTES: scales - memory if scales else 0,
+        Column.POWER_OF_TWO: work.quantised is not None and work.quantised.power_of_two,
+    }
+    return [int(values[column]) for column in Column]

@@ -1,0 +1,55 @@
+"""Kernels of a GPU: a launch of Triton moves a whole block.
+
+The checksum is the sum of all 32-bit words of the boxes, each times its position in the block's memory, modulo 2^64. A
+changed word, two words in each other's place and boxes in another order all give another sum, and programs may add up
+their parts in any order. What lies between boxes is not counted.
+"""
+
+import torch
+
+from megarl.resharding.kernels.block import Block
+from megarl.resharding.kernels.triton_kernels import SUMS, move
+
+_MASK = 2**64 - 1
+# Odd, so that a multiplication loses nothing modulo 2^64; from Knuth's linear congruential generator MMIX.
+_FACTOR = 6364136223846793005
+
+
+def gather(block: Block, before: int | None) -> int | None:
+    """See `megarl.resharding.kernels.gather`."""
+    conversions = block.table.conversions
+    with torch.no_grad():
+        if conversions:
+            torch._foreach_copy_([packed for packed, _ in conversions], [local for _, local in conversions])
+    return _launch(block, before, to_bucket=True)
+
+
+def scatter(block: Block, before: int | None) -> int | None:
+    """See `megarl.resharding.kernels.scatter`."""
+    conversions = block.table.conversions
+    total = _launch(block, before, to_bucket=False)
+    with torch.no_grad():
+        if conversions:
+            torch._foreach_copy_([local for _, local in conversions], [packed for packed, _ in conversions])
+    return total
+
+
+def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
+    table = block.table
+    results = torch.zeros(SUMS + 1, dtype=torch.int64, device=block.memory.device)
+    if table.tiles:
+        grid = (table.tiles,)
+        move[grid](
+            table.rows, table.row_of_tile, results, to_bucket, before is not None, num_warps=8, enable_fp_fusion=False
+        )
+    if before is None and not block.quantised:
+        return None
+    *sums, unfailed = results.tolist()
+    if unfailed:
+        reason = (
+            "holds a weight that is NaN, infinite or too large for FP8"
+            if to_bucket
+            else "has a code that is NaN, or a scale that is not finite or too large"
+        )
+        raise ValueError(f"{table.block_of_tile(table.tiles - unfailed)} {reason}")
+    return None if before is None else (before * _FACTOR + sum(sums)) & _MASK

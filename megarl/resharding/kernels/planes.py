@@ -1,0 +1,83 @@
+"""Planes: a box of any strides as rows and columns of units that a GPU copies one by one."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_UNIT_BYTES = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Rows and columns of a local tensor, at an address with strides, and where they lie in the bucket, contiguously.
+
+    Sizes and strides count units of `unit_bytes`.
+
+    Example: 64 rows of 128 bfloat16 out of rows of 4096: `rows=64, columns=32, row_stride=1024, column_stride=1,
+    unit_bytes=8`.
+    """
+
+    local: int
+    packed: int
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+    unit_bytes: int
+
+
+def planes(local: Tensor, packed: Tensor) -> Iterator[Plane]:
+    """The planes of `local` and of `packed`, a contiguous tensor of its shape; their units are elements of `local`."""
+    dimensions = _joined(list(zip(local.shape, local.stride(), strict=True)))
+    (rows, row_stride), (columns, column_stride) = dimensions[-2:]
+    outer = dimensions[:-2]
+    for number, index in enumerate(itertools.product(*(range(size) for size, _ in outer))):
+        start = sum(at * stride for at, (_, stride) in zip(index, outer, strict=True))
+        yield Plane(
+            local.data_ptr() + start * local.element_size(),
+            packed.data_ptr() + number * rows * columns * packed.element_size(),
+            rows,
+            columns,
+            row_stride,
+            column_stride,
+            local.element_size(),
+        )
+
+
+def in_largest_units(plane: Plane) -> Plane:
+    """The same plane in units of several elements, where these lie side by side and are aligned at both ends."""
+    return next(
+        Plane(
+            plane.local,
+            plane.packed,
+            plane.rows,
+            plane.columns // elements,
+            plane.row_stride // elements,
+            plane.column_stride,
+            unit_bytes,
+        )
+        for unit_bytes in _UNIT_BYTES
+        if (elements := unit_bytes // plane.unit_bytes) == 1
+        or (
+            elements > 1
+            and plane.column_stride == 1
+            and plane.columns % elements == 0
+            and (plane.rows == 1 or plane.row_stride % elements == 0)
+            and plane.local % unit_bytes == plane.packed % unit_bytes == 0
+        )
+    )
+
+
+def _joined(dimensions: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sizes and strides of the same elements in the same order in as few dimensions as possible, but two or more."""
+    joined: list[tuple[int, int]] = []
+    for size, stride in dimensions:
+        if size == 1:
+            continue
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = joined[-1][0] * size, stride
+        else:
+            joined.append((size, stride))
+    return [(1, 0)] * (2 - len(joined)) + joined

@@ -1,0 +1,35 @@
+"""Kernels of a refit on a GPU: the bytes of the host, and the checksum of its formula."""
+
+import pytest
+import torch
+from gpus import needs_gpus, needs_package
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
+
+from megarl.resharding.kernels import gather, scatter
+
+pytestmark = [pytest.mark.cuda, needs_gpus(1), needs_package("triton")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(boxes(), max_size=6), st.lists(matrices, max_size=2), st.integers(0, 2**32 - 1))
+def test_a_gpu_makes_the_bytes_of_the_host(copied, quantised, seed):
+    on_gpu, on_host = (block(copied, quantised, seed, device) for device in ("cuda", "cpu"))
+    assert gather(on_gpu, seed) == weighted_sum(on_gpu, seed)
+    gather(on_host, None)
+    assert torch.equal(counted(on_gpu).cpu(), counted(on_host))
+
+    on_gpu, on_host = elsewhere(on_gpu), elsewhere(on_host)
+    assert scatter(on_gpu, seed) == weighted_sum(on_gpu, seed)
+    scatter(on_host, None)
+    for one, other in zip(in_all(on_gpu), in_all(on_host), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(value):
+    found = block([], [Matrix((130, 136), torch.bfloat16, 1, False, 1.0)] * 2, device="cuda")
+    found.quantised[1].local[129, 130] = value
+    with pytest.raises(ValueError, match=r"block 1, 1 of matrix 1 .*NaN, infinite or too large"):
+        gather(found, 0)

@@ -1,0 +1,90 @@
+"""The kernel of a GPU under Triton's interpreter, bit for bit beside that of the host.
+
+Run by `test_interpreted_kernels`: Triton is interpreted where TRITON_INTERPRET is set before it is imported, so in a
+process of its own.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
+
+from converters.fp8 import LARGEST_WEIGHT, quantise
+from megarl.resharding.kernels import host, on_gpu
+
+SEEDS = st.integers(0, 2**32 - 1)
+PLAIN = Matrix((1, 136), torch.bfloat16, 0, False, 1.0)
+
+
+def same_as_on_the_host(copied, quantised, seed):
+    found, expected = (block(copied, quantised, seed, padding=padding) for padding in (1, 2))
+    assert on_gpu.gather(found, seed) == weighted_sum(found, seed)
+    host.gather(expected, None)
+    assert torch.equal(counted(found), counted(expected))
+    for each in found.quantised:
+        codes, scales = quantise(each.local, power_of_two=each.power_of_two)
+        assert torch.equal(codes.view(torch.uint8), each.codes.view(torch.uint8))
+        assert torch.equal(scales, each.scales)
+
+    found, expected = elsewhere(found), elsewhere(expected)
+    assert on_gpu.scatter(found, seed) == weighted_sum(found, seed)
+    host.scatter(expected, None)
+    for one, other in zip(in_all(found), in_all(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+@settings(max_examples=10)
+@given(st.lists(boxes(), min_size=1, max_size=3), SEEDS)
+def test_copies_of_any_strides(copied, seed):
+    same_as_on_the_host(copied, [], seed)
+
+
+@settings(max_examples=5)
+@given(st.lists(boxes(), max_size=1), matrices, SEEDS)
+def test_quantised_matrices_of_any_numbers(copied, matrix, seed):
+    same_as_on_the_host(copied, [matrix], seed)
+
+
+def test_many_tiles_of_a_box_larger_than_a_program_moves():
+    same_as_on_the_host([Box((70, 999), torch.bfloat16, torch.bfloat16, 1, 1, False)], [], 0)
+
+
+def test_without_a_checksum_the_same_is_moved():
+    found, expected = (block([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], []) for _ in range(2))
+    assert on_gpu.gather(found, None) is host.gather(expected, None) is None
+    assert torch.equal(found.memory, expected.memory)
+
+
+@pytest.mark.parametrize("value", [torch.nan, LARGEST_WEIGHT * 1.01])
+@pytest.mark.parametrize("kernels", [host, on_gpu])
+def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(kernels, value):
+    found = block([], [PLAIN, PLAIN])
+    found.quantised[1].local[0, 130] = value
+    with pytest.raises(ValueError, match=r"block 0, 1 .*NaN, infinite or too large") as error:
+        kernels.gather(found, 0)
+    assert "matrix 1" in str(error.value)
+
+
+@pytest.mark.parametrize(("code", "scale"), [(0x7F, 1.0), (1, torch.nan), (1, 2.0**120)])
+@pytest.mark.parametrize("kernels", [host, on_gpu])
+def test_a_code_or_a_scale_that_is_no_number_is_named(kernels, code, scale):
+    found = block([], [PLAIN])
+    found.quantised[0].scales.fill_(1.0)
+    found.quantised[0].codes.view(torch.uint8)[0, 130] = code
+    found.quantised[0].scales[0, 1] = scale
+    with pytest.raises(ValueError, match="matrix 0"):
+        kernels.scatter(found, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_is_dequantised_as_on_the_host(dtype):
+    found = block([], [Matrix((16, 16), dtype, 0, False, 1.0)])
+    found.quantised[0].codes.view(torch.uint8).view(-1).copy_(torch.arange(256))
+    found.quantised[0].codes.view(torch.uint8)[found.quantised[0].codes.isnan()] = 0
+    for scale in (1e-41, 2.0**119, -0.7):
+        found.quantised[0].scales.fill_(scale)
+        one, other = elsewhere(found), elsewhere(found)
+        on_gpu.scatter(one, None)
+        host.scatter(other, None)
+        assert torch.equal(one.quantised[0].local.view(torch.uint8), other.quantised[0].local.view(torch.uint8))
