@@ -221,3 +221,14 @@ def test_tiles_cover_a_box_once_and_are_small(rows, columns, row_start):
         assert last // 128 - first // 128 == blocks - 1
         count[tile.rows, tile.columns.start // 128 : -(-tile.columns.stop // 128)] += 1
     assert (count == 1).all()
+
+
+def test_scales_rounded_up_are_the_least_powers_of_two_that_are_not_less():
+    weight = torch.randn(300, 500) * torch.logspace(-20, 20, 500)
+    weight[:128, :128] = weight[:128, :128].clamp(-448, 448).fill_diagonal_(448)
+    exact, scales = quantise(weight)[1], quantise(weight, power_of_two=True)[1]
+    assert torch.equal(scales, torch.from_numpy(np.exp2(np.ceil(np.log2(exact.double().numpy())))).float())
+    assert scales[0, 0] == exact[0, 0] == 1
+    codes = quantise(weight, power_of_two=True)[0].float()
+    blocks = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :500]
+    assert torch.equal(codes, (weight / blocks).to(torch.float8_e4m3fn).float())

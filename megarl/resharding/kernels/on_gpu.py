@@ -2,7 +2,7 @@
 
 The checksum is the sum of all 32-bit words of the boxes, each times its position in the block's memory, modulo 2^64. A
 changed word, two words in each other's place and boxes in another order all give another sum, and programs may add up
-their parts in any order. What lies between boxes is not counted.
+their parts in any order. Bytes between boxes are not counted.
 """
 
 import torch
