@@ -6,7 +6,7 @@ process of its own.
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
 
@@ -14,6 +14,8 @@ from converters.fp8 import LARGEST_WEIGHT, quantise
 from megarl.resharding.kernels import host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
+GENERATED = (Phase.explicit, Phase.generate)
+"""Not shrunk: an example takes the interpreter long."""
 PLAIN = Matrix((1, 136), torch.bfloat16, 0, False, 1.0)
 
 
@@ -34,16 +36,30 @@ def same_as_on_the_host(copied, quantised, seed):
         assert torch.equal(one, other)
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, phases=GENERATED)
 @given(st.lists(boxes(), min_size=1, max_size=3), SEEDS)
 def test_copies_of_any_strides(copied, seed):
     same_as_on_the_host(copied, [], seed)
 
 
-@settings(max_examples=5)
+@settings(max_examples=5, phases=GENERATED)
 @given(st.lists(boxes(), max_size=1), matrices, SEEDS)
 def test_quantised_matrices_of_any_numbers(copied, matrix, seed):
     same_as_on_the_host(copied, [matrix], seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
+    found = block([], [Matrix((8, 128), dtype, 0, False, 0.0)])
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(limit)) for limit in (0.0, 448.0)]
+    values = torch.cat([codes, middles, *beside])
+    found.quantised[0].local.view(-1)[: 2 * len(values)] = torch.cat([values, -values]).to(dtype)
+    on_gpu.gather(found, None)
+    expected, scales = quantise(found.quantised[0].local)
+    assert scales.tolist() == [[1.0]] == found.quantised[0].scales.tolist()
+    assert torch.equal(found.quantised[0].codes.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_many_tiles_of_a_box_larger_than_a_program_moves():
