@@ -172,15 +172,18 @@ def test_multi_token_prediction(run, tmp_path):
     assert "num_nextn_predict_layers: 0" in message
 
 
+ONE_RANK = ("cluster.trainer_ranks=1", "megatron.expert_model_parallel_size=1")
+
+
 def test_port_in_use(run, cluster):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = run(f"cluster.rendezvous_port={port}")
+        message = run(f"cluster.rendezvous_port={port}", *ONE_RANK)
     assert f"port {port}" in message
     assert "cluster.rendezvous_port" in message
 
 
 def test_engine_that_dies_at_start(run, cluster):
-    message = run("rollout.engine_args.kv_cache_memory_bytes=1")
+    message = run("rollout.engine_args.kv_cache_memory_bytes=1", *ONE_RANK)
     assert "an engine did not start" in message
     assert "engine_0.log" in message

@@ -114,14 +114,15 @@ def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
 
 def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
     model, files = given
-    steps = run("reward-model", tmp_path, model, files, "preference.steps=30")
+    settings = ("preference.steps=30", "cluster.trainer_ranks=1")
+    steps = run("reward-model", tmp_path, model, files, *settings)
     # The head begins at 0.
     assert steps[0]["preference/accuracy"] == 0.5
     assert steps[0]["preference/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["preference/eval_accuracy"] > 0.8
     assert steps[-1]["preference/eval_loss"] < 0.5
     assert_scores_are_those_of_transformers(tmp_path / "huggingface", files.pairs_eval, steps[-1])
-    check_that_it_resumes("reward-model", tmp_path, 28, tmp_path, model, files, "preference.steps=30")
+    check_that_it_resumes("reward-model", tmp_path, 28, tmp_path, model, files, *settings)
 
 
 def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last: dict[str, float]) -> None:
