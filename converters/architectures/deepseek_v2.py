@@ -6,9 +6,9 @@ from typing import Any
 from converters.architectures import deepseek
 from converters.architectures.blocks import embedding_and_output
 from converters.architectures.common import expert_routing, layer_pattern, rms_norm_decoder, tied_copies
-from converters.architectures.expert_groups import expert_groups, group_scores
 from converters.architectures.extensions import Extensions
 from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.routing import expert_groups, group_scores
 from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("deepseek_v2",)

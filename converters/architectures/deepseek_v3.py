@@ -8,7 +8,7 @@ from converters.architectures.blocks import embedding_and_output
 from converters.architectures.common import rms_norm_decoder, tied_copies
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import MultiTokenPrediction, multi_token_prediction
-from converters.architectures.sigmoid_router import sigmoid_routing, sigmoid_routing_extensions
+from converters.architectures.routing import sigmoid_routing, sigmoid_routing_extensions
 from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")

@@ -21,7 +21,7 @@ from converters.architectures.common import (
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.multi_token_prediction import multi_token_prediction
 from converters.architectures.rotary import rotary_embedding
-from converters.architectures.sigmoid_router import sigmoid_routing, sigmoid_routing_extensions
+from converters.architectures.routing import sigmoid_routing, sigmoid_routing_extensions
 from converters.architectures.weight_map import Architecture, Parameter
 
 MODEL_TYPES = ("glm4_moe",)
