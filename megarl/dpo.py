@@ -26,14 +26,14 @@ def dpo(config: MegarlConfig) -> None:
     sampler = start.sampler(len(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(start) as training:
-        draws = draw_pairs(start, sampler, train, partial(_compared, training))
+        batches = draw_pairs(start, sampler, train, partial(_compared, training))
         training.build(reference=True)
         training.resume()
         measurement = None
         if held_out:
             compared = _compared(training, pair_batch(held_out))
             measurement = HeldOut(partial(_measure, training.trainer, compared, objective), settings.eval_every)
-        training.learn(draws, objective, measurement)
+        training.learn(batches, objective, measurement)
         training.export()
 
 

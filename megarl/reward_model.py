@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megarl.algorithms import reward_model_objective
+from megarl.algorithms import RewardModelObjective
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.run.opening import Start
@@ -22,17 +22,17 @@ def train_reward_model(config: MegarlConfig) -> None:
     if start.is_finished():
         return
     train, held_out = read_pairs(start)
-    draws = draw_pairs(start, start.sampler(len(train)), train)
+    batches = draw_pairs(start, start.sampler(len(train)), train)
     with open_training(start) as training:
         training.build(head="value")
         training.resume()
         measurement = None
         if held_out:
             measurement = HeldOut(partial(_measure, training.trainer, pair_batch(held_out)), settings.eval_every)
-        training.learn(draws, reward_model_objective, measurement)
+        training.learn(batches, RewardModelObjective(), measurement)
         training.export()
 
 
 def _measure(trainer: TrainerGroup, batch: RaggedBatch) -> dict[str, float]:
     values = Ragged(batch.lengths).at_last_token(trainer.scores(batch))
-    return held_out_metrics(reward_model_objective, values, batch)
+    return held_out_metrics(RewardModelObjective(), values, batch)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from converters.errors import UserError
-from megarl.algorithms import exact_matches, sft_objective
+from megarl.algorithms import SftObjective, exact_matches
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
-from megarl.run.draws import Draw
+from megarl.run.batches import StepBatch
 from megarl.run.opening import Start
 from megarl.run.supervised import HeldOut, conversation_batch, open_training
 from megarl.schema import MegarlConfig
@@ -23,7 +23,7 @@ def sft(config: MegarlConfig) -> None:
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
-    draws = start.draws(start.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
+    batches = start.batches(start.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
     with open_training(start) as training:
         training.build()
         training.resume()
@@ -32,7 +32,7 @@ def sft(config: MegarlConfig) -> None:
             settings.eval_every,
             lambda metrics: enough is not None and metrics.get("sft/exact_match", -1.0) >= enough,
         )
-        training.learn(draws, sft_objective, measurement if held_out else None)
+        training.learn(batches, SftObjective(), measurement if held_out else None)
         training.export()
 
 
@@ -50,6 +50,6 @@ def _read(start: Start, files: list[str]) -> list[Conversation]:
     )
 
 
-def _draw(sampler: PromptSampler, train: Sequence[Conversation], config: MegarlConfig) -> Draw:
+def _draw(sampler: PromptSampler, train: Sequence[Conversation], config: MegarlConfig) -> StepBatch:
     drawn = sampler.next(config.sft.sequences_per_step)
-    return Draw(conversation_batch([train[index] for index in drawn], "token_mean"))
+    return StepBatch(conversation_batch([train[index] for index in drawn], "token_mean"))

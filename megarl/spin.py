@@ -18,7 +18,7 @@ from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rollout.protocol import Request
-from megarl.run.draws import Draw
+from megarl.run.batches import StepBatch
 from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
@@ -64,8 +64,8 @@ def spin(config: MegarlConfig) -> None:
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
-        draws = start.draws(sampler, partial(draw_iteration, training, engines, refit, exchanges))
-        training.learn(draws, objective, measurement if held_out else None)
+        batches = start.batches(sampler, partial(draw_iteration, training, engines, refit, exchanges))
+        training.learn(batches, objective, measurement if held_out else None)
         training.export()
 
 
@@ -115,7 +115,7 @@ def draw_iteration(
     exchanges: Sequence[Exchange],
     sampler: PromptSampler,
     step: int,
-) -> Iterator[Draw]:
+) -> Iterator[StepBatch]:
     """The batches of pairs of the iteration that begins after `step`; none if the opponent's replies are the data's."""
     config, clock = training.start.config, training.clock
     settings = config.preference
@@ -137,7 +137,7 @@ def draw_iteration(
             for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
         ]
     for number, batch in enumerate(batches):
-        yield Draw(batch, metrics if number == 0 else {})
+        yield StepBatch(batch, metrics if number == 0 else {})
 
 
 def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[PreferencePair]]:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,20 @@ _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
 }
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command's use of the configuration."""
+
+    checks: Sequence[Callable[[MegarlConfig], None]]
+    """All that is checked after the range of every single value."""
+    steps: str = ""
+    """The key of the number of its optimizer steps, if it trains."""
+
+
 def validate(config: MegarlConfig, command: str) -> None:
     """Raise UserError for the first value with which `megarl COMMAND` could not work."""
     _check_values(config)
-    for check in CHECKS[command]:
+    for check in COMMANDS[command].checks:
         check(config)
 
 
@@ -210,11 +220,12 @@ def _value(config: MegarlConfig, key: str) -> Any:
 
 
 _TRAINING = (check_output, _check_megatron)
-CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
-    "train": (*_TRAINING, _check_prompts, check_composition, _check_step),
-    "sft": (*_TRAINING, _check_conversations),
-    **dict.fromkeys(("dpo", "reward-model", "spin"), (*_TRAINING, _check_preferences)),
-    "eval": (_check_logs, _check_held_out),
-    "chat": (_check_logs,),
+_PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps")
+COMMANDS: Mapping[str, Command] = {
+    "train": Command((*_TRAINING, _check_prompts, check_composition, _check_step), steps="loop.steps"),
+    "sft": Command((*_TRAINING, _check_conversations), steps="sft.steps"),
+    **dict.fromkeys(("dpo", "reward-model", "spin"), _PREFERENCES),
+    "eval": Command((_check_logs, _check_held_out)),
+    "chat": Command((_check_logs,)),
 }
-"""Command -> what is checked of its configuration, after the range of every single value."""
+"""The commands that take a configuration."""

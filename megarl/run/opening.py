@@ -14,6 +14,7 @@ from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import megatron_options
+from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
 from megarl.models.policy import Model, check_layout, read_model
@@ -21,18 +22,11 @@ from megarl.output.export import check_that_none_is_lost, step_of_export
 from megarl.output.places import EXPORT, LOGS
 from megarl.process.phase import phase
 from megarl.rollout import engine_configuration
+from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, latest_checkpoint
-from megarl.run.draws import Draw, Draws, read_waiting
 from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext.options import MegatronOptions
-
-_STEPS: Mapping[str, str] = {
-    "train": "loop.steps",
-    "sft": "sft.steps",
-    **dict.fromkeys(("dpo", "reward-model", "spin"), "preference.steps"),
-}
-"""Command that trains -> key of the number of its optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Start:
     @property
     def steps(self) -> int:
         """How many steps there are to be."""
-        return reduce(getattr, _STEPS[self.command].split("."), self.config)  # type: ignore[return-value]
+        return reduce(getattr, COMMANDS[self.command].steps.split("."), self.config)  # type: ignore[return-value]
 
     @property
     def has_learned_enough(self) -> bool:
@@ -89,7 +83,7 @@ class Start:
         if self.has_learned_enough:
             print(f"all is learned after {self.step} steps; choose another output_dir to begin anew", flush=True)
         else:
-            key = _STEPS[self.command]
+            key = COMMANDS[self.command].steps
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
         return True
 
@@ -98,14 +92,14 @@ class Start:
         sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed)
         if self.checkpoint is not None:
             state = self.checkpoint.state
-            sampler.load_state_dict(state["draws"]["sampler"] if "draws" in state else state["sampler"])
+            sampler.load_state_dict(state["batches"]["sampler"] if "batches" in state else state["sampler"])
         return sampler
 
-    def draws(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[Draw]]) -> Draws:
-        """Draws of `make`, after those drawn before and not trained on."""
+    def batches(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[StepBatch]]) -> BatchStream:
+        """Batches of `make`, after those drawn before and not trained on."""
         if self.checkpoint is None:
-            return Draws(sampler, make)
-        return Draws(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["draws"]))
+            return BatchStream(sampler, make)
+        return BatchStream(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["batches"]))
 
 
 class Processes:

@@ -8,7 +8,7 @@ from megarl.algorithms import Metrics
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.data import PreferencePair, PromptSampler, load_pairs
-from megarl.run.draws import Draw, Draws
+from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import Start
 from megarl.run.supervised import conversation_batch
 from megarl.stages.fields import with_fields
@@ -37,14 +37,14 @@ def draw_pairs(
     sampler: PromptSampler,
     train: Sequence[PreferencePair],
     prepare: Callable[[RaggedBatch], RaggedBatch] = lambda batch: batch,
-) -> Draws:
+) -> BatchStream:
     """Batches of `preference.pairs_per_step` pairs without end, each as `prepare` makes it."""
     count = start.config.preference.pairs_per_step
 
-    def make(sampler: PromptSampler, _step: int) -> list[Draw]:
-        return [Draw(prepare(pair_batch([train[index] for index in sampler.next(count)])))]
+    def make(sampler: PromptSampler, _step: int) -> list[StepBatch]:
+        return [StepBatch(prepare(pair_batch([train[index] for index in sampler.next(count)])))]
 
-    return start.draws(sampler, make)
+    return start.batches(sampler, make)
 
 
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:

@@ -15,8 +15,8 @@ from megarl.data import Conversation
 from megarl.output.export import write_export
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
+from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.checkpoints import CheckpointWriter
-from megarl.run.draws import Draw, Draws
 from megarl.run.opening import Processes, Start, open_processes
 from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
@@ -68,39 +68,39 @@ class Training:
         if self.start.checkpoint is not None:
             self.trainer.load(self.start.checkpoint.folder)
 
-    def learn(self, draws: Draws, objective: Objective, held_out: HeldOut | None) -> None:
-        """One optimizer step per draw, until there are all, no more draws, or it is enough."""
+    def learn(self, batches: BatchStream, objective: Objective, held_out: HeldOut | None) -> None:
+        """One optimizer step per batch, until there are all, no more batches, or it is enough."""
         checkpoints, position = self.start.config.checkpoint, self.position
         self.clock.end_step(tokens=0)  # the time of the start is no step's
         with asked_to_stop(waits=checkpoints.on_signal) as stop:
             while position.step < self.start.steps and not position.is_enough:
-                if (draw := draws.after(position.step)) is None:
+                if (step_batch := batches.after(position.step)) is None:
                     position.is_enough = True
                 else:
-                    metrics = self._step(draw, objective, held_out)
+                    metrics = self._step(step_batch, objective, held_out)
                     # Logged, then saved: a resumed run cuts off lines that are too many.
                     self.tracker.log(position.step, metrics)
                     position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
                 is_last = bool(stop) or position.is_enough or position.step == self.start.steps
                 if is_last or (checkpoints.every and position.step % checkpoints.every == 0):
                     with self.clock.stage("checkpoint"):
-                        self._save(draws)
+                        self._save(batches)
                 if is_last:
                     break
 
-    def _step(self, draw: Draw, objective: Objective, held_out: HeldOut | None) -> dict[str, MetricValue]:
+    def _step(self, step_batch: StepBatch, objective: Objective, held_out: HeldOut | None) -> dict[str, MetricValue]:
         step = self.position.step = self.position.step + 1
         with self.clock.stage("update"):
-            metrics = {**update(self.trainer, [draw.batch], objective, temperature=1.0), **draw.metrics}
+            metrics = {**update(self.trainer, [step_batch.batch], objective, temperature=1.0), **step_batch.metrics}
         if held_out and (step % held_out.every == 0 or step == self.start.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
-        return metrics | self.clock.end_step(tokens=len(draw.batch.tokens))
+        return metrics | self.clock.end_step(tokens=len(step_batch.batch.tokens))
 
-    def _save(self, draws: Draws) -> None:
+    def _save(self, batches: BatchStream) -> None:
         with CheckpointWriter(self.start.config, self.start.command, self.position.step) as checkpoint:
             checkpoint.save(self.trainer)
-            checkpoint.state |= {"is_enough": self.position.is_enough, "draws": draws.save(checkpoint.folder)}
+            checkpoint.state |= {"is_enough": self.position.is_enough, "batches": batches.save(checkpoint.folder)}
 
     def export(self) -> None:
         """Write the trained model as a HuggingFace folder below `output_dir`."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from converters.errors import UserError
 from megarl.algorithms import Metrics
 from megarl.data import Conversation, Turn
+from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import latest_checkpoint
-from megarl.run.draws import Draw
 from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
@@ -84,7 +84,7 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
 
 
 def self_play(run, engines, refit):
-    return run.start.draws(run.start.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
+    return run.start.batches(run.start.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4), st.integers(0, 3))
@@ -184,10 +184,10 @@ def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
 
 def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
     def make(sampler, _step):
-        return [Draw(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
+        return [StepBatch(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
 
-    def draws():
-        return run.start.draws(run.start.sampler(2), make)
+    def batches():
+        return run.start.batches(run.start.sampler(2), make)
 
     run, measured = make_training(tmp_path / "all", steps=5), []
 
@@ -195,11 +195,13 @@ def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
         measured.append(len(run.trainer.seen))
         return {"sft/exact_match": 0.5}
 
-    run.learn(draws(), lambda: None, HeldOut(measure, every=2))
+    run.learn(batches(), lambda: None, HeldOut(measure, every=2))
     assert len(run.trainer.seen) == 5
     assert measured == [2, 4, 5]
     run = make_training(tmp_path / "enough", steps=5)
-    run.learn(draws(), lambda: None, HeldOut(measure, every=2, is_enough=lambda metrics: "sft/exact_match" in metrics))
+    run.learn(
+        batches(), lambda: None, HeldOut(measure, every=2, is_enough=lambda metrics: "sft/exact_match" in metrics)
+    )
     assert len(run.trainer.seen) == 2
 
 

@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 from megarl.data import PromptSampler
 from megatron_ext.packing import RaggedBatch
 
-_FILE = "draws.safetensors"
+_FILE = "batches.safetensors"
 _FIELD = "field."
 
 
-class Draw(NamedTuple):
+class StepBatch(NamedTuple):
     """The batch of one optimizer step, and what there is to say about how it was made."""
 
     batch: RaggedBatch
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
-class Draws:
+class BatchStream:
     """Batches, one for each step. A checkpoint keeps where the sampler is, and what is drawn and not trained on yet.
 
     `make` draws with the sampler for the step after the given one, or for some steps at once; nothing, where there is
@@ -32,13 +32,13 @@ class Draws:
     def __init__(
         self,
         sampler: PromptSampler,
-        make: Callable[[PromptSampler, int], Iterable[Draw]],
-        waiting: Sequence[Draw] = (),
+        make: Callable[[PromptSampler, int], Iterable[StepBatch]],
+        waiting: Sequence[StepBatch] = (),
     ) -> None:
         self._sampler, self._make = sampler, make
         self._waiting = deque(waiting)
 
-    def after(self, step: int) -> Draw | None:
+    def after(self, step: int) -> StepBatch | None:
         """Draw for the step after `step`; None if there is none."""
         if not self._waiting:
             self._waiting.extend(self._make(self._sampler, step))
@@ -47,23 +47,23 @@ class Draws:
     def save(self, folder: Path) -> dict[str, Any]:
         """Write what waits to `folder`, if anything does; the rest of the state."""
         if self._waiting:
-            tensors = {f"{i}.{name}": t for i, draw in enumerate(self._waiting) for name, t in _tensors(draw.batch)}
+            tensors = {f"{i}.{name}": t for i, each in enumerate(self._waiting) for name, t in _tensors(each.batch)}
             save_file(tensors, folder / _FILE)
         return {
             "sampler": self._sampler.state_dict(),
-            "waiting": [{"unit": draw.batch.unit, "metrics": dict(draw.metrics)} for draw in self._waiting],
+            "waiting": [{"unit": each.batch.unit, "metrics": dict(each.metrics)} for each in self._waiting],
         }
 
 
-def read_waiting(folder: Path, state: Mapping[str, Any]) -> list[Draw]:
-    """The draws that waited when `Draws.save` gave the `state`."""
+def read_waiting(folder: Path, state: Mapping[str, Any]) -> list[StepBatch]:
+    """The batches that waited when `BatchStream.save` gave the `state`."""
     tensors = load_file(folder / _FILE) if state["waiting"] else {}
     waiting = []
     for index, each in enumerate(state["waiting"]):
         prefix = f"{index}."
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         fields = {name.removeprefix(_FIELD): tensor for name, tensor in own.items() if name.startswith(_FIELD)}
-        waiting.append(Draw(RaggedBatch(own["tokens"], own["lengths"], fields, each["unit"]), each["metrics"]))
+        waiting.append(StepBatch(RaggedBatch(own["tokens"], own["lengths"], fields, each["unit"]), each["metrics"]))
     return waiting
 
 
