@@ -54,8 +54,6 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a prompt longer than
     `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and when no prompt is left.
     """
-    if config.overlong_prompts not in ("refuse", "drop"):
-        raise UserError(f"data.overlong_prompts is {config.overlong_prompts!r}; it must be 'refuse' or 'drop'")
     if not files:
         raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
     rows = [row for file in files for row in _read_file(file, tokenizer, config.prompt_column)]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from converters.errors import UserError
 from megarl.rewards.event_loop import EventLoop
 from megarl.rewards.registry import calling_of
 from megarl.rewards.runners import InLoop, InProcess, Runner, TimeLeft
@@ -38,12 +37,10 @@ class Scorer:
     The first process starts at once where a function is a user's, and loads it, so that a file which fails, hangs or
     exits does so there; the others start with the samples that need them.
 
-    Raises `UserError` for what `terms_of` and `load_reward` refuse, and for an unknown on_error or on_timeout.
+    Raises `UserError` for what `terms_of` and `load_reward` refuse.
     """
 
     def __init__(self, config: "RewardConfig") -> None:
-        _check_choice("on_error", config.on_error, ("stop", "drop"))
-        _check_choice("on_timeout", config.on_timeout, ("stop", "drop", "zero"))
         self.config = config
         self._terms = terms_of(config)
         self._pool = WorkerPool([term.source for term in self._terms])
@@ -177,9 +174,3 @@ def _bounded(sample: RewardSample) -> RewardSample:
     if len(sample.solution) <= LONGEST_SCORED_CHARACTERS:
         return sample
     return replace(sample, solution=sample.solution[-LONGEST_SCORED_CHARACTERS:])
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        shown = ", ".join(repr(choice) for choice in choices[:-1])
-        raise UserError(f"reward.{name} is {value!r}; it must be {shown} or {choices[-1]!r}")

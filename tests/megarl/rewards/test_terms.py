@@ -73,8 +73,6 @@ def test_a_sample_that_no_term_is_for_is_refused():
             {"functions": {"a": RewardTermConfig("format", options={"patern": "a"})}},
             r"reward\.functions\.a\.options\.patern is no option of reward\.functions\.a\.function=format",
         ),
-        ({"on_error": "zero"}, r"reward\.on_error is 'zero'; it must be 'stop' or 'drop'"),
-        ({"on_timeout": "retry"}, r"reward\.on_timeout is 'retry'; it must be 'stop', 'drop' or 'zero'"),
     ],
 )
 def test_bad_configurations_are_refused(config, said):
