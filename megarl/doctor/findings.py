@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megarl.doctor.inventory import Inventory
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
+from megarl.tracking import LOGGERS
 
 GIB = 1024**3
 MEMORY_BYTES = 8 * GIB
@@ -105,9 +106,9 @@ def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
-    for logger, name in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
-        if not inventory.packages[name]:
-            why, remedy = f"{name} is not installed", f"pip install {name}"
+    for logger, kind in LOGGERS.items():
+        if kind.package and not inventory.packages[kind.package]:
+            why, remedy = f"{kind.package} is not installed", f"pip install {kind.package}"
             yield Finding(False, f"tracking.loggers=[{logger}]", why, remedy)
 
 

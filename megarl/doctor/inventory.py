@@ -13,6 +13,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl.rollout import ENGINES
+from megarl.tracking import LOGGERS
 
 PACKAGES = (
     "torch",
@@ -30,8 +31,7 @@ PACKAGES = (
     "torchvision",
     "torchaudio",
     "torchcodec",
-    "wandb",
-    "mlflow-skinny",
+    *(kind.package for kind in LOGGERS.values() if kind.package),
 )
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -31,11 +31,8 @@ _EXPORTS = (Path(EXPORT), *map(Path, TRAINED_AUXILIARY))
 _FOLDERS = (
     *map(str, _EXPORTS),
     *(str(beside(export)) for export in _EXPORTS for beside in (next_export, previous_export)),
-    *(CHECKPOINTS, LOGS, "tensorboard", "wandb"),
+    *(CHECKPOINTS, LOGS),
 )
-_FILES = ("metrics.jsonl", "wandb_run_id", "mlflow_run_id")
-OF_TRAINING = (*_FOLDERS, *_FILES)
-"""Names written by the training commands."""
 
 
 def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
@@ -61,8 +58,17 @@ def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
             yield key, Path(file)
 
 
-def check_output(config: "MegarlConfig", written: Collection[str] = OF_TRAINING) -> None:
-    """Raise UserError unless `output_dir` can be a folder, and what is `written` there leaves the inputs alone."""
+def check_output(config: "MegarlConfig", written: Collection[str] | None = None) -> None:
+    """Raise UserError unless `output_dir` can be a folder, and what is `written` there leaves the inputs alone.
+
+    Without `written` it is all that the training commands and any logger write.
+    """
+    # Here, since a command line alone needs no logger.
+    from megarl.tracking import LOGGERS
+
+    folders = (*_FOLDERS, *(name for kind in LOGGERS.values() for name in kind.folders))
+    if written is None:
+        written = (*folders, *(name for kind in LOGGERS.values() for name in kind.files))
     output = Path(config.output_dir)
     if not config.output_dir.strip() or "\0" in config.output_dir:
         raise UserError(
@@ -73,9 +79,9 @@ def check_output(config: "MegarlConfig", written: Collection[str] = OF_TRAINING)
             raise UserError(f"output_dir={output} cannot be a folder: {path} is a file; choose another output_dir")
     for name in written:
         place = output / name
-        if os.path.exists(place) and os.path.isdir(place) != (name in _FOLDERS):
+        if os.path.exists(place) and os.path.isdir(place) != (name in folders):
             raise UserError(
-                f"{place} is in the way: the run writes a {'folder' if name in _FOLDERS else 'file'} of that name; move"
+                f"{place} is in the way: the run writes a {'folder' if name in folders else 'file'} of that name; move"
                 " it away or choose another output_dir"
             )
         for key, path in inputs_of(config):

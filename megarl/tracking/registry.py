@@ -1,6 +1,7 @@
 """Loggers by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
@@ -8,14 +9,28 @@ from megarl.tracking.jsonl import JsonLinesLogger
 from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger
 from megarl.tracking.tracker import Logger, Run, Tracker
 
-LOGGERS: Mapping[str, Callable[[Run], Logger]] = {
-    "console": make_console_logger,
-    "jsonl": JsonLinesLogger,
-    "tensorboard": TensorBoardLogger,
-    "wandb": WandbLogger,
-    "mlflow": MlflowLogger,
+
+@dataclass(frozen=True)
+class LoggerKind:
+    """A logger: how it is made, and what the rest of megarl has to know of it."""
+
+    make: Callable[[Run], Logger]
+    folders: tuple[str, ...] = ()
+    """Folders that it writes in `output_dir`."""
+    files: tuple[str, ...] = ()
+    """Files that it writes there."""
+    package: str | None = None
+    """A package that it needs and megarl does not."""
+
+
+LOGGERS: Mapping[str, LoggerKind] = {
+    "console": LoggerKind(make_console_logger),
+    "jsonl": LoggerKind(JsonLinesLogger, files=("metrics.jsonl",)),
+    "tensorboard": LoggerKind(TensorBoardLogger, folders=("tensorboard",)),
+    "wandb": LoggerKind(WandbLogger, folders=("wandb",), files=("wandb_run_id",), package="wandb"),
+    "mlflow": LoggerKind(MlflowLogger, files=("mlflow_run_id",), package="mlflow-skinny"),
 }
-"""Makers of the loggers that `tracking.loggers` may name."""
+"""The loggers that `tracking.loggers` may name."""
 
 
 def open_tracker(names: Sequence[str], run: Run) -> Tracker:
@@ -32,7 +47,7 @@ def open_tracker(names: Sequence[str], run: Run) -> Tracker:
     loggers: list[Logger] = []
     try:
         for name in names:
-            loggers.append(LOGGERS[name](run))
+            loggers.append(LOGGERS[name].make(run))
     except BaseException:
         Tracker(loggers).close()
         raise

@@ -57,7 +57,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def log_once(name, run, step):
-    logger = LOGGERS[name](run)
+    logger = LOGGERS[name].make(run)
     logger.log(step, {"reward/mean": 0.5})
     logger.close()
 
@@ -68,7 +68,7 @@ def scalars(folder, name):
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
-    logger = LOGGERS["tensorboard"](Run(tmp_path, 0, 2))
+    logger = LOGGERS["tensorboard"].make(Run(tmp_path, 0, 2))
     logger.log(0, {"eval/accuracy": 0.25})
     logger.log(1, {"eval/accuracy": 0.5, "policy/entropy": 1.5})
     assert scalars(tmp_path, "policy/entropy") == [(1, 1.5)], "written before the logger is closed"
@@ -77,11 +77,11 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
 
 
 def test_tensorboard_hides_the_void_steps_of_a_resumed_run(tmp_path):
-    killed = LOGGERS["tensorboard"](Run(tmp_path, 0, 9))
+    killed = LOGGERS["tensorboard"].make(Run(tmp_path, 0, 9))
     for step in range(4):
         killed.log(step, {"reward/mean": step})
     killed.close()
-    resumed = LOGGERS["tensorboard"](Run(tmp_path, 2, 9, resumed=True))
+    resumed = LOGGERS["tensorboard"].make(Run(tmp_path, 2, 9, resumed=True))
     resumed.log(2, {"reward/mean": 0.5})
     resumed.close()
     assert scalars(tmp_path, "reward/mean") == [(0, 0.0), (1, 1.0), (2, 0.5)]
@@ -92,7 +92,7 @@ def test_a_service_that_is_not_installed_names_its_extra(tmp_path, name):
     if importlib.util.find_spec(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(UserError, match=rf"'{name}', which is not installed; .*'megarl\[{name}\]'"):
-        LOGGERS[name](Run(tmp_path, 0, 1))
+        LOGGERS[name].make(Run(tmp_path, 0, 1))
 
 
 def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, installed):
@@ -122,7 +122,7 @@ LENGTHS = Histogram(edges=(0.5, 2.5, 4.5), counts=(3, 1))
 
 
 def test_tensorboard_draws_the_bins_it_was_given(tmp_path):
-    logger = LOGGERS["tensorboard"](Run(tmp_path, 0, 9))
+    logger = LOGGERS["tensorboard"].make(Run(tmp_path, 0, 9))
     logger.log(4, {"response_length/histogram": LENGTHS, "reward/mean": 0.5})
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -136,7 +136,7 @@ def test_tensorboard_draws_the_bins_it_was_given(tmp_path):
 
 def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
     wandb = installed("wandb", WANDB)
-    logger = LOGGERS["wandb"](Run(tmp_path, 0, 9))
+    logger = LOGGERS["wandb"].make(Run(tmp_path, 0, 9))
     logger.log(4, {"response_length/histogram": LENGTHS, "reward/mean": 0.5})
     (line,) = wandb.runs["run0"].lines
     drawn = line.pop("response_length/histogram")
@@ -146,7 +146,7 @@ def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
 
 def test_mlflow_gets_quantiles_and_names_that_it_takes(tmp_path, installed):
     mlflow = installed("mlflow", MLFLOW)
-    logger = LOGGERS["mlflow"](Run(tmp_path, 0, 9))
+    logger = LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
     logger.log(4, {"a/histogram": LENGTHS, "reward/source/my@data": 0.5, "none": Histogram((0.0, 1.0), (0,))})
     quantiles = {"p10": 0.5 + 2 * 0.4 / 3, "p50": 0.5 + 2 * 2 / 3, "p90": 2.5 + 2 * 0.6}
     ((step, values),) = mlflow.runs["run0"]
