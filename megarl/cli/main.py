@@ -15,11 +15,7 @@ from megarl.process.errors import RunFailed
 from megarl.process.signals import interruption
 
 COMMANDS = {
-    "train": "reinforcement learning: prompts, rollouts, rewards, updates",
-    "sft": "supervised fine-tuning on the same engine",
-    "dpo": "preferences: the better of two replies (DPO)",
-    "reward-model": "a model that scores replies, from preferences",
-    "spin": "self-play fine-tuning: replies of people against the policy's own",
+    **{name: command.summary for name, command in TRAINING_COMMANDS.items()},
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
     "chat": "talk to a HuggingFace folder in the terminal",
     "convert": "HuggingFace folder to Megatron checkpoint, in a stream",

@@ -21,6 +21,8 @@ class TrainingCommand:
     """A command that trains."""
 
     name: str
+    summary: str
+    """A few words, in the list of commands."""
     does: str
     """One sentence."""
     keys: str
@@ -80,6 +82,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
     for each in (
         TrainingCommand(
             "train",
+            "reinforcement learning: prompts, rollouts, rewards, updates",
             "Train a policy: rollouts by an inference engine, rewards, advantages, updates by Megatron-core.",
             "Hydra overrides; all of them are in docs/configuration.md",
             "megarl.train:train",
@@ -92,6 +95,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
         ),
         TrainingCommand(
             "sft",
+            "supervised fine-tuning on the same engine",
             "Fine-tune a policy on conversations, by the same Megatron engine that `megarl train` uses.",
             _SFT_KEYS,
             "megarl.sft:sft",
@@ -103,6 +107,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
         ),
         TrainingCommand(
             "dpo",
+            "preferences: the better of two replies (DPO)",
             "Train a policy to prefer the better of two replies (DPO); the weights it begins with are the reference.",
             _PREFERENCE_KEYS,
             "megarl.dpo:dpo",
@@ -114,6 +119,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
         ),
         TrainingCommand(
             "reward-model",
+            "a model that scores replies, from preferences",
             "Train a reward model: the model's layers with a head that gives the better of two replies the higher "
             "score.",
             _PREFERENCE_KEYS,
@@ -127,6 +133,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
         ),
         TrainingCommand(
             "spin",
+            "self-play fine-tuning: replies of people against the policy's own",
             "Fine-tune a policy by self-play (SPIN): it learns to prefer the replies in the data to those of its "
             "earlier self.",
             _PREFERENCE_KEYS,
