@@ -14,8 +14,6 @@ from converters.architectures import Architecture, Part
 from converters.copying import check_distributed
 from converters.errors import UserError
 from converters.formats.torch_dist import TorchDistCheckpoint
-from converters.layouts.megatron import ModuleNames
-from converters.layouts.torch_dist import has_uniform_layers
 from converters.layouts.torch_dist.keys import cells
 from megatron_ext.intact import require_intact
 from megatron_ext.model import local_tensors
@@ -41,9 +39,9 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     checkpoint = TorchDistCheckpoint(folder)
     check_distributed(checkpoint, architecture)
     uniform = not any(re.match(r"decoder\.layers\.\d", key) for key in checkpoint.weights)
-    wanted = _sharded(chunks, uniform=uniform)
+    wanted = sharded(chunks, uniform=uniform)
     for chunk, tensors in zip(chunks, wanted.values(), strict=True):
-        for name, key in _transformer_engine_keys(chunk, architecture, uniform=uniform).items():
+        for name, key in transformer_engine_keys(chunk, architecture, uniform=uniform).items():
             if name in tensors and key in checkpoint.weights:
                 tensors[name].key = key
     require_intact(checkpoint.folder, weights_only=True)
@@ -55,24 +53,6 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     check_finite(local_tensors(chunks), checkpoint.folder)
 
 
-def sharded_weights(
-    chunks: Sequence[GPTModel], architecture: Architecture, *, module_names: ModuleNames = "te"
-) -> dict[str, ShardedStateDict]:
-    """State dicts for `megatron.core.dist_checkpointing.save` with this rank's weights.
-
-    The keys are those of Transformer Engine's modules, as `load_distributed` and the converters write and read them,
-    or those that megatron-core gives to its local modules.
-    """
-    uniform = has_uniform_layers(architecture)
-    weights = _sharded(chunks, uniform=uniform)
-    if module_names == "te":
-        for chunk, tensors in zip(chunks, weights.values(), strict=True):
-            for name, key in _transformer_engine_keys(chunk, architecture, uniform=uniform).items():
-                if name in tensors:
-                    tensors[name].key = key
-    return weights
-
-
 class _WithoutCommon(TorchCommonLoadStrategy):
     """Leaves `common.pt` alone: it says nothing about weights and may need classes of the program that saved it."""
 
@@ -80,7 +60,8 @@ class _WithoutCommon(TorchCommonLoadStrategy):
         return {}
 
 
-def _sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:
+def sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:
+    """This rank's weights as megatron-core saves and loads them: a state dict for each chunk, by its name."""
     for chunk in chunks:
         stages = chunk.config.pipeline_model_parallel_size
         if stages > 1 and chunk.config.mtp_num_layers and chunk.share_embeddings_and_output_weights:
@@ -98,7 +79,7 @@ def _sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedS
     }
 
 
-def _transformer_engine_keys(chunk: GPTModel, architecture: Architecture, *, uniform: bool) -> dict[str, str]:
+def transformer_engine_keys(chunk: GPTModel, architecture: Architecture, *, uniform: bool) -> dict[str, str]:
     """Name in a chunk of local modules -> key in a checkpoint with Transformer Engine's names.
 
     Without the experts, whose keys are the same.

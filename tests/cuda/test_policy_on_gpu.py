@@ -15,7 +15,7 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import device
 from megatron_ext.forward import forward_backward, predict_labels
@@ -59,27 +59,27 @@ def train(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype) -> 
     checkpoint = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(checkpoint.config)
     options = MegatronOptions(sizes, dtype, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False})
-    engine = MegatronModel(architecture, options, rank)
-    engine.load_huggingface(checkpoint)
-    engine.prepare_training(2)
+    model = MegatronModel(architecture, options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(2)
     batch = make_batch()
     # Each data-parallel rank has the whole batch here, so that the weights are those of half of it.
     batch = batch.with_fields(weights=batch.fields["weights"] / sizes.data_parallel_size)
-    log_probs = engine.log_probs(batch, MICRO_BATCHES, temperature=TEMPERATURE)
-    for chunk in engine.chunks:
+    log_probs = model.log_probs(batch, MICRO_BATCHES, temperature=TEMPERATURE)
+    for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    forward_backward(engine.chunks, engine._pack(batch, MICRO_BATCHES), sft_objective, predict_labels(TEMPERATURE))
+    forward_backward(model.chunks, model._pack(batch, MICRO_BATCHES), SftObjective(), predict_labels(TEMPERATURE))
     local = {
         name: getattr(tensor, "main_grad", torch.zeros_like(tensor)).float().cpu()
-        for name, tensor in engine.local_tensors().items()
+        for name, tensor in model.local_tensors().items()
     }
     share = {name: torch.zeros(shape) for name, shape in architecture.hf_shapes.items()}
     transfers = plan(
         megatron_layout(architecture, sizes, module_names=module_names()), huggingface_layout(architecture.hf_shapes)
     )
     copy_transfers([each for each in transfers if each.source_rank == rank], local, share)
-    norms = [engine.train_step(batch, MICRO_BATCHES, sft_objective, temperature=TEMPERATURE).gradient_norm]
-    after = engine.log_probs(batch, MICRO_BATCHES, temperature=TEMPERATURE)
+    norms = [model.train_step(batch, MICRO_BATCHES, SftObjective(), temperature=TEMPERATURE).gradient_norm]
+    after = model.log_probs(batch, MICRO_BATCHES, temperature=TEMPERATURE)
     return {
         "log_probs": None if log_probs is None else log_probs.log_probs.cpu(),
         "after": None if after is None else after.log_probs.cpu(),

@@ -72,7 +72,7 @@ def make_trajectories(folder: Path) -> list[ReferenceTrajectory]:
 
 
 def make_batch(trajectories: list[ReferenceTrajectory]) -> RaggedBatch:
-    """The same trajectories as the loop would give them to the engine."""
+    """The same trajectories as the loop would give them to the trainer."""
     responses = torch.tensor([len(t.old_log_probs) for t in trajectories])
     mask = torch.cat([torch.arange(len(t.tokens)) >= t.prompt_length for t in trajectories])
 
@@ -108,14 +108,14 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
     options = MegatronOptions(
         sizes, torch.float32, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False}
     )
-    engine = MegatronModel(architecture, options, rank)
-    engine.load_huggingface(checkpoint)
-    engine.prepare_training(total_steps=1)
+    model = MegatronModel(architecture, options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(total_steps=1)
     micro_batches = assign(batch.lengths, sizes.data_parallel_size, max_tokens=20)[parallel_rank().data]
     packed = [pack(batch, sequences, sizes.tensor_model_parallel_size) for sequences in micro_batches]
     assert len(packed) > 1
     metrics = forward_backward(
-        engine.chunks,
+        model.chunks,
         packed,
         PolicyObjective(AlgorithmConfig(kl_coefficient=KL_COEFFICIENT)),
         predict_labels(TEMPERATURE),
@@ -125,7 +125,7 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
         "loss": Metrics.merge(metrics).sums["policy/loss"] if speaks else None,
         "gradients": {
             name: tensor.main_grad.clone()
-            for name, tensor in engine.local_tensors().items()
+            for name, tensor in model.local_tensors().items()
             if isinstance(tensor, torch.nn.Parameter)
         },
     }

@@ -81,22 +81,22 @@ def losses_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: R
     options = MegatronOptions(
         sizes, torch.float32, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False}
     )
-    engine = MegatronModel(read_architecture(checkpoint.config), options, rank)
-    engine.load_huggingface(checkpoint)
-    engine.prepare_training(total_steps=1)
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(total_steps=1)
     cut = assign(batch.lengths, sizes.data_parallel_size, max_tokens)[parallel_rank().data]
     results = {}
     for name, objective in objectives().items():
         chosen = {}
         if objective.needs_selection:
             chosen["chosen"] = objective.select(batch, batch.fields["reference_log_probs"], seed=(0,))
-        for chunk in engine.chunks:
+        for chunk in model.chunks:
             chunk.zero_grad_buffer()
         packed = [pack(batch.with_fields(**chosen), sequences) for sequences in cut]
-        metrics = forward_backward(engine.chunks, packed, objective, predict_labels(TEMPERATURE))
+        metrics = forward_backward(model.chunks, packed, objective, predict_labels(TEMPERATURE))
         gradients = {
             key: tensor.main_grad.clone()
-            for key, tensor in engine.local_tensors().items()
+            for key, tensor in model.local_tensors().items()
             if isinstance(tensor, torch.nn.Parameter)
         }
         results[name] = float(Metrics.merge(metrics).sums["policy/loss"]), gradients

@@ -12,7 +12,7 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.packing import RaggedBatch, assign
 
@@ -57,9 +57,9 @@ def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
     ids=["TP2 EP2", "VPP2"],
 )
 def test_a_refreshed_reference_is_the_same_after_resuming(sizes, tmp_path_factory, tmp_path):
-    model = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
-    written = run_ranks(refresh_and_save, sizes, model, tmp_path)
-    resumed = run_ranks(load_with_reference, sizes, model, tmp_path)
+    deeper = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
+    written = run_ranks(refresh_and_save, sizes, deeper, tmp_path)
+    resumed = run_ranks(load_with_reference, sizes, deeper, tmp_path)
     for before, after in zip(written, resumed, strict=True):
         assert after["refreshed"]
         assert before["reference"].keys() == after["reference"].keys()
@@ -130,7 +130,7 @@ def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
     assert list(target.iterdir()) == []
 
 
-def make_engine(
+def make_model(
     rank: int,
     sizes: ParallelSizes,
     folder: Path,
@@ -150,15 +150,16 @@ def make_engine(
         optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1},
         scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
     )
-    engine = MegatronModel(read_architecture(checkpoint.config), options, rank, head=head)
-    engine.load_huggingface(checkpoint)
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank, head=head)
+    model.load_huggingface(checkpoint)
     if reference:
-        engine.keep_reference()
-    engine.prepare_training(STEPS)
-    return engine
+        model.keep_reference()
+    model.prepare_training(STEPS)
+    return model
 
 
-def train(engine, steps: range, objective=sft_objective) -> dict:
+def train(model, steps: range, objective=None) -> dict:
+    """`steps` of a run, of supervised fine-tuning without an `objective`."""
     from parallel_rank import parallel_rank
 
     results = []
@@ -168,63 +169,65 @@ def train(engine, steps: range, objective=sft_objective) -> dict:
         total = int(lengths.sum())
         weights = torch.ones(total) / total
         batch = RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, {"weights": weights})
-        size = engine.options.parallel.data_parallel_size
+        size = model.options.parallel.data_parallel_size
         results.append(
-            engine.train_step(batch, assign(lengths, size, 16)[parallel_rank().data], objective, temperature=1.0)
+            model.train_step(
+                batch, assign(lengths, size, 16)[parallel_rank().data], objective or SftObjective(), temperature=1.0
+            )
         )
     return {"norms": [result.gradient_norm for result in results], "rates": [r.learning_rate for r in results]}
 
 
-def outcome(engine, steps: dict) -> dict:
+def outcome(model, steps: dict) -> dict:
     return {
         **steps,
         "random": float(torch.rand(())),
-        "weights": {name: tensor.detach().clone() for name, tensor in engine.local_tensors().items()},
+        "weights": {name: tensor.detach().clone() for name, tensor in model.local_tensors().items()},
     }
 
 
 def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder)
-    first = train(engine, range(SAVED_AFTER))
+    model = make_model(rank, sizes, folder)
+    first = train(model, range(SAVED_AFTER))
     torch.manual_seed(rank + 100)
-    checkpoint.save(engine, target)
-    second = train(engine, range(SAVED_AFTER, STEPS))
-    return outcome(engine, {name: first[name] + second[name] for name in first})
+    checkpoint.save(model, target)
+    second = train(model, range(SAVED_AFTER, STEPS))
+    return outcome(model, {name: first[name] + second[name] for name in first})
 
 
 def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, rate: float = 1.0) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder, rate)
-    checkpoint.load(engine, target)
-    return outcome(engine, train(engine, range(SAVED_AFTER, STEPS)))
+    model = make_model(rank, sizes, folder, rate)
+    checkpoint.load(model, target)
+    return outcome(model, train(model, range(SAVED_AFTER, STEPS)))
 
 
 def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, refresh: bool = True) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder, reference=True)
-    train(engine, range(1))
+    model = make_model(rank, sizes, folder, reference=True)
+    train(model, range(1))
     if refresh:
-        engine.refresh_reference()
-    train(engine, range(1, 2))
-    checkpoint.save(engine, target)
-    return with_reference(engine)
+        model.refresh_reference()
+    train(model, range(1, 2))
+    checkpoint.save(model, target)
+    return with_reference(model)
 
 
 def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder, reference=True)
-    checkpoint.load(engine, target)
-    return with_reference(engine)
+    model = make_model(rank, sizes, folder, reference=True)
+    checkpoint.load(model, target)
+    return with_reference(model)
 
 
-def with_reference(engine) -> dict:
-    present = {name: tensor.detach().clone() for name, tensor in engine.local_tensors().items()}
-    return {"present": present, "reference": engine.reference.tensors, "refreshed": engine.reference.refreshed}
+def with_reference(model) -> dict:
+    present = {name: tensor.detach().clone() for name, tensor in model.local_tensors().items()}
+    return {"present": present, "reference": model.reference.tensors, "refreshed": model.reference.refreshed}
 
 
 def keys_of(folder: Path) -> set[str]:
@@ -240,27 +243,27 @@ def squared_error(values, micro_batch):
 def train_critic_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder, head="value", dtype=dtype)
-    train(engine, range(1), squared_error)
-    checkpoint.save(engine, target)
-    return outcome(engine, train(engine, range(1, STEPS), squared_error))
+    model = make_model(rank, sizes, folder, head="value", dtype=dtype)
+    train(model, range(1), squared_error)
+    checkpoint.save(model, target)
+    return outcome(model, train(model, range(1, STEPS), squared_error))
 
 
 def load_and_train_critic(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder, head="value", dtype=dtype)
-    checkpoint.load(engine, target)
-    return outcome(engine, train(engine, range(1, STEPS), squared_error))
+    model = make_model(rank, sizes, folder, head="value", dtype=dtype)
+    checkpoint.load(model, target)
+    return outcome(model, train(model, range(1, STEPS), squared_error))
 
 
 def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder)
-    train(engine, range(1))
+    model = make_model(rank, sizes, folder)
+    train(model, range(1))
     with pytest.raises(UserError) as raised:
-        checkpoint.save(engine, target)
+        checkpoint.save(model, target)
     return str(raised.value)
 
 
@@ -269,16 +272,16 @@ def holds_gathered_state(rank: int, sizes: ParallelSizes, folder: Path) -> bool:
 
     from megatron_ext import checkpoint, compat
 
-    engine = make_engine(rank, sizes, folder)
-    compat.prime_optimizer_state(engine.optimizer)
-    state = checkpoint._sharded_state(engine, is_loading=False)["optimizer"]
+    model = make_model(rank, sizes, folder)
+    compat.prime_optimizer_state(model.optimizer)
+    state = checkpoint._sharded_state(model, is_loading=False)["optimizer"]
     return any(getattr(part, "key", "").startswith("optimizer.state.") for part in nested_values(state))
 
 
 def children_after_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
     from megatron_ext import checkpoint
 
-    engine = make_engine(rank, sizes, folder)
-    train(engine, range(1))
-    checkpoint.save(engine, target)
+    model = make_model(rank, sizes, folder)
+    train(model, range(1))
+    checkpoint.save(model, target)
     return [child.name() for child in psutil.Process().children()]

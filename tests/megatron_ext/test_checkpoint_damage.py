@@ -13,7 +13,7 @@ import torch
 from damage import DAMAGES as DAMAGES_OF_FILES
 from damage import cases
 from launch import run_ranks
-from test_checkpoint import make_engine, train
+from test_checkpoint import make_model, train
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
@@ -42,23 +42,23 @@ class Touch:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 1})
 
 
 @pytest.fixture(scope="module")
-def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a run, with a manifest."""
     root = tmp_path_factory.mktemp("run") / "checkpoints"
     folder = checkpoint_folder.begin(root, 1)
-    run_ranks(train_and_save, EP2, model, folder)
+    run_ranks(train_and_save, EP2, source, folder)
     return checkpoint_folder.commit(root, 1, {"step": 1}, keep=1)
 
 
-def train_and_save(rank: int, sizes: ParallelSizes, model: Path, folder: Path) -> None:
-    engine = make_engine(rank, sizes, model)
-    train(engine, range(1))
-    checkpoint.save(engine, folder)
+def train_and_save(rank: int, sizes: ParallelSizes, source: Path, folder: Path) -> None:
+    model = make_model(rank, sizes, source)
+    train(model, range(1))
+    checkpoint.save(model, folder)
 
 
 def test_the_manifest_covers_every_byte_and_no_tensor_was_read_for_it(saved: Path) -> None:
@@ -146,8 +146,8 @@ DAMAGES: Mapping[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_every_rank_refuses_what_is_damaged_and_nobody_runs_code(model: Path, saved: Path, tmp_path: Path) -> None:
-    said = run_ranks(load_damaged, EP2, model, saved, tmp_path)
+def test_every_rank_refuses_what_is_damaged_and_nobody_runs_code(source: Path, saved: Path, tmp_path: Path) -> None:
+    said = run_ranks(load_damaged, EP2, source, saved, tmp_path)
     for name, (_, message) in DAMAGES.items():
         for rank in said:
             assert rank[name] is not None, name
@@ -159,8 +159,8 @@ def test_every_rank_refuses_what_is_damaged_and_nobody_runs_code(model: Path, sa
     assert not list(tmp_path.rglob("executed"))
 
 
-def load_damaged(rank: int, sizes: ParallelSizes, model: Path, saved: Path, scratch: Path) -> dict[str, str | None]:
-    engine = make_engine(rank, sizes, model)
+def load_damaged(rank: int, sizes: ParallelSizes, source: Path, saved: Path, scratch: Path) -> dict[str, str | None]:
+    model = make_model(rank, sizes, source)
     said: dict[str, str | None] = {}
     for name, damage in {
         **{name: each for name, (each, _) in DAMAGES.items()},
@@ -171,24 +171,24 @@ def load_damaged(rank: int, sizes: ParallelSizes, model: Path, saved: Path, scra
             shutil.copytree(saved, folder)
             damage(folder)
         torch.distributed.barrier()
-        said[name] = refused(partial(checkpoint.load, engine, folder))
+        said[name] = refused(partial(checkpoint.load, model, folder))
         torch.distributed.barrier()
     return said
 
 
-def test_whatever_happened_to_a_file_no_run_goes_on_from_it(model: Path, saved: Path, tmp_path: Path) -> None:
+def test_whatever_happened_to_a_file_no_run_goes_on_from_it(source: Path, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "iter")
-    first, second = run_ranks(resume_from_damaged, EP2, model, tmp_path / "iter")
+    first, second = run_ranks(resume_from_damaged, EP2, source, tmp_path / "iter")
     assert first == second
     assert len(first) == len(DAMAGES_OF_FILES) * len(list(saved.iterdir()))
     assert [case for case, said in first.items() if said is None] == []
 
 
 def resume_from_damaged(
-    rank: int, sizes: ParallelSizes, model: Path, folder: Path
+    rank: int, sizes: ParallelSizes, source: Path, folder: Path
 ) -> dict[tuple[str, str], str | None]:
     """Sentences where a run resumes: by the controller before, and by the ranks."""
-    engine = make_engine(rank, sizes, model)
+    model = make_model(rank, sizes, source)
     said: dict[tuple[str, str], str | None] = {}
     damages = list(cases(folder))
     good = {file: (folder / file).read_bytes() for file, _ in damages}
@@ -198,7 +198,7 @@ def resume_from_damaged(
             DAMAGES_OF_FILES[kind](folder / file)
         torch.distributed.barrier()
         said[file, kind] = refused(lambda: checkpoint_folder.read_controller_state(folder)) or refused(
-            lambda: checkpoint.load(engine, folder)
+            lambda: checkpoint.load(model, folder)
         )
         torch.distributed.barrier()
         if rank == 0:
@@ -206,10 +206,10 @@ def resume_from_damaged(
     return said
 
 
-def test_a_damaged_conversion_is_not_begun_with(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_conversion_is_not_begun_with(source: Path, tmp_path: Path) -> None:
     """By its manifest, and without one by the checksums of torch."""
     convert_checkpoint(
-        model,
+        source,
         tmp_path / "megatron",
         ParallelSizes(),
         dtype="keep",
@@ -221,19 +221,19 @@ def test_a_damaged_conversion_is_not_begun_with(model: Path, tmp_path: Path) -> 
     assert found is not None
     ((place,),) = [each for name, each in found.tensors.items() if name.startswith("decoder.final_layernorm")]
     flip(tmp_path / "megatron" / place.file, place.offset + 1)
-    said = run_ranks(begin_with, EP2, model, tmp_path / "megatron")
+    said = run_ranks(begin_with, EP2, source, tmp_path / "megatron")
     (tmp_path / "megatron" / MANIFEST).unlink()
-    said += run_ranks(begin_with, EP2, model, tmp_path / "megatron")
+    said += run_ranks(begin_with, EP2, source, tmp_path / "megatron")
     for each in said:
         assert each is not None
         assert "is damaged: " in each
         assert "decoder.final_layernorm" in each
 
 
-def begin_with(rank: int, sizes: ParallelSizes, model: Path, folder: Path) -> str | None:
+def begin_with(rank: int, sizes: ParallelSizes, source: Path, folder: Path) -> str | None:
     options = MegatronOptions(sizes, torch.float32, optimizer={}, scheduler={})
-    engine = MegatronModel(read_architecture(HuggingFaceCheckpoint(model).config), options, rank)
-    return refused(lambda: engine.load_distributed(folder))
+    model = MegatronModel(read_architecture(HuggingFaceCheckpoint(source).config), options, rank)
+    return refused(lambda: model.load_distributed(folder))
 
 
 def refused(work: Callable[[], object]) -> str | None:

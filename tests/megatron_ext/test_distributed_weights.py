@@ -1,7 +1,7 @@
 """Distributed checkpoints of live models, loaded at other layouts: bit for bit what reading HuggingFace gives."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from distinct_vectors import with_distinct_vectors
 from launch import run_ranks
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
 from parity import loaded_model
 
 from converters.architectures import Architecture, read_architecture
@@ -18,11 +20,12 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import Contents, read_metadata, write_metadata
-from converters.layouts.megatron import ParallelSizes
+from converters.layouts.megatron import ModuleNames, ParallelSizes
+from converters.layouts.torch_dist import has_uniform_layers
 from converters.megatron_to_hf import export_checkpoint
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, compat
-from megatron_ext.distributed_weights import load_distributed, sharded_weights
+from megatron_ext.distributed_weights import load_distributed, sharded, transformer_engine_keys
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.options import MegatronOptions
@@ -68,6 +71,20 @@ def architecture_of(folder: Path) -> Architecture:
     return read_architecture(HuggingFaceCheckpoint(folder).config)
 
 
+def sharded_weights(
+    chunks: Sequence[GPTModel], architecture: Architecture, *, module_names: ModuleNames = "te"
+) -> dict[str, ShardedStateDict]:
+    """State dicts for `dist_checkpointing.save` with the keys of Transformer Engine's modules, or of local ones."""
+    uniform = has_uniform_layers(architecture)
+    weights = sharded(chunks, uniform=uniform)
+    if module_names == "te":
+        for chunk, tensors in zip(chunks, weights.values(), strict=True):
+            for name, key in transformer_engine_keys(chunk, architecture, uniform=uniform).items():
+                if name in tensors:
+                    tensors[name].key = key
+    return weights
+
+
 def save(rank: int, sizes: ParallelSizes, models: Mapping[str, Path], root: Path) -> None:
     for name, folder in models.items():
         chunks = loaded_model(rank, sizes, folder)
@@ -80,13 +97,13 @@ def save(rank: int, sizes: ParallelSizes, models: Mapping[str, Path], root: Path
 
 def save_with_optimizer(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> None:
     options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3}, scheduler={})
-    engine = MegatronModel(architecture_of(folder), options, rank)
-    engine.load_huggingface(HuggingFaceCheckpoint(folder))
-    engine.prepare_training(1)
-    compat.prime_optimizer_state(engine.optimizer)
+    model = MegatronModel(architecture_of(folder), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.prepare_training(1)
+    compat.prime_optimizer_state(model.optimizer)
     target.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    checkpoint.save(engine, target)
+    checkpoint.save(model, target)
 
 
 def save_per_layer(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> None:

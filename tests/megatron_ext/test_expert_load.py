@@ -12,7 +12,7 @@ from torch import Tensor
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
@@ -31,16 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loads(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]) -> list[Tensor | None]:
     """Loads of two steps, with predictions in between."""
     options = MegatronOptions(sizes, torch.float32, transformer=transformer, optimizer={"lr": 0.0})
-    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
-    engine.load_huggingface(HuggingFaceCheckpoint(folder))
-    engine.prepare_training(2)
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.prepare_training(2)
     tokens = torch.arange(sum(LENGTHS)) % 40 + 4
     whole = RaggedBatch(tokens, torch.tensor(LENGTHS), {"weights": torch.ones(len(tokens))})
     batch = whole.select(range(parallel_rank().data, len(LENGTHS), sizes.data_parallel_size))
     micro_batches = [[index] for index in range(len(batch))]
-    first = engine.train_step(batch, micro_batches, sft_objective)
-    engine.log_probs(batch, micro_batches, temperature=1.0)
-    return [first.expert_load, engine.train_step(batch, micro_batches, sft_objective).expert_load]
+    first = model.train_step(batch, micro_batches, SftObjective())
+    model.log_probs(batch, micro_batches, temperature=1.0)
+    return [first.expert_load, model.train_step(batch, micro_batches, SftObjective()).expert_load]
 
 
 def test_every_token_is_counted_once_by_all_ranks_together(folder: Path) -> None:

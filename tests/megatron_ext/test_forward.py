@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
@@ -29,12 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path) -> MegatronModel:
+def make_model(rank: int, sizes: ParallelSizes, folder: Path) -> MegatronModel:
     options = MegatronOptions(sizes, torch.float32, transformer=RECOMPUTE, optimizer={"lr": 0.0})
-    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
-    engine.load_huggingface(HuggingFaceCheckpoint(folder))
-    engine.prepare_training(1)
-    return engine
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.prepare_training(1)
+    return model
 
 
 def test_predictions_alone_recompute_nothing_and_the_next_step_does_again(folder: Path) -> None:
@@ -44,16 +44,16 @@ def test_predictions_alone_recompute_nothing_and_the_next_step_does_again(folder
 
 def checkpoints_of_passes(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, int]:
     """How often a layer was to be recomputed later."""
-    engine, calls, checkpoint = make_engine(rank, sizes, folder), [], tensor_parallel.checkpoint
+    model, calls, checkpoint = make_model(rank, sizes, folder), [], tensor_parallel.checkpoint
 
     def counting(*arguments):
         calls.append(arguments)
         return checkpoint(*arguments)
 
     tensor_parallel.checkpoint = counting
-    engine.log_probs(BATCH, [[0, 1]], temperature=1.0)
+    model.log_probs(BATCH, [[0, 1]], temperature=1.0)
     of_log_probs = len(calls)
-    engine.train_step(BATCH, [[0, 1]], sft_objective)
+    model.train_step(BATCH, [[0, 1]], SftObjective())
     return {"log_probs": of_log_probs, "train_step": len(calls) - of_log_probs}
 
 
@@ -64,13 +64,13 @@ def test_fp8_gets_whole_blocks_of_tokens_and_padding_changes_nothing(folder: Pat
 
 
 def sizes_of_micro_batches(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[dict[str, list[int]], list[float]]:
-    engine, found, differences = make_engine(rank, sizes, folder), {}, []
-    plain = engine.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
+    model, found, differences = make_model(rank, sizes, folder), {}, []
+    plain = model.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
     for name, fields in {"fp8": {"fp8": "e4m3"}, "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}.items():
         # The model stays as it is: products of 8 bits need a GPU.
-        engine.options = replace(engine.options, transformer=fields)
-        found[name] = [each.tokens.numel() for each in engine._pack(BATCH, [[0, 1]])]
-        padded = engine.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
+        model.options = replace(model.options, transformer=fields)
+        found[name] = [each.tokens.numel() for each in model._pack(BATCH, [[0, 1]])]
+        padded = model.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
         differences.append(float((padded - plain).abs().max()))
     return found, differences
 
@@ -81,9 +81,9 @@ def test_an_export_waits_longer_than_collectives_do(folder: Path, tmp_path: Path
 
 
 def export_late(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> None:
-    engine = make_engine(rank, sizes, folder)
+    model = make_model(rank, sizes, folder)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     if rank == 1:
         time.sleep(2.5)
-    engine.export_huggingface(target, folder)
+    model.export_huggingface(target, folder)
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=5), dist.group.WORLD)

@@ -15,7 +15,7 @@ from parity import sequences
 from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
@@ -45,10 +45,10 @@ def norms(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[
     for name, folder in folders.items():
         checkpoint = HuggingFaceCheckpoint(folder)
         options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
-        engine = MegatronModel(read_architecture(checkpoint.config), options, rank)
-        engine.load_huggingface(checkpoint)
-        engine.prepare_training(1)
-        step = engine.train_step(batch, [list(range(len(mine)))], sft_objective)
+        model = MegatronModel(read_architecture(checkpoint.config), options, rank)
+        model.load_huggingface(checkpoint)
+        model.prepare_training(1)
+        step = model.train_step(batch, [list(range(len(mine)))], SftObjective())
         result[name] = step.gradient_norm
     return result
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.cluster.trainer_worker import TrainerWorker
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.resharding.loader.buckets import cut_into_buckets, views
@@ -78,14 +78,14 @@ def read(
 ) -> dict[str, Tensor]:
     """Weights that each reader finds who is the first after a train step of one of `counts` micro-batches."""
     worker = TrainerWorker(rank)
-    worker.model = engine = make_engine(rank, sizes, folder, distributed)
-    worker.weights = WeightSource(engine.architecture, sizes, rank, engine.local_tensors(), "local")
+    worker.model = model = make_model(rank, sizes, folder, distributed)
+    worker.weights = WeightSource(model.architecture, sizes, rank, model.local_tensors(), "local")
     steps = enumerate(counts)
     readings = {}
 
     def train() -> None:
         step, count = next(steps)
-        result = engine.train_step(batch_of(step, count), [[i] for i in range(count)], sft_objective)
+        result = model.train_step(batch_of(step, count), [[i] for i in range(count)], SftObjective())
         readings[f"norm of step {step}"] = torch.tensor(result.gradient_norm)
 
     def keep(reader: str, tensors: Mapping[str, Tensor]) -> None:
@@ -97,31 +97,31 @@ def read(
     if rank == 0:
         (target / "checkpoint").mkdir(parents=True)
     torch.distributed.barrier()
-    checkpoint.save(engine, target / "checkpoint")
+    checkpoint.save(model, target / "checkpoint")
     keep("checkpoint", restored(rank, sizes, folder, target / "checkpoint"))
     train()
-    engine.export_huggingface(target / "export", folder)
+    model.export_huggingface(target / "export", folder)
     for file in sorted((target / "export").glob("*.safetensors")):
         keep("export", load_file(file))
     train()
-    keep("reference", log_probs(engine, reference=True))
-    keep("policy after the reference", log_probs(engine))
+    keep("reference", log_probs(model, reference=True))
+    keep("policy after the reference", log_probs(model))
     train()
-    engine.refresh_reference()
+    model.refresh_reference()
     train()
-    keep("policy after two steps", log_probs(engine))
-    keep("refreshed reference", log_probs(engine, reference=True))
-    keep("weights", engine.local_tensors())
+    keep("policy after two steps", log_probs(model))
+    keep("refreshed reference", log_probs(model, reference=True))
+    keep("weights", model.local_tensors())
     return readings
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronModel:
+def make_model(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronModel:
     options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-2}, distributed=distributed)
-    engine = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
-    engine.load_huggingface(HuggingFaceCheckpoint(folder))
-    engine.keep_reference()
-    engine.prepare_training(10)
-    return engine
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.keep_reference()
+    model.prepare_training(10)
+    return model
 
 
 def batch_of(step: int, count: int) -> RaggedBatch:
@@ -145,13 +145,13 @@ def written(worker: TrainerWorker) -> dict[str, Tensor]:
 
 
 def restored(rank: int, sizes: ParallelSizes, folder: Path, saved: Path) -> dict[str, Tensor]:
-    engine = make_engine(rank, sizes, folder, OFF)
-    checkpoint.load(engine, saved)
-    return engine.local_tensors()
+    model = make_model(rank, sizes, folder, OFF)
+    checkpoint.load(model, saved)
+    return model.local_tensors()
 
 
-def log_probs(engine: MegatronModel, *, reference: bool = False) -> dict[str, Tensor]:
+def log_probs(model: MegatronModel, *, reference: bool = False) -> dict[str, Tensor]:
     batch = batch_of(50, 2)
-    with engine.reference_weights() if reference else nullcontext():
-        predictions = engine.log_probs(batch, [[0], [1]], temperature=1.0)
+    with model.reference_weights() if reference else nullcontext():
+        predictions = model.log_probs(batch, [[0], [1]], temperature=1.0)
     return {} if predictions is None else {"log_probs": predictions.log_probs}

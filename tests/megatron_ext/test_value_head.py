@@ -69,15 +69,15 @@ class SquaredError:
         return per_token.sum() / 10 + (values[last_tokens(micro_batch)] - 3).square().sum(), {}
 
 
-def make_engine(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype = torch.float32) -> MegatronModel:
+def make_model(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype = torch.float32) -> MegatronModel:
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(sizes, dtype, optimizer={"lr": 1e-2, "clip_grad": 0.0})
-    engine = MegatronModel(read_architecture(checkpoint.config), options, rank, head="value")
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank, head="value")
     with torch.no_grad():
-        for tensor in engine.local_tensors().values():
+        for tensor in model.local_tensors().values():
             tensor.fill_(float("nan"))
-    engine.load_huggingface(checkpoint)
-    return engine
+    model.load_huggingface(checkpoint)
+    return model
 
 
 def own_part(sizes: ParallelSizes) -> tuple[RaggedBatch, list[list[int]], list[int]]:
@@ -92,18 +92,18 @@ def own_part(sizes: ParallelSizes) -> tuple[RaggedBatch, list[list[int]], list[i
 def predictions_and_gradients(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[str, Any]:
     results = {}
     for name, folder in folders.items():
-        engine = make_engine(rank, sizes, folder)
+        model = make_model(rank, sizes, folder)
         batch, micro_batches, chosen = own_part(sizes)
-        values, scores = engine.values(batch, micro_batches), engine.scores(batch, micro_batches)
-        engine.prepare_training(1)
-        before = {key: tensor.detach().clone() for key, tensor in engine.local_tensors().items()}
-        step = engine.train_step(batch, micro_batches, SquaredError())
+        values, scores = model.values(batch, micro_batches), model.scores(batch, micro_batches)
+        model.prepare_training(1)
+        before = {key: tensor.detach().clone() for key, tensor in model.local_tensors().items()}
+        step = model.train_step(batch, micro_batches, SquaredError())
         results[name] = {
             "chosen": chosen,
             "values": values,
             "scores": scores,
             "norm": step.gradient_norm,
-            "moved": {key: not torch.equal(tensor, before[key]) for key, tensor in engine.local_tensors().items()},
+            "moved": {key: not torch.equal(tensor, before[key]) for key, tensor in model.local_tensors().items()},
             "names": set(before),
         }
     return results
@@ -159,9 +159,9 @@ def test_values_scores_and_gradients_are_those_of_transformers(
 
 
 def load_and_export(rank: int, sizes: ParallelSizes, folder: Path, exported: Path) -> dict[str, Tensor]:
-    engine = make_engine(rank, sizes, folder)
-    engine.export_huggingface(exported, folder)
-    return dict(engine.local_tensors())
+    model = make_model(rank, sizes, folder)
+    model.export_huggingface(exported, folder)
+    return dict(model.local_tensors())
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", "PP2"), ("qwen3_moe", "TP2")])
@@ -242,7 +242,7 @@ def test_a_classifier_of_several_labels_is_refused(folders: Mapping[str, Path], 
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders["qwen3"] / "config.json").read_text())
     with pytest.raises(RuntimeError, match=r"UserError: .*score\.weight"):
-        run_ranks(make_engine, SIZES["one"], tmp_path)
+        run_ranks(make_model, SIZES["one"], tmp_path)
 
 
 def test_a_megatron_checkpoint_is_no_beginning_of_a_value_model(folders: Mapping[str, Path], tmp_path: Path) -> None:
