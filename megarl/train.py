@@ -70,7 +70,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         compared = without_small_groups(groups, algorithm)
         batch = to_batch(compared, algorithm)
         batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
-        kl = kl_in_reward(batch, algorithm, state.kl.coefficient)
+        kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
         batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
         batches = mini_batches(batch, compared, config)
 

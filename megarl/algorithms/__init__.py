@@ -12,8 +12,8 @@ from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.metrics import Metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_objective import PolicyObjective
-from megarl.algorithms.preference import PreferenceObjective, reward_model_objective
-from megarl.algorithms.supervised import exact_matches, sft_objective
+from megarl.algorithms.preference import PreferenceObjective, RewardModelObjective
+from megarl.algorithms.supervised import SftObjective, exact_matches
 from megarl.algorithms.value_loss import ValueObjective
 
 __all__ = [
@@ -27,10 +27,10 @@ __all__ = [
     "Metrics",
     "PolicyObjective",
     "PreferenceObjective",
+    "RewardModelObjective",
+    "SftObjective",
     "Source",
     "ValueObjective",
     "exact_matches",
     "implicit_process_rewards",
-    "reward_model_objective",
-    "sft_objective",
 ]

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.advantages.groups import Groups
-from megarl.algorithms.parts import option_types
-from megatron_ext.dataclass_fields import FieldType
+from megarl.algorithms.parts import AtLeastOne, Option, options_of
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ class Aggregation:
         return self.function(lengths, groups, **(options or {}))
 
     @cached_property
-    def options(self) -> Mapping[str, FieldType]:
-        """Name -> type of its options."""
-        return option_types(self.function)
+    def options(self) -> Mapping[str, Option]:
+        """Its options, by name."""
+        return options_of(self.function)
 
 
 def token_mean(lengths: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
     return _per_response(1 / (prompts * of_prompt.spread(tokens)), lengths)
 
 
-def seq_mean_token_sum_norm(lengths: Tensor, *, length: int | None = None) -> Tensor:
+def seq_mean_token_sum_norm(lengths: Tensor, *, length: AtLeastOne | None = None) -> Tensor:
     """1 / (N length): the sum over tokens divided by a constant, which favours no length.
 
     Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `length`, or if it is below 1.

@@ -1,7 +1,6 @@
 """Which values and parts of an algorithm make sense, alone and together."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 from converters.errors import UserError
@@ -9,11 +8,18 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS, check_correction
 from megarl.algorithms.kl import KL_ESTIMATORS, UNBIASED
-from megarl.algorithms.parts import check_options, lookup, option_defaults
+from megarl.algorithms.parts import (
+    ABOVE_ZERO,
+    NOT_NEGATIVE,
+    Option,
+    Range,
+    check_options,
+    lookup,
+    option_defaults,
+)
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_losses.covariance import select_clip_cov
 from megarl.schema import AlgorithmConfig
-from megatron_ext.dataclass_fields import FieldType
 
 _AVERAGES_RESPONSES = "seq_mean_token_mean"
 _COVARIANCES = option_defaults(select_clip_cov)
@@ -23,8 +29,8 @@ class PartWithOptions(Protocol):
     """An entry of a registry whose options the configuration gives."""
 
     @property
-    def options(self) -> Mapping[str, FieldType]:
-        """Name -> type."""
+    def options(self) -> Mapping[str, Option]:
+        """The options, by name."""
         ...
 
 
@@ -36,42 +42,15 @@ _PARTS_WITH_OPTIONS: Mapping[str, Mapping[str, PartWithOptions]] = {
 """Key of `algorithm` -> its registry; the options are beside it, in KEY_options."""
 
 
-@dataclass(frozen=True)
-class _Condition:
-    holds: Callable[[float], bool]
-    words: str
-
-
-_NOT_NEGATIVE_AND_FINITE = _Condition(lambda value: 0 <= value < float("inf"), "at least 0 and finite")
-_NOT_NEGATIVE = _Condition(lambda value: value >= 0, "at least 0")
-_ABOVE_ZERO = _Condition(lambda value: value > 0, "above 0")
-_ABOVE_ONE = _Condition(lambda value: value > 1, "above 1")
-_SHARE = _Condition(lambda value: 0 < value <= 1, "above 0 and at most 1")
-_FROM_ZERO_TO_ONE = _Condition(lambda value: 0 <= value <= 1, "at least 0 and at most 1")
-_VALUES: dict[str, _Condition] = {
-    "off_policy_mask": _NOT_NEGATIVE,
-    "distillation_coefficient": _NOT_NEGATIVE_AND_FINITE,
-    "kl_coefficient": _NOT_NEGATIVE,
-    "kl_target": _ABOVE_ZERO,
-    "kl_horizon": _ABOVE_ZERO,
-    "entropy_coefficient": _Condition(lambda value: abs(value) < float("inf"), "a finite number"),
+_VALUES: dict[str, Range] = {
+    "off_policy_mask": NOT_NEGATIVE,
+    "distillation_coefficient": Range(lambda value: 0 <= value < float("inf"), "at least 0 and finite"),
+    "kl_coefficient": NOT_NEGATIVE,
+    "kl_target": ABOVE_ZERO,
+    "kl_horizon": ABOVE_ZERO,
+    "entropy_coefficient": Range(lambda value: abs(value) < float("inf"), "a finite number"),
 }
-_OPTION_VALUES: dict[str, _Condition] = {
-    "gamma": _FROM_ZERO_TO_ONE,
-    "gae_lambda": _FROM_ZERO_TO_ONE,
-    "clip_low": _SHARE,
-    "clip_high": _ABOVE_ZERO,
-    "dual_clip": _ABOVE_ONE,
-    "temperature_positive": _ABOVE_ZERO,
-    "temperature_negative": _ABOVE_ZERO,
-    "ratio_cap": _ABOVE_ZERO,
-    "covariance_fraction": _SHARE,
-    "covariance_kl_coefficient": _NOT_NEGATIVE,
-    "eta": _ABOVE_ZERO,
-    "beta": _ABOVE_ZERO,
-    "length": _Condition(lambda value: value >= 1, "at least 1"),
-}
-"""Ranges of the options of parts."""
+"""Ranges of keys of `algorithm`; an option of a part has its range in the part's own function."""
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
@@ -103,10 +82,10 @@ def option_keys() -> list[str]:
 
 
 def _check_values(config: AlgorithmConfig) -> None:
-    for name, condition in _VALUES.items():
+    for name, within in _VALUES.items():
         value = getattr(config, name)
-        if value is not None and not condition.holds(value):
-            raise UserError(f"algorithm.{name} must be {condition.words}, not {value}")
+        if value is not None and not within.holds(value):
+            raise UserError(f"algorithm.{name} must be {within.words}, not {value}")
     for correction in config.corrections:
         check_correction(correction)
 
@@ -114,9 +93,6 @@ def _check_values(config: AlgorithmConfig) -> None:
 def _check_part(kind: str, registry: Mapping[str, PartWithOptions], config: AlgorithmConfig) -> None:
     name, options, key = getattr(config, kind), getattr(config, f"{kind}_options"), f"algorithm.{kind}_options"
     check_options(options, lookup(registry, f"algorithm.{kind}", name).options, key, f"{kind}={name}")
-    for option, value in options.items():
-        if option in _OPTION_VALUES and value is not None and not _OPTION_VALUES[option].holds(value):
-            raise UserError(f"{key}.{option} must be {_OPTION_VALUES[option].words}, not {value}")
 
 
 def _covariances_have_a_band(config: AlgorithmConfig) -> None:

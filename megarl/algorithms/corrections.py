@@ -103,35 +103,6 @@ def _at_most(statistic: Statistic, of_token: bool = False) -> Correction:
     return Correction(statistic, inside, of_token, takes_low=False)
 
 
-CORRECTIONS: Mapping[str, Correction] = {
-    "token_importance": _importance(token_ratio, of_token=True),
-    "sequence_importance": _importance(sequence_ratio),
-    "icepop": Correction(token_ratio, weight_inside, of_token=True, weighs=True, needs_low=True),
-    "token_band": _band(token_ratio, of_token=True),
-    "sequence_band": _band(sequence_ratio),
-    "sequence_mean_band": _band(sequence_mean_ratio),
-    "token_kl": _at_most(divergence(k3, None), of_token=True),
-    "sequence_kl": _at_most(divergence(k3, Ragged.mean)),
-    "sequence_sum_kl": _at_most(divergence(k3, Ragged.sum)),
-    "sequence_max_kl": _at_most(divergence(k3, largest_of_response)),
-    "token_square": _at_most(divergence(k2, None), of_token=True),
-    "sequence_square": _at_most(divergence(k2, Ragged.mean)),
-    "sequence_sum_square": _at_most(divergence(k2, Ragged.sum)),
-    "sequence_max_square": _at_most(divergence(k2, largest_of_response)),
-}
-"""By name, with their bounds:
-
-- token_importance, sequence_importance: r, or its product over the response, at most `high` and, if given, at least
-  `low` (truncated importance sampling, TIS);
-- icepop: r where it is in [low, high], else 0 (IcePop, arXiv:2510.18855);
-- token_band, sequence_band, sequence_mean_band: 1 where r, its product or its geometric mean over the response is in
-  [low, high], else 0;
-- token_kl, sequence_kl, sequence_sum_kl, sequence_max_kl: 1 where the k3 estimate of KL(rollout || old) of the token,
-  or its mean, sum or maximum over the response, is at most `high`, else 0;
-- token_square, sequence_square, sequence_sum_square, sequence_max_square: the same of (log r)^2 / 2.
-"""
-
-
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """exp of log-ratios, between exp(-20) and exp(20)."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
@@ -204,3 +175,32 @@ def effective_sample_size(weights: Tensor) -> Mean:
 
 def _effective_share(mean: Tensor, mean_square: Tensor) -> Tensor:
     return torch.where(mean_square > 0, mean.square() / mean_square, mean_square)
+
+
+CORRECTIONS: Mapping[str, Correction] = {
+    "token_importance": _importance(token_ratio, of_token=True),
+    "sequence_importance": _importance(sequence_ratio),
+    "icepop": Correction(token_ratio, weight_inside, of_token=True, weighs=True, needs_low=True),
+    "token_band": _band(token_ratio, of_token=True),
+    "sequence_band": _band(sequence_ratio),
+    "sequence_mean_band": _band(sequence_mean_ratio),
+    "token_kl": _at_most(divergence(k3, None), of_token=True),
+    "sequence_kl": _at_most(divergence(k3, Ragged.mean)),
+    "sequence_sum_kl": _at_most(divergence(k3, Ragged.sum)),
+    "sequence_max_kl": _at_most(divergence(k3, largest_of_response)),
+    "token_square": _at_most(divergence(k2, None), of_token=True),
+    "sequence_square": _at_most(divergence(k2, Ragged.mean)),
+    "sequence_sum_square": _at_most(divergence(k2, Ragged.sum)),
+    "sequence_max_square": _at_most(divergence(k2, largest_of_response)),
+}
+"""By name, with their bounds:
+
+- token_importance, sequence_importance: r, or its product over the response, at most `high` and, if given, at least
+  `low` (truncated importance sampling, TIS);
+- icepop: r where it is in [low, high], else 0 (IcePop, arXiv:2510.18855);
+- token_band, sequence_band, sequence_mean_band: 1 where r, its product or its geometric mean over the response is in
+  [low, high], else 0;
+- token_kl, sequence_kl, sequence_sum_kl, sequence_max_kl: 1 where the k3 estimate of KL(rollout || old) of the token,
+  or its mean, sum or maximum over the response, is at most `high`, else 0;
+- token_square, sequence_square, sequence_sum_square, sequence_max_square: the same of (log r)^2 / 2.
+"""

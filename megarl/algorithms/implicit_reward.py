@@ -46,4 +46,4 @@ class ImplicitRewardObjective:
         rewards = self.beta * sequences.log_ratio(predictions.log_probs)
         loss = binary_cross_entropy_with_logits(rewards, outcomes, weight=sequences.weights, reduction="sum").float()
         agreement = (sequences.weights * halves(rewards.detach() * (outcomes - 0.5))).sum().float()
-        return loss, Metrics({"prime/loss": loss.detach(), "prime/accuracy": agreement})
+        return loss, Metrics(sums={"prime/loss": loss.detach(), "prime/accuracy": agreement})

@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megarl.diagnostics.ratios import ratio_histogram
-from megarl.tracking import MetricValue
+from megarl.tracking import Histogram, MetricValue
 
 Value = TypeVar("Value")
 
@@ -50,18 +49,34 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class BinCounts:
+    """A histogram that the pieces of a batch add up to: `counts` float64[bins] of values between the `edges`."""
+
+    edges: tuple[float, ...]
+    counts: Tensor
+
+    def __add__(self, other: "BinCounts") -> "BinCounts":
+        return BinCounts(self.edges, self.counts + other.counts)
+
+    @property
+    def value(self) -> Histogram:
+        """The histogram of the pieces that were added up."""
+        return Histogram(self.edges, tuple(int(count) for count in self.counts.tolist()))
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Contribution of one piece of a global batch, by name; tensors are detached scalars.
 
     The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
-    of the `means` of its pieces. `ratio_counts` are those of `megarl.diagnostics.ratios`, float64[bins], which add up.
+    of the `means` of its pieces; `histograms` count the values of all pieces.
     `kl_to_reference`, a mean, is not a metric alone: the coefficient of the KL may follow it.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)
-    ratio_counts: Mapping[str, Tensor] = field(default_factory=dict)
+    histograms: Mapping[str, BinCounts] = field(default_factory=dict)
     kl_to_reference: Mean | None = None
 
     def __or__(self, other: "Metrics") -> "Metrics":
@@ -70,7 +85,7 @@ class Metrics:
             {**self.sums, **other.sums},
             {**self.maxima, **other.maxima},
             {**self.means, **other.means},
-            {**self.ratio_counts, **other.ratio_counts},
+            {**self.histograms, **other.histograms},
             self.kl_to_reference or other.kl_to_reference,
         )
 
@@ -81,7 +96,7 @@ class Metrics:
             _merge([piece.sums for piece in pieces], torch.add),
             _merge([piece.maxima for piece in pieces], torch.maximum),
             _merge([piece.means for piece in pieces], Mean.__add__),
-            _merge([piece.ratio_counts for piece in pieces], torch.add),
+            _merge([piece.histograms for piece in pieces], BinCounts.__add__),
             _merge([piece._kl() for piece in pieces], Mean.__add__).get(_KL),
         )
 
@@ -104,14 +119,14 @@ class Metrics:
         """
         steps = list(steps)
         rows = [step.values() for step in steps]
-        counts = _merge([step.ratio_counts for step in steps], torch.add)
+        counts = _merge([step.histograms for step in steps], BinCounts.__add__)
         numbers = {
             name: max(row[name] for row in rows)
             if name in steps[0].maxima
             else sum(row[name] for row in rows) / len(rows)
             for name in rows[0]
         }
-        return {**numbers, **{name: ratio_histogram(each) for name, each in counts.items()}}
+        return {**numbers, **{name: each.value for name, each in counts.items()}}
 
 
 def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 from converters.errors import UserError, did_you_mean
 from megatron_ext.dataclass_fields import FieldType
@@ -22,10 +23,40 @@ def lookup(registry: Mapping[str, Part], key: str, name: str) -> Part:
     )
 
 
-def option_types(*functions: Callable[..., object]) -> dict[str, FieldType]:
-    """Name -> type of the keyword-only parameters of `functions`."""
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a value may be, and what a message calls them; not a number is none of them.
+
+    Example: `clip_low: Share = 0.2` among the keyword-only parameters of a function: it is above 0 and at most 1.
+    """
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+NOT_NEGATIVE = Range(lambda value: value >= 0, "at least 0")
+ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
+
+NotNegative: TypeAlias = Annotated[float, NOT_NEGATIVE]
+Positive: TypeAlias = Annotated[float, ABOVE_ZERO]
+AboveOne: TypeAlias = Annotated[float, Range(lambda value: value > 1, "above 1")]
+AtLeastOne: TypeAlias = Annotated[int, Range(lambda value: value >= 1, "at least 1")]
+Share: TypeAlias = Annotated[float, Range(lambda value: 0 < value <= 1, "above 0 and at most 1")]
+ZeroToOne: TypeAlias = Annotated[float, Range(lambda value: 0 <= value <= 1, "at least 0 and at most 1")]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a part: its type, and its range where it has one."""
+
+    type: FieldType
+    range: Range | None = None
+
+
+def options_of(*functions: Callable[..., object]) -> dict[str, Option]:
+    """The keyword-only parameters of `functions`, by name."""
     parameters = (each for function in functions for each in inspect.signature(function).parameters.values())
-    return {each.name: _field_type(each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return {each.name: _option(each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def option_defaults(function: Callable[..., object]) -> dict[str, Any]:
@@ -34,15 +65,19 @@ def option_defaults(function: Callable[..., object]) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
-def _field_type(annotation: Any) -> FieldType:
-    kinds = get_args(annotation) or (annotation,)
-    return FieldType(frozenset("None" if kind is type(None) else kind.__name__ for kind in kinds))
+def _option(annotation: Any) -> Option:
+    kinds, within = [], None
+    for kind in (annotation,) if get_origin(annotation) in (None, Annotated) else get_args(annotation):
+        if get_origin(kind) is Annotated:
+            kind, within = get_args(kind)
+        kinds.append("None" if kind is type(None) else kind.__name__)
+    return Option(FieldType(frozenset(kinds)), within)
 
 
-def check_options(options: Mapping[str, Any], known: Mapping[str, FieldType], key: str, part: str) -> None:
-    """Raise UserError for one of the `options`, given as `key`, that `part` has not, or a value of another type.
+def check_options(options: Mapping[str, Any], known: Mapping[str, Option], key: str, part: str) -> None:
+    """Raise UserError for one of the `options`, given as `key`, that `part` has not, or a value that it cannot have.
 
-    Example: check_options({"clip_hi": 0.3}, option_types(clipped), "algorithm.policy_loss_options", "policy_loss=clip")
+    Example: check_options({"clip_hi": 0.3}, options_of(clipped), "algorithm.policy_loss_options", "policy_loss=clip")
     """
     for name, value in options.items():
         if name not in known:
@@ -51,6 +86,10 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, FieldType], ke
                 f"{', '.join(known) or 'none'}: leave it out (~{key}.{name} takes it from a preset)"
             )
         try:
-            known[name].convert(value)
+            known[name].type.convert(value)
         except ValueError as error:
             raise UserError(f"{key}.{name}={value}: this option {error}") from error
+    for name, value in options.items():
+        within = known[name].range
+        if within is not None and value is not None and not within.holds(value):
+            raise UserError(f"{key}.{name} must be {within.words}, not {value}")

@@ -1,6 +1,6 @@
 """The policy-gradient objective of one step: policy loss, KL to the reference and entropy, with their metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,9 +13,9 @@ from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.off_policy import largest, off_policy_metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
+from megarl.algorithms.policy_losses.ratios import ratio_counts
 from megarl.algorithms.ragged import Ragged
-from megarl.algorithms.trained_tokens import TrainedTokens
-from megarl.diagnostics.ratios import ratio_counts
+from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch, RaggedBatch
@@ -81,14 +81,13 @@ class PolicyObjective:
         Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
         the present policy to it.
         """
-        trained = TrainedTokens.of(micro_batch)
-        tokens = self._tokens(trained, predictions)
-        present = tokens.log_probs.detach()
-        trained.check_finite("policy's log-prob", present)
-        rollout = trained.field("rollout_log_probs")
+        places, ragged, fields = trained_tokens(micro_batch)
+        tokens = self._tokens(predictions.log_probs[places], ragged, fields)
+        present, rollout, entropy = tokens.log_probs.detach(), fields["rollout_log_probs"], predictions.entropy[places]
+        check_tokens_finite("policy's log-prob", present, ragged, micro_batch.names)
         compared = present if self.algorithm.ratio_to == "rollout" else tokens.old_log_probs
         policy = self._loss(tokens, self.algorithm.policy_loss_options)
-        loss, metrics = policy.loss, _metrics(tokens, trained.take(predictions.entropy).detach())
+        loss, metrics = policy.loss, _metrics(tokens, entropy.detach())
         metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
         if self._knows_the_old_policy:
             metrics = metrics | _difference(compared - rollout)
@@ -100,15 +99,15 @@ class PolicyObjective:
             loss = kept * loss
             metrics = metrics | Metrics(means={"policy/off_policy_masked": Mean.of(1 - kept)})
         if self.algorithm.entropy_coefficient:
-            loss = loss - self.algorithm.entropy_coefficient * trained.take(predictions.entropy)
+            loss = loss - self.algorithm.entropy_coefficient * entropy
         if tokens.reference_log_probs is not None:
             estimate = self._kl(tokens, tokens.reference_log_probs)
             metrics = metrics | Metrics(kl_to_reference=Mean.of(estimate))
             if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
-        total = trained.weigh(loss)
+        total = (fields["weights"] * loss).sum()
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
-        return total, metrics | Metrics({"policy/loss": total.detach()}, {}, details)
+        return total, metrics | Metrics(sums={"policy/loss": total.detach()}, means=details)
 
     def _kl(self, tokens: Tokens, reference: Tensor) -> Tensor:
         estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, reference)
@@ -130,14 +129,13 @@ class PolicyObjective:
         """The field with the log-probs of the policy that ratios are to."""
         return f"{self.algorithm.ratio_to}_log_probs"
 
-    def _tokens(self, trained: TrainedTokens, predictions: LogProbs) -> Tokens:
-        log_probs = trained.take(predictions.log_probs)
-        anchor = trained.field(self._anchor) if self._anchor in trained.fields else log_probs.detach()
-        tokens = Tokens(log_probs, anchor, trained.field("advantages"), trained.ragged)
-        if self.has_kl_in("loss") or self._loss.needs_reference or "reference_log_probs" in trained.fields:
-            tokens = replace(tokens, reference_log_probs=trained.field("reference_log_probs"))
+    def _tokens(self, log_probs: Tensor, ragged: Ragged, fields: Mapping[str, Tensor]) -> Tokens:
+        anchor = fields[self._anchor] if self._anchor in fields else log_probs.detach()
+        tokens = Tokens(log_probs, anchor, fields["advantages"], ragged)
+        if self.has_kl_in("loss") or self._loss.needs_reference or "reference_log_probs" in fields:
+            tokens = replace(tokens, reference_log_probs=fields["reference_log_probs"])
         if self.needs_selection:
-            tokens = replace(tokens, chosen=trained.field("chosen"))
+            tokens = replace(tokens, chosen=fields["chosen"])
         return tokens
 
 
@@ -152,7 +150,7 @@ def _metrics(tokens: Tokens, entropy: Tensor) -> Metrics:
             "policy/kl_to_old": Mean.of(k3(old, log_probs)),
             "policy/ratio_mean": Mean.of(ratio),
         },
-        ratio_counts={"policy/ratio_histogram": ratio_counts(log_probs - old)},
+        histograms={"policy/ratio_histogram": ratio_counts(log_probs - old)},
     )
 
 

@@ -66,26 +66,32 @@ class PreferenceObjective:
         )
 
 
-def reward_model_objective(predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+@dataclass(frozen=True)
+class RewardModelObjective:
     """The Bradley-Terry likelihood of preferences (arXiv:2203.02155, equation 1): -log sigmoid(s_chosen - s_rejected).
 
-    `predictions` float32[T'] are the values of a value model; the score s of a sequence is the value at its last token.
-    The loss of a batch is the mean over its pairs. Field [T']: `weights`. Metrics are means over the pairs: the loss,
-    the share of pairs in the right order (ties count half), the margin and its two scores.
+    The score s of a sequence is the value at its last token. The loss of a batch is the mean over its pairs.
     """
-    sequences = Sequences(micro_batch)
-    chosen, rejected = _of_pairs(sequences.at_last_token(predictions))
-    margin = chosen - rejected
-    return _weighed(
-        sequences,
-        -logsigmoid(margin),
-        {
-            "preference/accuracy": halves(margin),
-            "preference/margin": margin,
-            "preference/chosen_score": chosen,
-            "preference/rejected_score": rejected,
-        },
-    )
+
+    def __call__(self, predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs, of its values float32[T'].
+
+        Field [T']: `weights`. Metrics are means over the pairs: the loss, the share of pairs in the right order (ties
+        count half), the margin and its two scores.
+        """
+        sequences = Sequences(micro_batch)
+        chosen, rejected = _of_pairs(sequences.at_last_token(predictions))
+        margin = chosen - rejected
+        return _weighed(
+            sequences,
+            -logsigmoid(margin),
+            {
+                "preference/accuracy": halves(margin),
+                "preference/margin": margin,
+                "preference/chosen_score": chosen,
+                "preference/rejected_score": rejected,
+            },
+        )
 
 
 def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,4 +103,4 @@ def _weighed(sequences: Sequences, loss: Tensor, metrics: Mapping[str, Tensor]) 
     weights = sequences.weights.view(-1, 2).sum(1)
     total = (weights * loss).sum().float()
     sums = {name: (weights * values.detach()).sum().float() for name, values in metrics.items()}
-    return total, Metrics({"preference/loss": total.detach(), **sums})
+    return total, Metrics(sums={"preference/loss": total.detach(), **sums})

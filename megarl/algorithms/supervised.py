@@ -1,5 +1,7 @@
 """The objective of supervised fine-tuning."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from megarl.algorithms.metrics import Metrics
@@ -7,16 +9,20 @@ from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import MicroBatch
 
 
-def sft_objective(predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
-    """sum_t weight_t * -log p(token_t): loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
+@dataclass(frozen=True)
+class SftObjective:
+    """loss = sum_t weight_t * -log p(token_t)."""
 
-    Fields [T]: `weights`, 0 outside the responses and summing to 1 over the global batch. Metrics: the loss, and the
-    share of response tokens that greedy decoding gives when all before them are right.
-    """
-    weights = micro_batch.fields["weights"]
-    loss = (weights * -predictions.log_probs.masked_fill(weights == 0, 0)).sum()
-    accuracy = (weights * predictions.greedy).sum()
-    return loss, Metrics({"sft/loss": loss.detach(), "sft/token_accuracy": accuracy})
+    def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
+
+        Fields [T]: `weights`, 0 outside the responses and summing to 1 over the global batch. Metrics: the loss, and
+        the share of response tokens that greedy decoding gives when all before them are right.
+        """
+        weights = micro_batch.fields["weights"]
+        loss = (weights * -predictions.log_probs.masked_fill(weights == 0, 0)).sum()
+        accuracy = (weights * predictions.greedy).sum()
+        return loss, Metrics(sums={"sft/loss": loss.detach(), "sft/token_accuracy": accuracy})
 
 
 def exact_matches(greedy: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.metrics import Mean, Metrics
-from megarl.algorithms.trained_tokens import TrainedTokens
+from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megatron_ext.packing import MicroBatch
 
 
@@ -28,22 +28,21 @@ class ValueObjective:
         `old_values`, only with a `value_clip`. A value outside the trained tokens, even one that is not a number,
         changes nothing. Raises UserError for one inside that is not a finite number.
         """
-        tokens = TrainedTokens.of(micro_batch)
-        values, returns = tokens.take(predictions), tokens.field("returns")
-        tokens.check_finite("critic's value", values.detach())
+        places, responses, fields = trained_tokens(micro_batch)
+        values, returns = predictions[places], fields["returns"]
+        check_tokens_finite("critic's value", values.detach(), responses, micro_batch.names)
         squared = (values - returns).square()
         clipped = torch.zeros_like(squared)
         if self.value_clip is not None:
-            old = tokens.field("old_values")
+            old = fields["old_values"]
             bounded = values.clamp(old - self.value_clip, old + self.value_clip)
             clipped = (bounded - returns).square()
-        loss = tokens.weigh(0.5 * torch.maximum(squared, clipped))
+        loss = (fields["weights"] * (0.5 * torch.maximum(squared, clipped))).sum()
         values = values.detach()
         error = returns - values
         return loss, Metrics(
-            {"value/loss": loss.detach()},
-            {},
-            {
+            sums={"value/loss": loss.detach()},
+            means={
                 "value/mean": Mean.of(values),
                 "value/return_mean": Mean.of(returns),
                 "value/clip_fraction": Mean.of((clipped > squared).float()),

@@ -7,7 +7,7 @@ from math import comb
 
 import numpy as np
 
-from megarl.diagnostics.groups import RIGHT_ABOVE
+from megarl.diagnostics.step import RIGHT_ABOVE
 
 
 @dataclass(frozen=True)

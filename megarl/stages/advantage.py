@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms import ADVANTAGES, KL_ESTIMATORS
+from megarl.algorithms import ADVANTAGES, KL_ESTIMATORS, PolicyObjective
 from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, estimate
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
@@ -28,13 +28,13 @@ from megarl.stages.reward import REWARD_MODEL
 from megatron_ext.packing import RaggedBatch
 
 
-def kl_in_reward(batch: RaggedBatch, config: AlgorithmConfig, coefficient: float) -> Tensor | None:
+def kl_in_reward(batch: RaggedBatch, objective: PolicyObjective) -> Tensor | None:
     """The KL of the old policy to the reference at each trained token; None where it goes not into the reward."""
-    if config.kl_in != "reward" or not coefficient:
+    if not objective.has_kl_in("reward"):
         return None
     trained = batch.fields["trained"]
     old, reference = (batch.fields[f"{name}_log_probs"][trained] for name in ("old", "reference"))
-    return KL_ESTIMATORS[config.kl_estimator](old, reference)
+    return KL_ESTIMATORS[objective.algorithm.kl_estimator](old, reference)
 
 
 def kl_to_teachers(batch: RaggedBatch) -> float | None:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megarl.algorithms.advantages.groups import Groups
-from megarl.algorithms.parts import option_types
+from megarl.algorithms.parts import Option, options_of
 from megarl.algorithms.ragged import Ragged
-from megatron_ext.dataclass_fields import FieldType
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ class Estimator:
     """Whether its advantages are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
 
     @property
-    def options(self) -> Mapping[str, FieldType]:
-        """Name -> type of its options."""
-        return option_types(self.function)
+    def options(self) -> Mapping[str, Option]:
+        """Its options, by name."""
+        return options_of(self.function)
 
     @property
     def sources(self) -> frozenset[Source]:

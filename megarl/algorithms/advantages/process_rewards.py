@@ -5,11 +5,12 @@ from torch import Tensor
 
 from megarl.algorithms.advantages.estimator import ScoredResponses, given
 from megarl.algorithms.advantages.group_rewards import leave_one_out
+from megarl.algorithms.parts import ZeroToOne
 from megarl.algorithms.ragged import empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
-def prime(scored: ScoredResponses, *, gamma: float = 1.0) -> Tensor:
+def prime(scored: ScoredResponses, *, gamma: ZeroToOne = 1.0) -> Tensor:
     """Leave-one-out advantages of the outcome, and of the implicit process rewards that are still to come.
 
     A_t = sum_(s >= t) gamma^(s-t) (p_s - b_i) + r_i - sum_(j != i) r_j / (n - 1), where p_s = beta log(pi_rm / pi_ref)

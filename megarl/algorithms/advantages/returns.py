@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.estimator import ScoredResponses, given
+from megarl.algorithms.parts import ZeroToOne
 from megarl.algorithms.ragged import empty
 from megarl.algorithms.recurrence import suffix_sums
 
@@ -28,7 +29,7 @@ def _rewards(scored: ScoredResponses, tokens: slice) -> Tensor:
     return scored.responses.add_at_last_token_(rewards, scored.rewards, tokens.start)
 
 
-def reinforce_plus_plus(scored: ScoredResponses, *, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus(scored: ScoredResponses, *, gamma: ZeroToOne = 1.0) -> Tensor:
     """Returns, then whitened over the batch, without groups (REINFORCE++, arXiv:2501.03262, section 3)."""
     return returns_to_go(scored, gamma)
 
@@ -41,7 +42,7 @@ def remax(scored: ScoredResponses) -> Tensor:
     return returns_to_go(replace(scored, rewards=scored.rewards - given(scored.baseline_rewards)))
 
 
-def gae(scored: ScoredResponses, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Tensor:
+def gae(scored: ScoredResponses, *, gamma: ZeroToOne = 1.0, gae_lambda: ZeroToOne = 1.0) -> Tensor:
     """Generalised advantage estimation from the values of a critic, then whitened over the batch.
 
     d_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token, A_t = d_t + gamma lambda A_(t+1)

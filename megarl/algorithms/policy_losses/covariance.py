@@ -7,6 +7,7 @@ micro-batches and ranks; verl makes them per micro-batch, and draws without a se
 import torch
 from torch import Tensor
 
+from megarl.algorithms.parts import Positive, Share
 from megarl.algorithms.policy_losses.policy_loss import Tokens
 from megarl.algorithms.policy_losses.ratios import bounded_exp
 
@@ -21,9 +22,9 @@ def select_clip_cov(
     tokens: Tokens,
     generator: torch.Generator,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    covariance_fraction: float = 2e-4,
+    clip_low: Share = 0.2,
+    clip_high: Positive = 0.2,
+    covariance_fraction: Share = 2e-4,
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Tensor:
@@ -40,7 +41,7 @@ def select_clip_cov(
     return _marked(candidates[order[: _count(covariance_fraction, values)]], values)
 
 
-def select_kl_cov(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: float = 2e-4) -> Tensor:  # noqa: ARG001
+def select_kl_cov(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: Share = 2e-4) -> Tensor:  # noqa: ARG001
     """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
 
     KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is drawn.

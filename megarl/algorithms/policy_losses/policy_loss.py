@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parts import option_types
+from megarl.algorithms.parts import Option, options_of
 from megarl.algorithms.ragged import Ragged
-from megatron_ext.dataclass_fields import FieldType
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class PolicyLoss:
         return self.selection(tokens, generator, **_of(self.selection, options))
 
     @cached_property
-    def options(self) -> Mapping[str, FieldType]:
-        """Name -> type of the options of the surrogate and of the selection."""
-        return option_types(self.surrogate, *([self.selection] if self.selection else []))
+    def options(self) -> Mapping[str, Option]:
+        """The options of the surrogate and of the selection, by name."""
+        return options_of(self.surrogate, *([self.selection] if self.selection else []))
 
 
 def _of(function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
     """The `options` that `function` names."""
-    names = option_types(function)
+    names = options_of(function)
     return {name: value for name, value in options.items() if name in names}

@@ -1,10 +1,17 @@
 """Log-ratios of two policies, one per token."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import LARGEST_LOG_RATIO
+from megarl.algorithms.metrics import BinCounts
 from megarl.algorithms.policy_losses.policy_loss import Tokens
+
+_LOG_RATIOS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+RATIO_EDGES = tuple(math.exp(x) for x in (*(-x for x in reversed(_LOG_RATIOS)), *_LOG_RATIOS))
+"""Alike below and above 1, and finer towards it: most ratios of a healthy step lie within a hundredth of 1."""
 
 
 def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -44,3 +51,13 @@ def of_response_to_reference(tokens: Tokens) -> Tensor:
 def none(tokens: Tokens) -> Tensor:
     """0: the policy is taken for the one that sampled."""
     return torch.zeros_like(tokens.old_log_probs)
+
+
+def ratio_counts(log_ratios: Tensor) -> BinCounts:
+    """How many of the ratios exp(`log_ratios` [T]) lie in each bin of RATIO_EDGES, without gradient.
+
+    Ratios beyond the outer edges are in the outer bins.
+    """
+    inner = torch.tensor(RATIO_EDGES[1:-1], dtype=torch.float64, device=log_ratios.device).log()
+    places = torch.bucketize(log_ratios.detach().double(), inner, right=True)
+    return BinCounts(RATIO_EDGES, torch.bincount(places, minlength=len(RATIO_EDGES) - 1).double())

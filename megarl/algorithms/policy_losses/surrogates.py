@@ -9,12 +9,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megarl.algorithms.parts import AboveOne, NotNegative, Positive, Share
 from megarl.algorithms.policy_losses.policy_loss import TokenLoss, Tokens
 from megarl.algorithms.policy_losses.ratios import bounded_exp
 
 
 def clipped(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    log_ratio: Tensor,
+    tokens: Tokens,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: Positive = 0.2,
+    dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
     """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, where A < 0, at most -A c.
 
@@ -31,7 +37,7 @@ def clipped(
     return TokenLoss(loss, metrics)
 
 
-def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: Share = 0.2, clip_high: Positive = 0.2) -> TokenLoss:
     """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
 
     GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by
@@ -52,7 +58,7 @@ def likelihood(log_ratio: Tensor, tokens: Tokens) -> TokenLoss:
 
 
 def clipped_likelihood(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2
+    log_ratio: Tensor, tokens: Tokens, *, clip_low: Share = 0.2, clip_high: Positive = 0.2
 ) -> TokenLoss:
     """-A sg[clamp(r, 1 - clip_low, 1 + clip_high)] log pi: CISPO (arXiv:2506.13585, equation 4).
 
@@ -64,7 +70,7 @@ def clipped_likelihood(
 
 
 def gated(
-    log_ratio: Tensor, tokens: Tokens, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+    log_ratio: Tensor, tokens: Tokens, *, temperature_positive: Positive = 1.0, temperature_negative: Positive = 1.05
 ) -> TokenLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
 
@@ -88,7 +94,12 @@ def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callabl
     """
 
     def surrogate(
-        log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0
+        log_ratio: Tensor,
+        tokens: Tokens,
+        *,
+        clip_low: Share = 0.2,
+        clip_high: Positive = 0.2,
+        ratio_cap: Positive = 20.0,
     ) -> TokenLoss:
         log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
         distance, positive = divergence(log_probs, old), tokens.advantages > 0
@@ -117,7 +128,12 @@ def binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def clip_cov_loss(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    log_ratio: Tensor,
+    tokens: Tokens,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: Positive = 0.2,
+    dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
     """`clipped`, and no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
     assert tokens.chosen is not None
@@ -126,7 +142,7 @@ def clip_cov_loss(
     return TokenLoss(result.loss.masked_fill(tokens.chosen, 0), metrics)
 
 
-def kl_cov_loss(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: float = 1.0) -> TokenLoss:
+def kl_cov_loss(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: NotNegative = 1.0) -> TokenLoss:
     """-A r, and at the chosen tokens + covariance_kl_coefficient |log r|: KL-Cov (arXiv:2505.22617, equation 14)."""
     assert tokens.chosen is not None
     held = covariance_kl_coefficient * log_ratio.abs() * tokens.chosen
@@ -135,7 +151,7 @@ def kl_cov_loss(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient:
     )
 
 
-def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, eta: float = 1.0) -> TokenLoss:
+def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, eta: Positive = 1.0) -> TokenLoss:
     """(log ratio - eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
 
     The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
@@ -144,7 +160,7 @@ def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, eta: float = 1.0)
     return TokenLoss((log_ratio - eta * tokens.advantages).square(), {})
 
 
-def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, beta: float = 0.1) -> TokenLoss:
+def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, beta: Positive = 0.1) -> TokenLoss:
     """-A log pi + beta / 2 (log r)^2: DRO's quadratic penalty in place of a clip (arXiv:2405.19107), per token."""
     return TokenLoss(-tokens.advantages * tokens.log_probs + 0.5 * beta * log_ratio.square(), {})
 

@@ -17,7 +17,7 @@ from sequence_cases import (
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms import PreferenceObjective, reward_model_objective
+from megarl.algorithms import PreferenceObjective, RewardModelObjective
 from megatron_ext.packing import MicroBatch, RaggedBatch
 
 OBJECTIVE = PreferenceObjective(beta=0.3, label_smoothing=0.1)
@@ -32,7 +32,7 @@ def preference(log_probs: Tensor, micro_batch: MicroBatch):
 
 
 def bradley_terry(values: Tensor, micro_batch: MicroBatch):
-    return reward_model_objective(values[micro_batch.tokens[0]], micro_batch)
+    return RewardModelObjective()(values[micro_batch.tokens[0]], micro_batch)
 
 
 def preference_by_the_formula(batch: RaggedBatch, log_probs: Tensor, beta: float, smoothing: float):
@@ -122,7 +122,7 @@ def test_a_log_prob_inside_that_is_no_number_shows() -> None:
 
 def test_they_travel_between_processes() -> None:
     assert pickle.loads(pickle.dumps(OBJECTIVE)) == OBJECTIVE
-    assert pickle.loads(pickle.dumps(reward_model_objective)) is reward_model_objective
+    assert pickle.loads(pickle.dumps(RewardModelObjective())) == RewardModelObjective()
 
 
 @pytest.mark.parametrize(

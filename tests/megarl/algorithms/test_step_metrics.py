@@ -5,7 +5,7 @@ import torch
 
 from megarl.algorithms import Metrics
 from megarl.algorithms.metrics import Mean
-from megarl.diagnostics.ratios import ratio_counts, ratio_histogram
+from megarl.algorithms.policy_losses.ratios import ratio_counts
 
 
 def test_pieces_merge_by_sum_and_by_maximum() -> None:
@@ -59,8 +59,8 @@ def test_steps_are_averaged_and_of_maxima_the_largest_is_taken() -> None:
 def test_counts_of_ratios_add_up_over_pieces_and_steps_to_a_histogram() -> None:
     log_ratios = torch.tensor([0.0, 0.002, -0.5, 7.0])
     steps = [
-        Metrics.merge([Metrics(ratio_counts={"ratios": ratio_counts(piece)}) for piece in log_ratios.split(size)])
+        Metrics.merge([Metrics(histograms={"ratios": ratio_counts(piece)}) for piece in log_ratios.split(size)])
         for size in (1, 3)
     ]
     found = Metrics.summary(steps)["ratios"]
-    assert found == ratio_histogram(ratio_counts(log_ratios.repeat(2)))
+    assert found == ratio_counts(log_ratios.repeat(2)).value

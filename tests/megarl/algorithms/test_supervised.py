@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms import Metrics, exact_matches, sft_objective
+from megarl.algorithms import Metrics, SftObjective, exact_matches
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -14,7 +14,7 @@ def test_the_loss_is_the_weighted_negative_log_likelihood() -> None:
     predictions = LogProbs(log_probs, torch.zeros(5), torch.tensor([True, True, False, True, True]))
     weights = torch.tensor([0.0, 0.0, 0.25, 0.25, 0.5])
     batch = RaggedBatch(torch.arange(5), torch.tensor([5]), {"weights": weights})
-    loss, metrics = sft_objective(predictions, pack(batch, [0]))
+    loss, metrics = SftObjective()(predictions, pack(batch, [0]))
     loss.backward()
     assert loss.item() == 1.25
     assert log_probs.grad is not None
@@ -23,7 +23,7 @@ def test_the_loss_is_the_weighted_negative_log_likelihood() -> None:
 
 
 def test_it_travels_between_processes() -> None:
-    assert pickle.loads(pickle.dumps(sft_objective)) is sft_objective
+    assert pickle.loads(pickle.dumps(SftObjective())) == SftObjective()
 
 
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4), max_size=6))

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.algorithms import sft_objective
+from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
@@ -114,7 +114,7 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
         return policy.log_probs(batch(), temperature=1.0, reference=reference)
 
     before = log_probs(reference=True)
-    policy.train_step(batch(), sft_objective)
+    policy.train_step(batch(), SftObjective())
     present = log_probs(reference=False)
     assert not torch.equal(present, before)
     assert torch.equal(log_probs(reference=True), before)

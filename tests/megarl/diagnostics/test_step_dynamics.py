@@ -9,11 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algorithms.policy_losses.ratios import RATIO_EDGES, ratio_counts
 from megarl.data import Trajectory, Turn
-from megarl.diagnostics.advantages import advantage_metrics
-from megarl.diagnostics.groups import group_metrics
-from megarl.diagnostics.ratios import RATIO_EDGES, ratio_counts, ratio_histogram
-from megarl.diagnostics.responses import length_edges, response_metrics
+from megarl.diagnostics.step import advantage_metrics, group_metrics, length_edges, response_metrics
 from megarl.tracking import Histogram
 
 
@@ -88,15 +86,15 @@ def test_advantages_are_told_by_their_moments_and_signs():
 def test_ratios_are_counted_alike_whole_and_in_pieces(log_ratios, cut):
     values = torch.tensor(log_ratios, requires_grad=True)
     counts = ratio_counts(values)
-    assert not counts.requires_grad
+    assert not counts.counts.requires_grad
     pieces = ratio_counts(values[:cut]) + ratio_counts(values[cut:])
-    assert counts.equal(pieces)
+    assert counts.value == pieces.value
     expected = Histogram.of(np.array(log_ratios), [math.log(edge) for edge in RATIO_EDGES])
-    assert ratio_histogram(counts).counts == expected.counts
+    assert counts.value.counts == expected.counts
 
 
 def test_the_middle_bin_is_around_one():
-    counts = ratio_histogram(ratio_counts(torch.tensor([0.0, 0.0009, -0.0009, 0.002]))).counts
+    counts = ratio_counts(torch.tensor([0.0, 0.0009, -0.0009, 0.002])).value.counts
     middle = len(counts) // 2
     assert (counts[middle], counts[middle + 1], sum(counts)) == (3, 1, 4)
     assert RATIO_EDGES[middle] < 1 < RATIO_EDGES[middle + 1]

@@ -9,6 +9,7 @@ from torch import Tensor
 from trajectories import SHORT_RUN, group, group_of_scores, with_baseline
 
 from converters.errors import UserError
+from megarl.algorithms import PolicyObjective
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rewards import OVERLONG, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
@@ -53,7 +54,7 @@ def prepare(groups: Sequence[PromptGroup], kl_coefficient=0.0, fields=None, **al
     config = MegarlConfig(rollout=SHORT_RUN, algorithm=AlgorithmConfig(**algorithm), loop=LoopConfig())
     kept = without_small_groups(groups, config.algorithm)
     batch = to_batch(kept, config.algorithm).with_fields(**(fields or {}))
-    kl = kl_in_reward(batch, config.algorithm, kl_coefficient)
+    kl = kl_in_reward(batch, PolicyObjective(config.algorithm).with_kl_coefficient(kl_coefficient))
     batch = with_advantages(batch, kept, config, kl=kl, kl_coefficient=kl_coefficient)
     advantages = batch.fields["advantages"][batch.fields["trained"]]
     return Prepared(mini_batches(batch, kept, config), advantages, kl, kl_to_teachers(batch))

@@ -25,9 +25,9 @@ NAMES = {field.name for field in FIELDS}
 
 
 def fields_read(source: str) -> Iterator[str]:
-    """The names in `x.fields["name"]`, `x.field("name")` and `x.constant("name")`."""
+    """The names in `fields["name"]`, `x.fields["name"]`, `x.field("name")` and `x.constant("name")`."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "fields":
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] == "fields":
             if isinstance(node.slice, ast.Constant):
                 yield node.slice.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

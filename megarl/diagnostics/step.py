@@ -1,0 +1,128 @@
+"""Metrics of a step: its responses, groups and rewards, its advantages, and the load of the model's experts."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from megarl.data import PromptGroup, Trajectory
+from megarl.tracking import Histogram, MetricValue
+
+_BINS = 32
+_QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def response_metrics(trajectories: Sequence[Trajectory], version: int, max_tokens: int) -> dict[str, MetricValue]:
+    """Lengths in tokens, the share truncated at `max_tokens`, and the age of the oldest token of each response.
+
+    `version` is that of the newest weights. There is at least one trajectory.
+    """
+    lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories])
+    ages = np.array([version - min(trajectory.versions, default=version) for trajectory in trajectories])
+    quantiles = np.quantile(lengths, list(_QUANTILES.values()))
+    return {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        **{f"response_length/{name}": float(q) for name, q in zip(_QUANTILES, quantiles, strict=True)},
+        "response_length/truncated_fraction": float(np.mean([each.is_truncated for each in trajectories])),
+        "response_length/histogram": Histogram.of(lengths, length_edges(max_tokens)),
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+    }
+
+
+def length_edges(max_tokens: int) -> list[float]:
+    """Edges of equal bins for the lengths 0 to `max_tokens`: the same at every step, and between two whole numbers."""
+    width = math.ceil((max_tokens + 1) / _BINS)
+    bins = math.ceil((max_tokens + 1) / width)
+    return [place * width - 0.5 for place in range(bins + 1)]
+
+
+RIGHT_ABOVE = 0.5
+"""A response counts as right if its reward is above this: half of what a verifier gives for a right answer."""
+
+
+def group_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Shares of the groups: without a difference in reward, all right, all wrong.
+
+    `rewards` are those of each group; there is at least one. Right and wrong are those of `RIGHT_ABOVE`.
+    """
+    lowest, highest = np.array([min(each) for each in rewards]), np.array([max(each) for each in rewards])
+    return {
+        "groups/no_signal": float(np.mean(lowest == highest)),
+        "groups/all_right": float(np.mean(lowest > RIGHT_ABOVE)),
+        "groups/all_wrong": float(np.mean(highest <= RIGHT_ABOVE)),
+    }
+
+
+def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
+    """Statistics of the rewards, of those of each data source, and of their named parts; there is at least one.
+
+    Failures are counted over all that was to be scored, greedy baselines included.
+    """
+    scored = [(group.prompt.data_source, each) for group in sampled for each in group.only_scored().trajectories]
+    failures = [each.failure for group in sampled for each in group.members if each.failure is not None]
+    rewards = np.array([trajectory.reward for _, trajectory in scored])
+    parts: dict[str, list[float]] = defaultdict(list)
+    sources: dict[str, list[float]] = defaultdict(list)
+    for source, trajectory in scored:
+        sources[source].append(trajectory.reward)
+        for name, value in trajectory.scored.parts.items():
+            parts[name].append(value)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/max": float(rewards.max()),
+        "reward/min": float(rewards.min()),
+        "reward/dropped": float(len(failures)),
+        "reward/timed_out": float(failures.count("timed_out")),
+        **{f"reward/source/{name}/mean": float(np.mean(values)) for name, values in sources.items()},
+        **{f"reward/part/{name}": float(np.mean(values)) for name, values in parts.items()},
+    }
+
+
+def advantage_metrics(advantages: ArrayLike, lengths: ArrayLike) -> dict[str, float]:
+    """Statistics of the `advantages` [T] of the trained tokens, of responses of `lengths` [N] of them end to end.
+
+    There are none where no token is trained.
+
+    A share that is exactly 0 teaches nothing: it is that of groups without a difference in reward.
+    """
+    values = np.asarray(advantages, dtype=np.float64)
+    if not values.size:
+        return {}
+    lengths = np.asarray(lengths)
+    lengths = lengths[lengths > 0]
+    of_responses = np.add.reduceat(values, lengths.cumsum() - lengths) / lengths
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/response_mean": float(of_responses.mean()),
+        "advantage/std": float(values.std()),
+        "advantage/max": float(values.max()),
+        "advantage/min": float(values.min()),
+        "advantage/positive_fraction": float(np.mean(values > 0)),
+        "advantage/zero_fraction": float(np.mean(values == 0)),
+    }
+
+
+def expert_metrics(load: Tensor) -> dict[str, float]:
+    """Metrics of `load` int64[layers, experts], the tokens of each expert; layers without any token have no experts.
+
+    The imbalance of a layer is the load of its busiest expert over the mean: 1 is even, and with experts over ranks the
+    others wait that much longer.
+    """
+    layers = load.sum(1).nonzero().flatten()
+    if not len(layers):
+        return {}
+    loads = load[layers].double()
+    imbalance = loads.amax(1) / loads.mean(1)
+    return {
+        "experts/imbalance_mean": float(imbalance.mean()),
+        "experts/imbalance_max": float(imbalance.max()),
+        "experts/idle_fraction": float((loads == 0).double().mean()),
+        **{f"experts/imbalance/layer_{layer}": float(imbalance[i]) for i, layer in enumerate(layers.tolist())},
+    }
