@@ -1,9 +1,9 @@
-"""The architectures that can be converted, one file per family."""
+"""The architectures that can be converted: `families`, and the parts that they are made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from converters.architectures import deepseek_v2, deepseek_v3, gemma2, glm4_moe, llama, mixtral, qwen2, qwen3
+from converters.architectures.families import FAMILIES
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.value_head import with_head, with_value_head
 from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
@@ -21,12 +21,6 @@ __all__ = [
     "with_head",
     "with_value_head",
 ]
-
-FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
-    model_type: family.read
-    for family in (llama, qwen2, qwen3, mixtral, gemma2, glm4_moe, deepseek_v2, deepseek_v3)
-    for model_type in family.MODEL_TYPES
-}
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:

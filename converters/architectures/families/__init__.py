@@ -1,0 +1,23 @@
+"""The model families, a file each; what they are made of lies beside this folder."""
+
+from collections.abc import Callable, Mapping
+
+from converters.architectures.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+)
+from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.weight_map import Architecture
+
+FAMILIES: Mapping[str, Callable[[HuggingFaceConfig], Architecture]] = {
+    model_type: family.read
+    for family in (llama, qwen2, qwen3, mixtral, gemma2, glm4_moe, deepseek_v2, deepseek_v3)
+    for model_type in family.MODEL_TYPES
+}
+"""By the `model_type` of config.json."""
