@@ -66,7 +66,8 @@ def option_defaults(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _option(annotation: Any) -> Option:
-    kinds, within = [], None
+    kinds: list[str] = []
+    within: Range | None = None
     for kind in (annotation,) if get_origin(annotation) in (None, Annotated) else get_args(annotation):
         if get_origin(kind) is Annotated:
             kind, within = get_args(kind)
