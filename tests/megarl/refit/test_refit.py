@@ -62,7 +62,7 @@ def run_in(group, worker, function, *arguments):
     """Run a function in the process of a worker, whose program does not know."""
     for module in (transfer_ranks, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)
-    ray.get(group.workers[worker]._actor.__ray_call__.remote(lambda _: function(*arguments)))
+    ray.get(group.workers[worker].actor.__ray_call__.remote(lambda _: function(*arguments)))
 
 
 def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
