@@ -5,10 +5,14 @@ import torch
 from engine_host import PROMPTS
 from transformers import AutoModelForCausalLM
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.transformers.arguments import TransformersArguments, read_arguments
 from megarl.rollout.transformers.model import SamplingModel
+from megarl.rollout.transformers.weights import ModelWeights
 
 REQUEST = Request(PROMPTS[0], SamplingParameters(samples=6, max_tokens=12, seed=3))
 
@@ -59,6 +63,9 @@ def test_weights_are_of_the_type_asked_for_but_those_that_transformers_keeps(mod
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
     assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    architecture = read_architecture(read_json(folder / CONFIG))
+    trained = architecture.hf_dtypes(torch.bfloat16)
+    check_traces([ModelWeights(model).trace(architecture.hf_shapes, trained)], trained)
 
 
 def test_logits_are_not_rounded_where_that_is_asked_for(model_folder):

@@ -4,8 +4,7 @@ from engine_host import GREEDY, PROMPTS, Served
 from megarl.rollout.protocol import Request, UpdateError
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("kind", "load_format"), [("vllm", "auto"), ("vllm", "dummy"), ("transformers", "dummy")])
 @pytest.mark.parametrize(
     ("name", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
 )
