@@ -41,6 +41,7 @@ _TABLE_WIDTH = 120
 
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
+    engine_kind(options.engine or RolloutConfig.engine)
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
     with sole_writer(output):
         return _run(options, output)

@@ -1,0 +1,16 @@
+"""The quickstart before anything of it runs."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.quickstart.run import main
+
+
+def test_an_engine_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    options = Namespace(model="qwen3", engine="tgi", steps=None, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of transformers, vllm"):
+        main(options)
+    assert not (tmp_path / "run").exists()
