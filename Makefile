@@ -7,7 +7,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-data-plane clean
+.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|transformers] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -22,6 +22,7 @@ help:
 	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
 	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
+	@echo "make benchmark-kernels [ARGS=...]      packing and quantising what a refit moves, beside a copy and plain torch"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 
 setup:
@@ -31,7 +32,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-data-plane: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -85,6 +86,9 @@ benchmark-algorithms: setup .venv-algorithm-peers
 
 benchmark-log-probs: setup
 	$(PYTHON) benchmarks/log_probs.py $(ARGS)
+
+benchmark-kernels: setup
+	$(PYTHON) benchmarks/kernels.py $(ARGS)
 
 benchmark-data-plane: setup
 	$(PYTHON) benchmarks/data_plane.py $(ARGS)

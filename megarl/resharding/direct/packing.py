@@ -52,8 +52,9 @@ def _one_after_the_other(
     kernel: Callable[[Block, int | None], int | None], message: Sequence[Block], with_checksum: bool
 ) -> int | None:
     total = 0 if with_checksum else None
-    for block in message:
-        total = kernel(block, total)
+    with torch.no_grad():
+        for block in message:
+            total = kernel(block, total)
     return total
 
 

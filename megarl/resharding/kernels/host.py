@@ -12,7 +12,6 @@ from megarl.resharding.kernels.block import Block
 from megarl.resharding.kernels.quantised import Quantised
 
 
-@torch.no_grad()
 def gather(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.gather`; the checksum is a CRC-32."""
     _copy(block.packed, block.local)
@@ -22,7 +21,6 @@ def gather(block: Block, before: int | None) -> int | None:
     return _checksum(block.memory, before)
 
 
-@torch.no_grad()
 def scatter(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.scatter`; the checksum is a CRC-32."""
     total = _checksum(block.memory, before)

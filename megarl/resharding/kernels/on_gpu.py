@@ -18,9 +18,8 @@ _FACTOR = 6364136223846793005
 def gather(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.gather`."""
     conversions = block.table.conversions
-    with torch.no_grad():
-        if conversions:
-            torch._foreach_copy_([packed for packed, _ in conversions], [local for _, local in conversions])
+    if conversions:
+        torch._foreach_copy_([packed for packed, _ in conversions], [local for _, local in conversions])
     return _launch(block, before, to_bucket=True)
 
 
@@ -28,9 +27,8 @@ def scatter(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.scatter`."""
     conversions = block.table.conversions
     total = _launch(block, before, to_bucket=False)
-    with torch.no_grad():
-        if conversions:
-            torch._foreach_copy_([local for _, local in conversions], [packed for packed, _ in conversions])
+    if conversions:
+        torch._foreach_copy_([local for _, local in conversions], [packed for packed, _ in conversions])
     return total
 
 
