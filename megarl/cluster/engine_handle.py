@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
+from megarl.cluster.meeting import check_that_all_meet, listen
 from megarl.cluster.worker_group import Call, Stream, Worker, WorkerGone, wait
 from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.protocol import Engine, EngineDiedError
@@ -37,16 +38,17 @@ class EngineHandle:
         return "failed" if any(map(_has_died, (self.worker, *self.parts))) else self._state
 
     def begin_make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> list[Call[None]]:
-        """Begin to make the engine in its processes."""
+        """Begin to make the engine in its processes. Raises UserError where these do not see each other."""
         if not self.parts:
             return [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
         assert kind.part_class is not None, f"{kind.title} spans one machine"
+        processes = [self.worker, *self.parts]
+        check_that_all_meet(processes, listen(processes))
         (first,) = wait([self.worker.begin_free_address()])
+        made = [kind.engine_class, *[kind.part_class] * len(self.parts)]
         return [
-            process.begin_make(*made, model_path, {**arguments, **kind.part_arguments(number, first)})
-            for number, (process, made) in enumerate(
-                [(self.worker, kind.engine_class), *((part, kind.part_class) for part in self.parts)]
-            )
+            process.begin_make(*own, model_path, {**arguments, **kind.part_arguments(number, first)})
+            for number, (process, own) in enumerate(zip(processes, made, strict=True))
         ]
 
     def begin_start(self) -> list[Call[None]]:

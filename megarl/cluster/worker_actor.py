@@ -1,10 +1,11 @@
 """A worker process: a Ray actor that imports and makes one object and passes calls on to it."""
 
 import os
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
@@ -12,16 +13,24 @@ from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
 from megatron_ext.loopback import listen_on_loopback
 
+SocketAddress: TypeAlias = tuple[str, int]
+"""An address and a port of a machine."""
+_CONNECT_S = 10.0
+"""How long another machine has to answer."""
+
 
 class WorkerActor:
     """Holds one object. Heavy modules are imported here and not in the controller."""
 
     def __init__(self, log: Path) -> None:
         self._object: Any = None
+        self._listener: socket.socket | None = None
         self.log_to(log)
 
     def make(self, module: str, name: str, *arguments: Any) -> None:
         """Import `name`, a class or another maker, from `module` and make the object."""
+        if self._listener is not None:
+            self._listener.close()
         listen_on_loopback()
         self._object = load(module, name)(*arguments)
 
@@ -37,7 +46,22 @@ class WorkerActor:
         """Send everything that this process prints, C++ libraries included, to `log`."""
         _redirect_output(log)
 
-    def free_address(self) -> tuple[str, int]:
+    def listen(self) -> SocketAddress:
+        """Listen until `make`, at this address."""
+        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        return self._listener.getsockname()
+
+    def unreached(self, addresses: Sequence[SocketAddress]) -> dict[int, str]:
+        """Which of the addresses this process cannot connect to, and why."""
+        reasons = {}
+        for number, address in enumerate(addresses):
+            try:
+                socket.create_connection(address, timeout=_CONNECT_S).close()
+            except OSError as error:
+                reasons[number] = str(error)
+        return reasons
+
+    def free_address(self) -> SocketAddress:
         """The address of this machine, and a port of it that was free a moment ago."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)

@@ -13,7 +13,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from converters.errors import UserError
 from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
-from megarl.cluster.worker_actor import WorkerActor
+from megarl.cluster.worker_actor import SocketAddress, WorkerActor
 from megarl.process.errors import RunFailed
 
 R = TypeVar("R", covariant=True)
@@ -68,6 +68,14 @@ class Worker:
     def begin_gpus(self) -> "Call[list[str]]":
         """Begin to ask for its GPUs, as Ray numbers those of its machine."""
         return Call(self, self.actor.gpus.remote())
+
+    def begin_listen(self) -> "Call[SocketAddress]":
+        """Begin to listen at an address of its machine, until an object is made."""
+        return Call(self, self.actor.listen.remote())
+
+    def begin_unreached(self, addresses: Sequence[SocketAddress]) -> "Call[dict[int, str]]":
+        """Begin to look which of the addresses it cannot connect to, and why."""
+        return Call(self, self.actor.unreached.remote(list(addresses)))
 
     def begin_free_address(self) -> "Call[tuple[str, int]]":
         """Begin to look for a free port of its machine."""

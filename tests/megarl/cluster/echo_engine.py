@@ -1,6 +1,7 @@
 """An engine without a model: it answers with the prompt, the seed, the sample and its own process."""
 
 import os
+import time
 from pathlib import Path
 from threading import Condition
 
@@ -14,11 +15,13 @@ DEADLY = 666
 class EchoEngine:
     def __init__(self, model_path, arguments):
         self._version = arguments.get("version", 0)
+        self._has_parts = "number" in arguments
         self._is_fenced = False
         self._changed = Condition()
 
     def start(self):
-        pass
+        if self._has_parts:
+            time.sleep(3600)
 
     def version(self):
         return self._version
@@ -49,6 +52,16 @@ class EchoEngine:
 
     def close(self):
         pass
+
+
+class EchoPart:
+    """A process of an engine on another machine, which ends while the first waits for it."""
+
+    def __init__(self, model_path, arguments):
+        assert arguments["number"] == 1
+
+    def start(self):
+        os._exit(7)
 
 
 def echo(request, sample, version):

@@ -4,14 +4,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from echo_engine import DEADLY, ECHO
-from eventually import eventually
+from eventually import eventually, has_ended
 
 import megarl.rollout
+from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.meeting import check_that_all_meet, listen
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.runtime import free_port
 from megarl.cluster.worker_group import WorkerGone
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -33,6 +38,33 @@ def open_group(tmp_path, monkeypatch):
             yield engines
 
     return make
+
+
+def test_an_engine_over_machines_that_do_not_meet_or_of_which_one_vanishes_is_told(open_group):
+    with pytest.raises(UserError, match=r"^an engine did not start, .*: the process of engine_1 died"):
+        start_one_over_machines(open_group, started := [])
+    assert eventually(lambda: all(map(has_ended, started)))
+
+
+def start_one_over_machines(open_group, started):
+    with open_group(2) as engines:
+        # One engine of both processes, on two machines as far as they know.
+        workers = engines.processes.workers
+        engines.handles = [EngineHandle(workers)]
+        addresses = listen(workers)
+        started += actors()
+        assert len(started) == 2
+        check_that_all_meet(workers, addresses)
+        nobody = ("127.0.0.1", free_port("127.0.0.1"))
+        says = rf"^engine_0 does not reach engine_1 at 127\.0\.0\.1:{nobody[1]} \(.*refused\): the machines"
+        with pytest.raises(UserError, match=says):
+            check_that_all_meet(workers, [addresses[0], nobody])
+        engines.wait_started(engines.begin_start(Path("model"), load_weights=True))
+
+
+def actors():
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "WorkerActor" in "".join(child.cmdline())]
 
 
 def request(prompt, samples=1):
