@@ -66,6 +66,8 @@ class EngineKind:
     """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
     packages: Mapping[str, str]
     """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
+    one_of: Sequence[tuple[str, str, str]] = ()
+    """Two sizes, of which only one may be above 1, and why."""
 
     def arguments(self) -> Mapping[str, FieldType]:
         """Name -> type of the engine's options; empty where it is not installed."""
@@ -85,6 +87,11 @@ class EngineKind:
                 advice = did_you_mean(name, known, "rollout.engine_args.{}")
                 raise UserError(f"rollout.engine_args.{name}: the installed {self.title} has no such option{advice}")
         refuse(given, self.refused, "rollout.engine_args.")
+        for one, other, reason in self.one_of:
+            if min(given.get(one) or 1, given.get(other) or 1) > 1:
+                raise UserError(
+                    f"rollout.engine_args.{one}={given[one]} is not supported with {other}={given[other]}: {reason}"
+                )
 
     def knows_layouts_of(self, version: str) -> bool:
         """Whether it is known where a worker of this version keeps its weights."""

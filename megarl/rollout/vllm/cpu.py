@@ -46,6 +46,7 @@ def install() -> None:
     multiply_routers_in_float32()
     rotate_split_heads_in_torch()
     unlink_worker_memory()
+    exchange_tokens_of_experts()
     device.multiply_by_onednn()
 
 
@@ -129,6 +130,43 @@ def unlink_worker_memory() -> None:
         return handle
 
     _CPUSHMDistributed._init_cpu_shm = join_and_unlink
+
+
+def exchange_tokens_of_experts() -> None:
+    """Let data-parallel ranks, which have different numbers of tokens, send these to experts and back.
+
+    `CpuCommunicator` of vLLM 0.32.0 has neither call: the first layer with experts raises NotImplementedError.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = _all_gather_uneven
+    CpuCommunicator.reduce_scatterv = _reduce_scatter_uneven
+
+
+def _all_gather_uneven(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """`all_gatherv` along the first dimension, of which rank i has `sizes[i]`; a list is gathered one by one."""
+    if isinstance(input_, list):
+        return [_all_gather_uneven(self, each, dim, sizes) for each in input_]
+    _check_first(dim)
+    rows = sizes or [input_.shape[0]] * self.world_size
+    parts = [input_.new_empty(count, *input_.shape[1:]) for count in rows]
+    parts[self.rank_in_group] = input_.contiguous()
+    for rank, part in zip(self.ranks, parts, strict=True):
+        torch.distributed.broadcast(part, rank, group=self.device_group)
+    return torch.cat(parts)
+
+
+def _reduce_scatter_uneven(self: Any, input_: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:
+    """`reduce_scatterv` along the first dimension, of which rank i gets `sizes[i]`."""
+    _check_first(dim)
+    total = input_.clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes or [len(total) // self.world_size] * self.world_size)[self.rank_in_group]
+
+
+def _check_first(dim: int) -> None:
+    if dim != 0:
+        raise NotImplementedError(f"an exchange of different sizes along dimension {dim} on a CPU")
 
 
 def _apply_experts(

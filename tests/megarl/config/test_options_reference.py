@@ -35,7 +35,7 @@ def test_a_tested_argument_is_in_its_test(name: str, test: str) -> None:
         ("kv_cache_dtype", "fp8", "samples from another model .*; use auto"),
         ("hf_overrides", {"head_dtype": "float32", "rope_theta": 5.0}, "follows config.json.*; use head_dtype"),
         ("hf_config_path", "elsewhere", "the engine another"),
-        ("data_parallel_size", 8, "use rollout.replicas"),
+        ("data_parallel_backend", "ray", "start with it, on its machine.*; use mp"),
         ("trust_remote_code", True, "Python code from the model's folder"),
         ("enable_eplb", True, "where they lay at the start"),
     ],
@@ -45,6 +45,15 @@ def test_an_argument_that_makes_another_model_is_refused(argument: str, value: o
         VLLM.check({argument: value})
 
 
+def test_an_engine_of_data_parallel_ranks_is_on_one_machine() -> None:
+    with pytest.raises(
+        UserError, match=r"^rollout\.engine_args\.data_parallel_size=4 is not supported with nnodes=2: .* one machine$"
+    ):
+        VLLM.check({"data_parallel_size": 4, "nnodes": 2})
+    VLLM.check({"data_parallel_size": 4, "nnodes": 1})
+    VLLM.check({"data_parallel_size": 1, "nnodes": 2})
+
+
 def test_what_is_switched_off_is_not_refused() -> None:
-    VLLM.check({"data_parallel_size": 1, "kv_cache_dtype": "auto", "trust_remote_code": False})
+    VLLM.check({"data_parallel_backend": "mp", "kv_cache_dtype": "auto", "trust_remote_code": False})
     VLLM.check({"hf_overrides": {"head_dtype": "float32"}})

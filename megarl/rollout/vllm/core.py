@@ -1,0 +1,93 @@
+"""The part of vLLM that schedules and computes: in this process, or (see `data_parallel`) one for each rank of DP."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+SampleRequest: TypeAlias = Any
+"""vLLM's EngineCoreRequest: one sample."""
+SampleOutput: TypeAlias = Any
+"""vLLM's EngineCoreOutput: what one step gave to one sample."""
+
+
+class Core(Protocol):
+    """Computes the samples that were added, but for the time between `hold` and `release`.
+
+    All calls come from one thread. They raise EngineDiedError if another process that the core needs has ended.
+    """
+
+    processor: Any
+    """vLLM's InputProcessor: makes the requests for samples."""
+
+    def supported_tasks(self) -> Sequence[str]:
+        """Give vLLM's names for what the model can be asked for."""
+
+    def add(self, samples: Sequence[SampleRequest]) -> None:
+        """Add the samples of one prompt."""
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Forget samples; only while held."""
+
+    def step(self) -> list[SampleOutput]:
+        """Wait for new tokens, and give them."""
+
+    def hold(self) -> list[SampleOutput]:
+        """Let nothing be computed until `release`; what was, and `step` did not give yet."""
+
+    def release(self) -> None:
+        """Go on computing."""
+
+    def forget(self) -> bool:
+        """Drop all keys and values, of samples in flight too: these are computed anew. Whether that was possible."""
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker."""
+
+    def close(self) -> None:
+        """End all that it started."""
+
+
+class InProcessCore:
+    """The core of vLLM's LLMEngine, stepped by `step`: holding it is not to do so."""
+
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._client = self._llm_engine.engine_core
+        self.processor = self._llm_engine.input_processor
+
+    def supported_tasks(self) -> Sequence[str]:
+        """See `Core.supported_tasks`."""
+        return self._llm_engine.get_supported_tasks()
+
+    def add(self, samples: Sequence[SampleRequest]) -> None:
+        """See `Core.add`."""
+        for sample in samples:
+            self._client.add_request(sample)
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """See `Core.abort`."""
+        self._client.abort_requests(list(ids))
+
+    def step(self) -> list[SampleOutput]:
+        """See `Core.step`."""
+        return self._client.get_output().outputs
+
+    def hold(self) -> list[SampleOutput]:
+        """See `Core.hold`."""
+        return []
+
+    def release(self) -> None:
+        """See `Core.release`."""
+
+    def forget(self) -> bool:
+        """See `Core.forget`."""
+        return self._client.reset_prefix_cache(reset_running_requests=True)
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Core.call_workers`."""
+        return self._client.collective_rpc(method, args=arguments)
+
+    def close(self) -> None:
+        """See `Core.close`."""
+        self._client.shutdown()

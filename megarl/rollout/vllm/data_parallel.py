@@ -1,0 +1,133 @@
+"""The core of a vLLM engine with data parallelism: a process for each rank, which vLLM's coordinator keeps in step."""
+
+import asyncio
+import pickle
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import wait
+from itertools import chain
+from threading import Thread
+from typing import Any, TypeVar
+
+from megarl.rollout.protocol import EngineDiedError
+from megarl.rollout.vllm.core import SampleOutput, SampleRequest
+from megarl.rollout.vllm.processes import end_with_this_process, listen_where_asked
+
+R = TypeVar("R")
+
+_LOOK_AFTER_S = 1.0
+"""How often a call that waits looks whether all ranks are alive: vLLM does not end what waits for a dead one."""
+
+
+class DataParallelCore:
+    """See `Core`: the client that vLLM's AsyncLLM has of its processes, and a thread for the client's event loop."""
+
+    def __init__(self, config: Any) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.executor import Executor
+
+        async def start() -> Any:
+            return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
+
+        end_with_this_process()
+        listen_where_asked()
+        self.processor = InputProcessor(config, renderer_from_config(config))
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+        self._ranks = self._client.resources.engine_manager
+
+    def supported_tasks(self) -> Sequence[str]:
+        """See `Core.supported_tasks`."""
+        return self._wait(self._client.get_supported_tasks_async())
+
+    def add(self, samples: Sequence[SampleRequest]) -> None:
+        """See `Core.add`. All go to the least loaded rank, which computes their prompt once."""
+        load, ranks = self._client.engine_inflight, self._client.core_engines
+        least = min(range(len(ranks)), key=lambda rank: load[ranks[rank]])
+        for sample in samples:
+            sample.data_parallel_rank = least
+        self._wait(self._add(samples))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """See `Core.abort`."""
+        self._wait(self._client.abort_requests_async(list(ids)))
+
+    def step(self) -> list[SampleOutput]:
+        """See `Core.step`."""
+        return self._wait(self._step())
+
+    def hold(self) -> list[SampleOutput]:
+        """See `Core.hold`."""
+        return self._wait(self._hold())
+
+    def release(self) -> None:
+        """See `Core.release`."""
+        self._wait(self._client.resume_scheduler_async())
+
+    def forget(self) -> bool:
+        """See `Core.forget`."""
+        return self._wait(self._client.reset_prefix_cache_async(reset_running_requests=True))
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Core.call_workers`; those of the first rank come first."""
+        # vLLM's own encoding would give some types back as others.
+        call = pickle.dumps((method, arguments))
+        calling = self._client.call_utility_all_async("collective_rpc", "call_pickled", None, (call,))
+        return [pickle.loads(result) for result in chain.from_iterable(self._wait(calling))]
+
+    def close(self) -> None:
+        """See `Core.close`."""
+        self._client.shutdown()
+        self._end_loop()
+
+    async def _add(self, samples: Sequence[SampleRequest]) -> None:
+        for sample in samples:
+            await self._client.add_request_async(sample)
+
+    async def _step(self) -> list[SampleOutput]:
+        outputs = (await self._client.get_output_async()).outputs
+        return [*outputs, *await self._given()]
+
+    async def _hold(self) -> list[SampleOutput]:
+        await self._client.pause_scheduler_async("keep", clear_cache=False)
+        # A rank answers behind all that it computed.
+        return await self._given()
+
+    async def _given(self) -> list[SampleOutput]:
+        outputs: list[SampleOutput] = []
+        while not self._client.outputs_queue.empty():
+            outputs += (await self._client.get_output_async()).outputs
+        return outputs
+
+    def _wait(self, call: Coroutine[Any, Any, R]) -> R:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        while not wait([future], _LOOK_AFTER_S).done:
+            if self._client.resources.engine_dead:
+                future.cancel()
+                raise EngineDiedError(self._death())
+        try:
+            return future.result()
+        except EngineDeadError as error:
+            raise EngineDiedError(self._death()) from error
+
+    def _death(self) -> str:
+        # Ends the ranks that are left: each of them waits for the others in every step.
+        self._client.shutdown()
+        failed = [each for each in self._ranks.processes if each.exitcode]
+        first = [each for each in failed if each.name == self._ranks.failed_proc_name]
+        ended = next((f"{each.name} with exit code {each.exitcode}" for each in first + failed), "its log says why")
+        return f"a data-parallel rank ended: {ended}"
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,196 @@
+"""Engines of two ranks: of tensor parallelism, and of data parallelism with experts shared out."""
+
+import ipaddress
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from engine_host import GREEDY, PROMPTS, Served
+from eventually import eventually, has_ended
+from test_vllm_tracing import different
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.layouts.traced_layout import traced_layout, untraced
+from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.vllm.kind import VLLM
+
+BLOCK = [*range(4, 44)]
+"""A prompt whose keys and values are kept for the next one that begins so."""
+
+
+def _segments():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist")}
+
+
+def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy):
+    before = _segments()
+    served = Served(engines.start(folders[0], tensor_parallel_size=2, enable_expert_parallel=True), folders)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
+    traces = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
+    layout = traced_layout([trace.shard for trace in traces], shapes)
+    assert layout.ranks == 2
+    assert not untraced(traces)
+    # Half of the experts are on the other rank.
+    assert len(layout.placements(0)) == len(layout.placements(1)) < len(shapes)
+    served.update(served.second, 1)
+    assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.connect()
+    trainer.load(folders[1])
+    assert trainer.compare(2) == set()
+    trainer.load(folders[0])
+    trainer.update(2)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    check_that_it_listens_here_alone(engines)
+    check_that_a_dead_worker_is_noticed(served, pool)
+    engines.close()
+    # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
+    assert eventually(lambda: _segments() <= before)
+
+
+def check_that_a_dead_worker_is_noticed(served, pool):
+    """In the middle of a transfer, when the other worker and the engine wait for it."""
+    served.engine.begin_update(3, served.first.names)
+    receiving = pool.submit(served.engine.receive, 3)
+    time.sleep(0.3)
+    processes = psutil.Process().children(recursive=True)
+    next(process for process in processes if "VLLM::Worker_TP1" in " ".join(process.cmdline())).kill()
+    assert isinstance(receiving.exception(60), RuntimeError)
+    with pytest.raises(UpdateError, match="after update 3 failed"):
+        served.engine.commit_update(3)
+
+
+def check_that_it_listens_here_alone(engines):
+    addresses = [
+        connection.laddr.ip
+        for process in engines.processes()
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert addresses
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt):
+    arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    assert VLLM.workers(arguments) == 2
+    # A rank's process and its worker's are one, and the first block of a prompt is full enough to be kept.
+    small = {"distributed_executor_backend": "uni", "block_size": 32}
+    engine = engines.start(folders[0], **arguments, **small, **VLLM.without_weights)
+    served = Served(engine, folders)
+    assert engine.version() == -1
+    assert engine.worker_parts() == [0, 0]
+    check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folders[0])
+    trainer = make_trainer(engine, folders[0])
+    trainer.connect()
+    trainer.load(folders[0])
+    trainer.update(1)
+    # More requests for one rank than for the other, of different lengths: no step has as many tokens in both.
+    requests = [Request(prompt, GREEDY) for prompt in (BLOCK, *PROMPTS)]
+    check_greedy(engine, requests, folders[0], 1, assert_greedy)
+    check_an_update_in_the_middle(engine, trainer, folders, pool, endless_prompt, assert_greedy)
+    check_the_fence(served, pool, assert_greedy)
+    with pytest.raises(UserError, match="do not fit the engine's"):
+        engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
+    check_that_it_listens_here_alone(engines)
+    check_that_the_death_of_a_rank_ends_all(served, engines, pool)
+
+
+def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
+    architecture = read_architecture(read_json(folder / CONFIG))
+    traces = engine.trace_layout(architecture.hf_shapes, architecture.hf_dtypes(torch.float32))
+    assert not untraced(traces)
+    sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert different(architecture, traces, sizes) == set()
+
+
+def check_greedy(engine, requests, folder, version, assert_greedy):
+    for request, (turn,) in zip(requests, engine.generate(requests), strict=True):
+        assert_greedy(folder, request.prompt_token_ids, turn)
+        assert set(turn.versions.tolist()) == {version}
+
+
+def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert_greedy):
+    """While a response is in flight on one rank, and at times nothing on the other."""
+    engine.pause("keep")
+    sampling = SamplingParameters(temperature=0, max_tokens=400)
+    generating = pool.submit(engine.generate, [Request(prompt, sampling)])
+    time.sleep(0.1)
+    engine.resume()
+    # Each has a token in every step.
+    engine.generate([Request(BLOCK, GREEDY)])
+    engine.pause("keep")
+    trainer.load(folders[1])
+    trainer.update(2)
+    assert not generating.done()
+    engine.resume()
+    check_greedy(engine, [Request(BLOCK, GREEDY)], folders[1], 2, assert_greedy)
+    engine.pause("abort")
+    ((turn,),) = generating.result(60)
+    engine.resume()
+    assert turn.finish_reason == "abort"
+    versions = turn.versions.tolist()
+    switch = versions.index(2)
+    assert versions == [1] * switch + [2] * (len(versions) - switch)
+    assert_greedy(folders[0], prompt, turn, stop=switch)
+    assert_greedy(folders[1], prompt, turn, start=switch)
+
+
+def check_the_fence(served, pool, assert_greedy):
+    """While the path of the loader fills all ranks."""
+    served.engine.begin_update(3, served.first.names)
+    generating = pool.submit(served.greedy, PROMPTS[1])
+    for bucket in served.first.buckets:
+        served.write(served.first, bucket)
+    time.sleep(0.5)
+    assert not generating.done()
+    served.engine.commit_update(3)
+    turn = generating.result(60)
+    assert set(turn.versions.tolist()) == {3}
+    assert_greedy(served.folders[0], PROMPTS[1], turn)
+
+
+def check_that_the_death_of_a_rank_ends_all(served, engines, pool):
+    """In the middle of a transfer, when the other rank, the engine and a request wait for it."""
+    served.engine.begin_update(4, served.first.names)
+    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, 4)
+    time.sleep(0.3)
+    processes = {name: each for each in engines.processes() if "VLLM::" in (name := "".join(each.cmdline()))}
+    assert len(processes) == 3
+    processes["VLLM::EngineCore_DP1"].kill()
+    for waiting in (receiving, generating):
+        assert isinstance(error := waiting.exception(60), EngineDiedError)
+        assert "a data-parallel rank ended: EngineCore_DP1 with exit code -9" in str(error)
+    with pytest.raises(EngineDiedError, match="EngineCore_DP1"):
+        served.engine.version()
+    engines.close()
+    assert eventually(lambda: all(map(has_ended, processes.values())))
+
+
+LONG_WORK = """
+import multiprocessing, os, time
+from functools import partial
+from megarl.rollout.vllm.processes import _run
+
+work = partial(_run, os.getpid(), "subprocess", "time", "sleep", 600)
+rank = multiprocessing.get_context("spawn").Process(target=work)
+rank.start()
+print(rank.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_an_engine_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", LONG_WORK], stdout=subprocess.PIPE, text=True) as engine:
+        rank = psutil.Process(int(engine.stdout.readline()))
+        assert rank.is_running()
+        engine.kill()
+    assert eventually(lambda: has_ended(rank))
