@@ -4,8 +4,13 @@
 one, with its tokenizer and chat template; weights of eight bits of precision hold most of what four bits stand for.
 """
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,12 +30,30 @@ def write_smollm2(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """
     packed = _package_folder()
     # Without `dequantize` transformers keeps a quantisation with the model, which then cannot be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        packed, gguf_file=_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    with _gguf_read_once():
+        model = AutoModelForCausalLM.from_pretrained(
+            packed, gguf_file=_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(packed, gguf_file=_FILE)
     model.to(dtype).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(packed, gguf_file=_FILE).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Have the head of a GGUF file read once, and the table of its tensors' names made once.
+
+    transformers (5.19) reads the one for the configuration, for the weights and for the tokenizer, and makes the other
+    for every module of the model: most of the time that a model of this size takes.
+    """
+    gguf: Any = import_module("gguf")
+    reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(reader), functools.cache(name_map)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
 
 
 def _package_folder() -> Path:

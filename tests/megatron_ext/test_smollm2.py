@@ -1,7 +1,11 @@
 """The quickstart's real model: out of its package, through Megatron's layout and back, with transformers' logits."""
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 from conversions import content_of, export
@@ -20,8 +24,26 @@ TP3_PP2 = ParallelSizes(world_size=6, tensor_model_parallel_size=3, pipeline_mod
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_smollm2(tmp_path_factory.mktemp("smollm2") / "model")
+def reads() -> Counter[str]:
+    """How often the head of the model's file was read, and how often the table of names was made."""
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def folder(reads: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def counted(name: str) -> Callable[..., Any]:
+        plain = getattr(gguf, name)
+
+        def call(*arguments: Any) -> Any:
+            reads[name] += 1
+            return plain(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, counted(name))
+        return write_smollm2(tmp_path_factory.mktemp("smollm2") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +71,10 @@ def test_it_is_the_instruction_model_that_answers_in_its_template(folder: Path) 
     tokens = tokenizer(asked, return_tensors="pt", add_special_tokens=False)["input_ids"]
     answer = model.generate(tokens, max_new_tokens=10, do_sample=False)[0, tokens.shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_its_file_is_read_once(folder: Path, reads: Counter[str]) -> None:
+    assert reads == {"GGUFReader": 1, "get_tensor_name_map": 1}
 
 
 def test_at_tp_3_pp_2_it_computes_what_transformers_does(folder: Path, megatron: Path) -> None:
