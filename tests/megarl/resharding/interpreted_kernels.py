@@ -36,13 +36,13 @@ def same_as_on_the_host(copied, quantised, seed):
         assert torch.equal(one, other)
 
 
-@settings(max_examples=10, phases=GENERATED)
+@settings(max_examples=8, phases=GENERATED)
 @given(st.lists(boxes(), min_size=1, max_size=3), SEEDS)
 def test_copies_of_any_strides(copied, seed):
     same_as_on_the_host(copied, [], seed)
 
 
-@settings(max_examples=5, phases=GENERATED)
+@settings(max_examples=4, phases=GENERATED)
 @given(st.lists(boxes(), max_size=1), matrices, SEEDS)
 def test_quantised_matrices_of_any_numbers(copied, matrix, seed):
     same_as_on_the_host(copied, [matrix], seed)
