@@ -12,7 +12,7 @@ from ray import _raylet
 from ray._private import ray_constants
 
 from converters.errors import UserError
-from megarl.cluster.ray_driver import undisturbed
+from megarl.cluster.ray_driver import undisturbed, without_monitors
 from megarl.cluster.scratch import scratch_folder
 from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
@@ -75,10 +75,12 @@ def _start_local(folder: Path, object_store_bytes: int) -> None:
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
     # Nor are they to be ended when others fill the memory of the machine; when they do it, the kernel ends the largest.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
+    # Nor does it know what the first actor's environment is: a worker that it starts before it is asked is never used.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     _require_token()
     _bind_to_loopback()
     try:
-        with undisturbed():
+        with undisturbed(), without_monitors():
             ray.init(
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),

@@ -143,6 +143,12 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
     assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
 
 
+def test_a_cluster_starts_nothing_that_no_run_needs():
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert any("raylet" in command for command in commands)
+    assert not [each for each in commands if "autoscaler" in each or "log_monitor" in each]
+
+
 def test_processes_are_numbered_by_machine_and_gpu(make_group, tmp_path):
     nodes = ["a", "a", "a", "b", "b"]
     assert in_order_of_gpus(nodes, [["10"], ["9"], ["0"], ["1"], ["0"]]) == [2, 1, 0, 4, 3]
