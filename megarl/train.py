@@ -66,6 +66,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
     sampled, groups, rollouts = sample(job, clock)
 
+    job.turns.give_to(job.trainer)
     with clock.stage("advantage"):
         compared = without_small_groups(groups, algorithm)
         batch = to_batch(compared, algorithm)
@@ -86,7 +87,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    return metrics | clock.end_step(tokens=len(batch.tokens))
+    return metrics | job.turns.end_step() | clock.end_step(tokens=len(batch.tokens))
 
 
 def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:
@@ -111,11 +112,13 @@ def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
     drawn = [PromptGroup(job.data.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
     sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
     with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
+    job.turns.give_to(job.engines)
     finished = rollout(job.engines, drawn, sampling, with_baselines=with_baselines)
     limit = config.rollout.max_response_tokens
     groups = score(finished, job.scorer, job.model.tokenizer, clock, max_response_tokens=limit)
     if reward_model is None:
         return groups
+    job.turns.give_to(reward_model)
     with clock.stage("reward"):
         return with_model_scores(groups, reward_model, config.reward_model.weight)
 
@@ -148,6 +151,7 @@ def _update(job: Job, batches: Sequence[RaggedBatch], responses: int, kl: float 
 
 def _evaluate(job: Job) -> dict[str, float]:
     loop = job.config.loop
+    job.turns.give_to(job.engines)
     return evaluate(
         job.engines,
         job.data.eval_prompts,

@@ -45,6 +45,7 @@ def save(engine: MegatronModel, folder: Path) -> None:
 
     Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
     """
+    engine.residence.require("weights", "training")
     # A policy that waits for its critic has made no step yet.
     compat.prime_optimizer_state(engine.optimizer)
     engine.complete_weights()
@@ -65,6 +66,7 @@ def load(engine: MegatronModel, folder: Path) -> None:
 
     Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged.
     """
+    engine.residence.require("weights", "training")
     require_intact(folder, weights_only=False)
     compat.prime_optimizer_state(engine.optimizer)
     wanted = _sharded_state(engine, is_loading=True)
@@ -85,6 +87,7 @@ def load(engine: MegatronModel, folder: Path) -> None:
         group |= {"max_lr": highest, "min_lr": lowest}
     engine.scheduler.load_state_dict(state["scheduler"])
     _set_rng_state(state["rng_state"])
+    engine.residence.count()
 
 
 class _Common(TorchCommonLoadStrategy):

@@ -137,6 +137,25 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def used_memory_bytes() -> int | None:
+    """How much of this process's GPU is in use, by whatever process; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def empty_cache() -> None:
+    """Give memory that this process keeps for later back to its GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def host_memory(size_bytes: int) -> Tensor:
+    """uint8 [size_bytes] of the host, which a GPU copies from and to by itself."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
 def _disable_compilation() -> None:
     # megatron.core.jit compiles small functions: on CPU minutes of C++ compilation per process. To decorate one imports
     # the compiler, which takes as long as to import torch.

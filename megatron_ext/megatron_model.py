@@ -1,6 +1,6 @@
 """One model on this rank: weights, forward, train step, optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -14,12 +14,14 @@ from torch import Tensor
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
+from megatron_ext.device_memory import StatePart
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.expert_load import ExpertLoad
 from megatron_ext.forward import forward, forward_backward, predict_labels, predict_values
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.objective import Objective
+from megatron_ext.offload import Residence, optimizer_tensors
 from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
 from megatron_ext.overlap import gather_weights, gathers_in_forward
@@ -56,6 +58,10 @@ class MegatronModel:
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
         self._weights_are_complete = True
+        self.chunks: list[DistributedDataParallel] = []
+        """The chunks with their buffers; none before `prepare_training`."""
+        self.residence = Residence(self._weight_tensors)
+        """Where the state is: all of it on the device, until somebody moves it."""
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's weights by the names of its Megatron layout: the tensors that train steps change.
@@ -71,6 +77,7 @@ class MegatronModel:
         With `overlap_param_gather` a step leaves each data-parallel rank with its own part of them. A forward pass
         gathers the others' by itself, so that steps in a row overlap; every other reader has to ask.
         """
+        self.residence.require("weights")
         if not self._weights_are_complete:
             gather_weights(self.chunks)
             self._weights_are_complete = True
@@ -94,7 +101,7 @@ class MegatronModel:
     def prepare_training(self, total_steps: int) -> None:
         """Wrap the model for data parallelism and make its optimizer and schedule of `total_steps` optimizer steps."""
         options = self.options
-        self.chunks: list[DistributedDataParallel] = wrap_distributed(self._bare_chunks, options.distributed)
+        self.chunks = wrap_distributed(self._bare_chunks, options.distributed)
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
         self.scheduler: OptimizerParamScheduler = build_scheduler(
             self.optimizer, options.optimizer, options.scheduler, total_steps
@@ -102,11 +109,24 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self._expert_load = ExpertLoad(self._bare_chunks, self.architecture.num_layers)
+        self.residence = Residence(self._weight_tensors, self._training_tensors, self.chunks)
 
     def freeze(self) -> None:
         """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""
         for chunk in self._bare_chunks:
             chunk.eval().requires_grad_(False)
+
+    def offload(self, parts: Collection[StatePart]) -> None:
+        """Move parts of the state to the host, until `reload`: what needs them then raises RuntimeError."""
+        if self.residence.has("weights"):
+            self.complete_weights()
+        if "training" in parts and self.chunks:
+            self.optimizer.zero_grad()
+        self.residence.offload(parts)
+
+    def reload(self, parts: Collection[StatePart]) -> None:
+        """Have parts of the state back on the device. Raises DeviceFullError where they do not fit."""
+        self.residence.reload(parts)
 
     def log_probs(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, temperature: float
@@ -161,6 +181,7 @@ class MegatronModel:
 
         The `temperature` divides logits; a value model has none.
         """
+        self.residence.require("weights", "training")
         learning_rate = self._learning_rate()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -178,6 +199,7 @@ class MegatronModel:
         self.scheduler.step(increment=1)
         experts = self.chunks[0].config.num_moe_experts
         load = self._expert_load.take(experts, device.device()) if experts else None
+        self.residence.count()
         return StepResult(metrics, float(gradient_norm), learning_rate, load)
 
     def _learning_rate(self) -> float:
@@ -200,7 +222,18 @@ class MegatronModel:
             raise RuntimeError("keep_reference was never called")
         return self.reference
 
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        for chunk in self._bare_chunks:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
+
+    def _training_tensors(self) -> Iterator[Tensor]:
+        yield from optimizer_tensors(self.optimizer)
+        if self.reference is not None:
+            yield from self.reference.tensors.values()
+
     def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        self.residence.require("weights")
         align = self.options.token_multiple
         return [pack(batch, sequences, align).to(device.device()) for sequences in micro_batches]
 

@@ -1,6 +1,6 @@
 """The engines as one object: requests are spread over them, and weights go to all of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -22,8 +22,9 @@ from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
-from megarl.rollout.protocol import Engine, PauseMode, Request
+from megarl.rollout.protocol import Engine, EngineMemory, PauseMode, Request
 from megarl.schema import RolloutConfig
+from megatron_ext.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -96,6 +97,18 @@ class Engines:
     def reset_prefix_cache(self) -> None:
         """Forget what was computed for earlier prompts."""
         wait(self.begin(Engine.reset_prefix_cache))
+
+    def sleep(self) -> None:
+        """Let the engines give the memory of weights and KV cache back."""
+        wait(self.begin(Engine.sleep))
+
+    def wake_up(self, parts: Collection[EngineMemory]) -> None:
+        """Let the engines have these parts back."""
+        wait(self.begin(Engine.wake_up, sorted(parts)))
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what the engines hold, from now on, where there is no GPU to do it."""
+        wait(self.begin(Engine.count_memory, memory))
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""

@@ -1,9 +1,9 @@
 """Who runs where, as a pure function: what the processes of a run ask for, and what the machines have."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice, permutations, starmap
+from itertools import groupby, islice, permutations
 from typing import TypeAlias
 
 from converters.errors import UserError
@@ -201,10 +201,11 @@ def list_machines(nodes: Sequence[Node], *kinds: str) -> str:
     return ", ".join(f"{count} machine{'s' if count > 1 else ''} of {size}" for size, count in alike.items()) or "none"
 
 
-def table(placement: Placement) -> list[str]:
-    """Who runs where, one line for each machine, in the order of their addresses.
+def table(placement: Placement, sharing: Collection[str] = ()) -> list[str]:
+    """Who runs where, one line for each machine, in the order of their addresses; `sharing` roles take turns there.
 
-    Example: ["10.0.0.7   trainer 0-7", "10.0.0.8   engine 0-1, critic 0-3"]
+    Example: ["10.0.0.7   trainer 0-7", "10.0.0.8   engine 0-1, critic 0-3"], or for roles that share
+    ["10.0.0.7   trainer 0-7 and engine 0-3 in turns"]
     """
     on: dict[Node, dict[str, list[int]]] = {}
     for name, nodes in placement.items():
@@ -212,9 +213,15 @@ def table(placement: Placement) -> list[str]:
             # A part of a machine is the machine.
             on.setdefault(Node(node.id, node.address, 0, 0), {}).setdefault(name, []).append(process)
     width = max((len(node.address) for node in on), default=0)
-    return [
-        f"{node.address:{width}}   {', '.join(starmap(_numbered, on[node].items()))}" for node in sorted(on, key=number)
-    ]
+    return [f"{node.address:{width}}   {_on_one(on[node], sharing)}" for node in sorted(on, key=number)]
+
+
+def _on_one(processes: Mapping[str, list[int]], sharing: Collection[str]) -> str:
+    alone = [_numbered(name, own) for name, own in processes.items() if name not in sharing]
+    together = [_numbered(name, own) for name, own in processes.items() if name in sharing]
+    if len(together) > 1:
+        together = [f"{' and '.join(together)} in turns"]
+    return ", ".join([*together, *alone])
 
 
 def _numbered(name: str, processes: list[int]) -> str:

@@ -19,6 +19,8 @@ class _Part(NamedTuple):
     """Begins what is said of it."""
     roles: list[Role]
     nodes: list[Node]
+    shared: bool = False
+    """The roles take turns on the same GPUs."""
 
 
 def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> Placement:
@@ -29,10 +31,27 @@ def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[
     placement: Placement = {}
     for part in _divide(roles, nodes, pools):
         try:
-            placement |= place(part.roles, part.nodes)
+            placement |= _in_turns(part) if part.shared else place(part.roles, part.nodes)
         except UserError as error:
             raise UserError(f"{part.prefix}{error}") from error
     return {role.name: placement[role.name] for role in roles}
+
+
+def _in_turns(part: _Part) -> Placement:
+    """As `place`, but that each role has all GPUs to itself, in its turn; cores are divided, as all processes live."""
+    placement: Placement = {}
+    cpus = {node.id: node.cpus for node in part.nodes}
+    for role in part.roles:
+        placement |= place([role], [replace(node, cpus=cpus[node.id]) for node in part.nodes])
+        for node in placement[role.name]:
+            cpus[node.id] -= role.cpus
+    machines = {node.id for nodes in placement.values() for node in nodes}
+    if len(machines) > 1 and len(placement) > 1 and any(role.gpus for role in part.roles):
+        raise UserError(
+            f"its roles are to take turns on GPUs of {len(machines)} machines, and between machines weights go by NCCL,"
+            " which takes each GPU for one process: give it nodes: 1, or leave shared out"
+        )
+    return placement
 
 
 def _divide(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> Iterator[_Part]:
@@ -53,7 +72,7 @@ def _divide(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, Po
         for node, part in zip(chosen, parts, strict=True):
             left[node.id] = replace(node, cpus=node.cpus - part.cpus, gpus=node.gpus - part.gpus)
         if own:
-            yield _Part(f"cluster.pools.{name}: ", own, parts)
+            yield _Part(f"cluster.pools.{name}: ", own, parts, pool.shared)
     pooled = {role for pool in pools.values() for role in pool.roles}
     if others := [role for role in roles if role.name not in pooled]:
         nodes_left = [node for node in left.values() if node.cpus or node.gpus]

@@ -1,7 +1,8 @@
 """Room for the processes of a run, taken on a Ray cluster all at once, as a placement group."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Seats:
     first_bundle: int
     timeout_s: float
     """How long the processes may take to come up."""
+    shared_gpus: list[list[str]] | None = None
+    """The GPUs of each process, as Ray numbers those of a machine, where others have them, too; else Ray gives them."""
 
     def __len__(self) -> int:
         return self.role.processes
@@ -50,9 +53,11 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
     become free within `cluster.start_timeout_s`.
     """
     placement, group = _take(roles, cluster)
+    given = _gpus_to_share(roles, placement, cluster.sharing(), group)
     seats, first = {}, 0
     for role in roles:
-        seats[role.name] = Seats(role, placement[role.name], group, first, cluster.start_timeout_s)
+        nodes, shared_gpus = placement[role.name], given.get(role.name)
+        seats[role.name] = Seats(role, nodes, group, first, cluster.start_timeout_s, shared_gpus)
         first += role.processes
     yield seats
     # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.
@@ -79,7 +84,7 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, Pla
 def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup] | None:
     if (placement := _find(roles, _free(cluster), cluster)) is None:
         return None
-    group = _group(roles, placement)
+    group = _group(roles, placement, cluster.sharing())
     if group.wait(_ATTEMPT_S):
         return placement, group
     # Another run was faster.
@@ -99,12 +104,60 @@ def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -
         return None
 
 
-def _group(roles: Sequence[Role], placement: Placement) -> PlacementGroup:
+def _group(roles: Sequence[Role], placement: Placement, sharing: Collection[str]) -> PlacementGroup:
+    """A bundle for each process, then one on each machine for the GPUs that some of them share."""
     seats = [(role, node) for role in roles for node in placement[role.name]]
+    shared = gpus_shared(roles, placement, sharing)
     return placement_group(
-        [{"CPU": role.cpus, "GPU": role.gpus} for role, _ in seats],
-        bundle_label_selector=[{_NODE: node.id} for _, node in seats],
+        [{"CPU": role.cpus, "GPU": 0 if role.name in sharing else role.gpus} for role, _ in seats]
+        + [{"GPU": gpus} for gpus in shared.values()],
+        bundle_label_selector=[{_NODE: node} for node in (*(node.id for _, node in seats), *shared)],
     )
+
+
+def gpus_shared(roles: Sequence[Role], placement: Placement, sharing: Collection[str]) -> dict[str, float]:
+    """Machine -> how many GPUs of it the `sharing` roles need in turns: as many as the one that needs most."""
+    shared: dict[str, float] = {}
+    for role in roles:
+        if role.name in sharing and role.gpus:
+            for node, processes in Counter(node.id for node in placement[role.name]).items():
+                shared[node] = max(shared.get(node, 0), processes * role.gpus)
+    return shared
+
+
+def _gpus_to_share(
+    roles: Sequence[Role], placement: Placement, sharing: Collection[str], group: PlacementGroup
+) -> dict[str, list[list[str]]]:
+    """The GPUs of each process of the roles that share them, by the names of the roles; none without GPUs."""
+    shared, processes = gpus_shared(roles, placement, sharing), sum(role.processes for role in roles)
+    asking = [
+        ray.remote(num_cpus=0, num_gpus=gpus)(_gpus_here)
+        .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle))
+        .remote()
+        for bundle, gpus in enumerate(shared.values(), processes)
+    ]
+    there = dict(zip(shared, ray.get(asking), strict=True))
+    return {
+        role.name: deal_gpus(role, placement[role.name], there) for role in roles if role.name in sharing and shared
+    }
+
+
+def deal_gpus(role: Role, nodes: Sequence[Node], there: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """GPUs for each process of a role on `nodes`, in order: numbers on a machine go up with the processes.
+
+    Example: for two processes of 2 GPUs on machine "a", with {"a": ["4", "5", "6", "7"]}, [["4", "5"], ["6", "7"]].
+    """
+    each, dealt = int(role.gpus), Counter[str]()
+    found = []
+    for node in nodes:
+        found.append(list(there[node.id][dealt[node.id] : dealt[node.id] + each]))
+        dealt[node.id] += each
+    return found
+
+
+def _gpus_here() -> list[str]:
+    """The GPUs that Ray gave to the caller, in order."""
+    return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda gpu: (len(gpu), gpu))
 
 
 def _nodes(resources: Mapping[str, Mapping[str, float]], gpu_share: float) -> list[Node]:

@@ -1,7 +1,7 @@
 """The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.schema import ClusterConfig
+from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import ASKED_BY, RaggedBatch, assign
@@ -52,7 +53,7 @@ class TrainerGroup(WorkerGroup):
         """Let the ranks meet at an address of rank 0."""
         self.make("megarl.cluster.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
         # Two groups cannot meet at one port: the one that is chosen is the policy's.
-        port = self._cluster.rendezvous_port if self._name == POLICY else 0
+        port = self._cluster.rendezvous_port if self.name == POLICY else 0
         address = self.call("rendezvous", port)[0]
         self.call("join", self._options, address)
 
@@ -169,6 +170,22 @@ class TrainerGroup(WorkerGroup):
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self.call("load", folder)
+
+    def offload(self, parts: Collection[StatePart]) -> None:
+        """Let parts of the state of all ranks go to the host."""
+        self.call("offload", list(parts))
+
+    def reload(self, parts: Collection[StatePart]) -> None:
+        """Have parts of the state of all ranks back on their devices."""
+        self.call("reload", list(parts))
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what the ranks hold, from now on, where there is no GPU to do it."""
+        self.call("count_memory", memory)
+
+    def take_device_peak(self) -> int:
+        """The most that all processes held of a rank's device since the last turn began."""
+        return max(self.call("take_device_peak"))
 
     def peak_memory_bytes(self) -> list[int]:
         """The most memory that each rank ever held."""

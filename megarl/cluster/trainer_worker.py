@@ -24,6 +24,7 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E40
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
+from megatron_ext.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.objective import Objective  # noqa: E402
@@ -38,6 +39,7 @@ class TrainerWorker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.sender: Sender | None = None
+        self.memory: CountedMemory | None = None
 
     def rendezvous(self, port: int) -> str:
         """An address of this rank's machine at which the ranks can meet; `port` 0 is any."""
@@ -184,6 +186,23 @@ class TrainerWorker:
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         checkpoint.load(self.model, folder)
+
+    def offload(self, parts: list[StatePart]) -> None:
+        """See `MegatronModel.offload`."""
+        self.model.offload(parts)
+
+    def reload(self, parts: list[StatePart]) -> None:
+        """See `MegatronModel.reload`."""
+        self.model.reload(parts)
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what this rank holds, from now on, where there is no GPU to do it."""
+        self.memory = memory
+        self.model.residence.count_in(memory)
+
+    def take_device_peak(self) -> int:
+        """See `device_memory.take_peak`."""
+        return take_peak(self.memory)
 
     def peak_memory_bytes(self) -> int:
         """The most memory that this process ever held."""

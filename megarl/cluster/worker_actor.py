@@ -22,9 +22,12 @@ _CONNECT_S = 10.0
 class WorkerActor:
     """Holds one object. Heavy modules are imported here and not in the controller."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
+        """Without `shared_gpus` the process has the GPUs that Ray gives it."""
         self._object: Any = None
         self._listener: socket.socket | None = None
+        if shared_gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
         self.log_to(log)
 
     def make(self, module: str, name: str, *arguments: Any) -> None:

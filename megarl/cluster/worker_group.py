@@ -47,10 +47,12 @@ class Worker:
         role = seats.role
         self.log = logs / f"{role.name}_{number}.log"
         self.failure: WorkerFailed | None = None
-        actor = ray.remote(num_cpus=role.cpus, num_gpus=role.gpus, max_concurrency=calls_at_once)(WorkerActor)
+        shared = seats.shared_gpus
+        gpus = 0 if shared else role.gpus
+        actor = ray.remote(num_cpus=role.cpus, num_gpus=gpus, max_concurrency=calls_at_once)(WorkerActor)
         self.actor = actor.options(
             runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
-        ).remote(self.log)
+        ).remote(self.log, shared[number] if shared else None)
 
     def begin_adopt(self, actor: ray.actor.ActorHandle) -> "Call[None]":
         """Begin to speak for another process, which from now on writes to this worker's log."""
@@ -120,7 +122,8 @@ class WorkerGroup:
     """The processes of a role. A context manager: they end with it."""
 
     def __init__(self, seats: Seats, logs: Path, calls_at_once: int = 1) -> None:
-        self._name = seats.role.name
+        self.name = seats.role.name
+        """The role of the processes."""
         self._seats = seats
         self.workers = [Worker(seats, number, logs, calls_at_once) for number in range(len(seats))]
 
@@ -142,7 +145,7 @@ class WorkerGroup:
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
         """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
         nodes = self.nodes()
-        if self._seats.role.gpus:
+        if self._seats.role.gpus and not self._seats.shared_gpus:
             self.renumber(in_order_of_gpus(nodes, wait([worker.begin_gpus() for worker in self.workers])))
         wait([worker.begin_make(module, name, *own) for worker, own in zip(self.workers, arguments, strict=True)])
 
@@ -162,7 +165,7 @@ class WorkerGroup:
         up, missing = ray.wait(references, num_returns=len(self), timeout=self._seats.timeout_s)
         if missing:
             raise UserError(
-                f"after {self._seats.timeout_s:g} s only {len(up)} of {len(self)} {self._name} processes are up: raise"
+                f"after {self._seats.timeout_s:g} s only {len(up)} of {len(self)} {self.name} processes are up: raise"
                 " cluster.start_timeout_s if the machines are slow to start them, and see to their Ray nodes if not"
             )
         return wait(calls)

@@ -40,6 +40,7 @@ VERL: Mapping[str, str] = {
     "data.filter_overlong_prompts": "data.overlong_prompts=drop",
     "data.truncation": "data.overlong_prompts",
     "data.seed": "loop.seed",
+    "actor_rollout_ref.hybrid_engine": "cluster.pools (shared)",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "megatron.recompute_granularity=full",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.updates_per_step",

@@ -12,7 +12,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.algorithms import PreferenceObjective
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
-from megarl.config.pools import check_pools
+from megarl.config.pools import check_pools, refuse_turns
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
@@ -62,6 +62,7 @@ _AT_LEAST: Mapping[str, int] = {
     "cluster.trainer_ranks": 1,
     "cluster.engine_threads": 1,
     "cluster.rendezvous_port": 0,
+    "cluster.device_memory_bytes": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "tracking.warn_after_steps": 1,
@@ -224,7 +225,8 @@ _PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps
 COMMANDS: Mapping[str, Command] = {
     "train": Command((*_TRAINING, _check_prompts, check_composition, _check_step), steps="loop.steps"),
     "sft": Command((*_TRAINING, _check_conversations), steps="sft.steps"),
-    **dict.fromkeys(("dpo", "reward-model", "spin"), _PREFERENCES),
+    **dict.fromkeys(("dpo", "reward-model"), _PREFERENCES),
+    "spin": Command((*_PREFERENCES.checks, refuse_turns), steps=_PREFERENCES.steps),
     "eval": Command((_check_logs, _check_held_out)),
     "chat": Command((_check_logs,)),
 }

@@ -131,14 +131,21 @@ def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:
 
 
 def open_auxiliary(
-    config: MegarlConfig, total_steps: int, place: Callable[[MegatronOptions, str], TrainerGroup]
+    config: MegarlConfig,
+    total_steps: int,
+    place: Callable[[MegatronOptions, str], TrainerGroup],
+    made: Callable[[TrainerGroup], None],
 ) -> AuxiliaryModels:
-    """Start the ranks of all auxiliary models and make the models; `place` gives the ranks of one, by its name."""
+    """Start the ranks of all auxiliary models and make the models.
+
+    `place` gives the ranks of one, by its name; `made` is called with those of each whose model has been made.
+    """
     wanted = wanted_auxiliary(config)
     groups = {name: place(options, name) for name, options in auxiliary_options(config).items()}
     for name, group in groups.items():
         group.start()
         wanted[name].build(group, wanted[name].path, total_steps)
+        made(group)
     return AuxiliaryModels(
         critic=groups.get("critic"),
         teachers={

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from converters.architectures import Architecture
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.turns import Turns
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
@@ -33,8 +34,12 @@ class EngineStart:
         model: Model,
         config: MegarlConfig,
         prompts: Sequence[list[int]],
+        turns: Turns | None = None,
     ) -> None:
-        """`prompts` are token ids of which a refit may be checked by some answers."""
+        """`prompts` are token ids of which a refit may be checked by some answers.
+
+        Engines that take turns with the trainer are up when this returns, and it is the trainer's turn.
+        """
         machines = len({*trainer.nodes(), *engines.nodes()})
         check_machines(machines, config.refit)
         self._is_apart = machines > 1
@@ -43,21 +48,35 @@ class EngineStart:
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
         self._prompts = prompts[:_CHECKED_PROMPTS]
         self._refit: Refit | None = None
+        self._turns = turns or Turns()
         self._starting = engines.begin_start(model.folder, load_weights=self._is_apart)
+        if self._turns.are_taken:
+            # They measure how much memory there is.
+            self._wait_for_engines()
+            self._turns.give_to(trainer)
 
     def compare(self) -> None:
         """Check that engines and ranks begin with the same weights, if both have read them."""
         if self._is_apart and self._refit is None:
-            self._engines.wait_started(self._starting)
+            self._wait_for_engines()
+            self._turns.begin_refit()
             self._refit = self._make_refit(direct_path(*self._parties), loaded_version=0)
 
     def finish(self) -> Refit:
         """Wait for the engines. How their weights come from now on."""
         self.compare()
         if self._refit is None:
-            self._engines.wait_started(self._starting)
+            self._wait_for_engines()
+            # Where engines keep their weights is traced with these in place.
+            self._turns.begin_refit()
             self._refit = self._make_refit(loader_path(*self._parties), loaded_version=None)
         return self._refit
+
+    def _wait_for_engines(self) -> None:
+        if self._starting:
+            self._engines.wait_started(self._starting)
+            self._starting = []
+            self._turns.add(self._engines)
 
     @property
     def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
@@ -72,6 +91,7 @@ class EngineStart:
             timeout_s=self._config.refit.timeout_s,
             check=self._log_prob_check(),
             loaded_version=loaded_version,
+            turns=self._turns,
         )
 
     def _log_prob_check(self) -> LogProbCheck | None:

@@ -8,6 +8,7 @@ import torch
 
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.turns import Turns
 from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing import RaggedBatch
 
@@ -26,21 +27,23 @@ class LogProbCheck:
     max_tokens: int
     tolerance: float
 
-    def __call__(self, trainer: TrainerGroup, engines: Engines) -> dict[str, float]:
+    def __call__(self, trainer: TrainerGroup, engines: Engines, turns: Turns) -> dict[str, float]:
         """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """
         count = max(_PROMPTS_PER_ENGINE * len(engines), trainer.parallel.data_parallel_size)
         prompts = list(islice(cycle(self.prompts), count))
         sampling = SamplingParameters(temperature=0.0, max_tokens=self.max_tokens)
-        turns = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
-        answers = [prompt + turn.token_ids.tolist() for prompt, turn in zip(prompts, turns, strict=True)]
+        turns.give_to(engines)
+        sampled = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
+        turns.give_to(trainer)
+        answers = [prompt + turn.token_ids.tolist() for prompt, turn in zip(prompts, sampled, strict=True)]
         lengths = [len(answer) for answer in answers]
         batch = RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths))
         scored = trainer.log_probs(batch, temperature=1.0).split(lengths)
         difference = max(
             (own[len(prompt) :] - torch.tensor(turn.log_probs)).abs().mean().item()
-            for prompt, own, turn in zip(prompts, scored, turns, strict=True)
+            for prompt, own, turn in zip(prompts, scored, sampled, strict=True)
         )
         if not difference <= self.tolerance:
             raise LogProbMismatchError(

@@ -1,6 +1,7 @@
 """Sampling: one protocol, engines behind it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from converters.errors import UserError
 from megarl.rollout.kind import EngineKind
@@ -20,7 +21,13 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def engine_configuration(config: MegarlConfig) -> RolloutConfig:
-    """The group `rollout`, with the arguments that make the engine compute as the trainer does."""
-    if not config.model.fp32_logits:
-        return config.rollout
-    return engine_kind(config.rollout.engine).with_float32_logits(config.rollout)
+    """The group `rollout`, with the arguments that the rest of the configuration asks for.
+
+    They make the engine compute as the trainer does, and sleep if it takes turns with the trainer.
+    """
+    kind, rollout = engine_kind(config.rollout.engine), config.rollout
+    if config.model.fp32_logits:
+        rollout = kind.with_float32_logits(rollout)
+    if config.cluster.sharing():
+        rollout = replace(rollout, engine_args={**rollout.engine_args, **kind.able_to_sleep})
+    return rollout

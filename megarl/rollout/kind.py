@@ -60,6 +60,8 @@ class EngineKind:
     """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
     without_weights: Arguments
     """With these arguments an engine starts without reading weights."""
+    able_to_sleep: Arguments = field(default_factory=dict)
+    """With these arguments an engine can `sleep`."""
     float32_logits: Arguments
     """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
     layout_versions: Sequence[str] = ()

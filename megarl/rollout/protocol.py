@@ -11,10 +11,13 @@ from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
+from megatron_ext.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 PauseMode = Literal["keep", "abort"]
+EngineMemory = Literal["weights", "kv_cache"]
+"""Memory that an engine holds on its GPUs, apart from what a step needs for itself."""
 
 
 class EngineDiedError(RuntimeError):
@@ -149,6 +152,26 @@ class WeightTarget(Protocol):
         """
 
 
+class Sleeper(Protocol):
+    """An inference engine as one that takes turns with others on its GPUs.
+
+    It was made with `EngineKind.able_to_sleep`. Nothing may be asked of it that needs what is away: it raises
+    RuntimeError.
+    """
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back. The weights are kept elsewhere; unfinished requests end."""
+
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """Have these parts back, if they are away: the weights as they were, the KV cache empty.
+
+        Raises DeviceFullError where they are counted (`count_memory`) and do not fit.
+        """
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what it holds, from now on, where there is no GPU to do it. Raises as `wake_up`."""
+
+
 class EnginePart(Protocol):
     """The process of an engine on another machine than its first: nobody calls it but to start and to end it."""
 
@@ -159,5 +182,5 @@ class EnginePart(Protocol):
         """End its workers."""
 
 
-class Engine(Generator, LayoutSource, WeightTarget, Protocol):
+class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Protocol):
     """An inference engine in this process. Every method may be called from any thread."""

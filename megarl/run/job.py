@@ -11,6 +11,7 @@ from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.turns import Turns
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.alerts import Alerts
@@ -57,6 +58,7 @@ class Job:
     trainer: TrainerGroup
     auxiliary: AuxiliaryModels
     engines: EngineGroup
+    turns: Turns
     refit: Refit
     tracker: Tracker
     alerts: Alerts
@@ -71,6 +73,7 @@ class Job:
 
     def export(self) -> None:
         """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
+        self.turns.give_to(self.trainer)
         for name, trained in {EXPORT: self.trainer, **self.auxiliary.trained}.items():
             write = partial(trained.export, copy_from=self.model.folder)
             write_export(write, Path(self.config.output_dir) / name, self.state.step)
@@ -78,6 +81,7 @@ class Job:
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         step = self.state.step
+        self.turns.give_to(self.trainer)
         with CheckpointWriter(self.config, "train", step) as checkpoint:
             checkpoint.save(self.trainer)
             for name, group in self.auxiliary.trained.items():
@@ -113,13 +117,16 @@ def open_job(start: Start) -> Iterator[Job]:
             engines = processes.engines()
             trainer = processes.trainer(start.options)
             prompts = [prompt.token_ids for prompt in data.prompts]
-            engine_start = EngineStart(trainer, engines, model, config, prompts)
+            turns = processes.turns(engines)
+            engine_start = EngineStart(trainer, engines, model, config, prompts, turns)
             trainer.start()
             total_steps = start.steps * config.algorithm.updates_per_step
             trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-            auxiliary = open_auxiliary(config, total_steps, processes.trainer)
+            turns.add(trainer)
+            auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=turns.add)
             if checkpoint is not None:
                 engine_start.compare()
+                turns.give_to(trainer)
                 trainer.load(checkpoint.folder)
                 for name, group in auxiliary.trained.items():
                     group.load(checkpoint.folder / name)
@@ -133,6 +140,7 @@ def open_job(start: Start) -> Iterator[Job]:
             trainer=trainer,
             auxiliary=auxiliary,
             engines=engines,
+            turns=turns,
             refit=refit,
             tracker=tracker,
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),

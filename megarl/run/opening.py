@@ -1,5 +1,6 @@
 """One way to open a run, of whatever command: what is checked before any process starts, then the processes."""
 
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -7,12 +8,15 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 
+import ray
+
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.placement import table
 from megarl.cluster.reservation import Seats, reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.turns import Turns, TurnsOnSharedGpus
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
@@ -26,6 +30,7 @@ from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, latest_checkpoint
 from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
+from megatron_ext.device_memory import CountedMemory
 from megatron_ext.options import MegatronOptions
 
 
@@ -126,6 +131,16 @@ class Processes:
             EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs)
         )
 
+    def turns(self, engines: EngineGroup) -> Turns:
+        """Whose turn it is, between `engines` and the models that are placed on the same GPUs."""
+        cluster, memory = self._config.cluster, None
+        if not cluster.sharing():
+            return Turns()
+        if not self._seats[ENGINE].role.gpus:
+            folder = Path(ray.get_runtime_context().get_temp_dir())
+            memory = CountedMemory(folder / f"device_{secrets.token_hex(8)}", cluster.device_memory_bytes)
+        return TurnsOnSharedGpus(engines, cluster.sharing(), memory)
+
     def engines_with(self, model: Model) -> EngineGroup:
         """Engines that serve a HuggingFace folder as it is."""
         engines = self.engines()
@@ -148,7 +163,7 @@ def open_processes(
         if engines:
             roles.append(engine_role(config.cluster, engine_configuration(config)))
         seats = stack.enter_context(reserve(roles, config.cluster))
-        for line in table({name: each.nodes for name, each in seats.items()}):
+        for line in table({name: each.nodes for name, each in seats.items()}, config.cluster.sharing()):
             print(line, file=sys.stderr, flush=True)
         yield Processes(config, seats, stack)
 

@@ -177,7 +177,7 @@ class SftConfig:
 
 @dataclass
 class PoolConfig:
-    """Machines of the cluster, or a part of each, that some roles have for themselves. None shares a GPU."""
+    """Machines of the cluster, or a part of each, that some roles have for themselves."""
 
     roles: list[str] = MISSING
     """Who runs there: trainer, engine, critic, reward_model, implicit_reward_model, teacher_NAME."""
@@ -186,7 +186,7 @@ class PoolConfig:
     gpus: int | None = None
     """GPUs of each of these machines, with as large a part of its CPUs; null is the whole machine."""
     shared: bool = False
-    """The roles take turns on the same GPUs: refused until they can."""
+    """Trainer and engines, with what else is named, are on the same GPUs and take turns (`megarl train`)."""
 
 
 @dataclass
@@ -212,8 +212,15 @@ class ClusterConfig:
     `address` names `engine_cpus` divided by the engine's workers. Sampled tokens may depend on it."""
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     """Which roles have machines, or GPUs of them, for themselves; roles of no pool are placed on what is left."""
+    device_memory_bytes: int | None = None
+    """Without GPUs, the weights, gradients, optimizer states and caches that the processes of a shared pool may hold on
+    a machine at a time, in bytes, as the memory of a GPU would limit them; null is no limit."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
+
+    def sharing(self) -> frozenset[str]:
+        """The roles that take turns on the same GPUs."""
+        return frozenset(role for pool in self.pools.values() if pool.shared for role in pool.roles)
 
 
 @dataclass

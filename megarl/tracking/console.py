@@ -9,11 +9,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megarl.tracking.histogram import MetricValue, numbers
 from megarl.tracking.tracker import Logger, Run
 
-_SHOWN: tuple[tuple[str, str], ...] = (
-    ("reward/mean", "reward {:.3f}"),
-    ("eval/accuracy", "accuracy {:.3f}"),
-    ("throughput/tokens_per_s", "{:,.0f} tokens/s"),
+_SHOWN: tuple[tuple[str, str, int], ...] = (
+    ("reward/mean", "reward {:.3f}", 1),
+    ("eval/accuracy", "accuracy {:.3f}", 1),
+    ("throughput/tokens_per_s", "{:,.0f} tokens/s", 1),
+    # The turns of a step on shared GPUs.
+    ("memory/engines", "in turns: engines {:.2f} GiB", 2**30),
+    ("memory/trainers", "trainers {:.2f} GiB", 2**30),
+    ("memory/refit", "refit {:.2f} GiB", 2**30),
 )
+"""Metric, its text, and the unit of the text in that of the metric."""
 _PLAIN_LINE_EVERY_S = 5.0
 
 Clock = Callable[[], float]
@@ -33,8 +38,8 @@ class ProgressText:
     def update(self, step: int, metrics: Mapping[str, MetricValue]) -> str:
         """Return the line's text after `step`, without the step itself."""
         known = numbers(metrics)
-        self._values.update({name: known[name] for name, _ in _SHOWN if name in known})
-        words = [shape.format(self._values[name]) for name, shape in _SHOWN if name in self._values]
+        self._values.update({name: known[name] for name, *_ in _SHOWN if name in known})
+        words = [text.format(self._values[name] / unit) for name, text, unit in _SHOWN if name in self._values]
         return "  ".join([*words, *self._time_left(step)])
 
     def _time_left(self, step: int) -> list[str]:

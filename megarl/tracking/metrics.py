@@ -112,6 +112,18 @@ METRICS: tuple[Metric, ...] = (
         "wall time of one stage: rollout, reward, advantage, update, refit, evaluate, checkpoint; of "
         "`megarl dpo` and `megarl spin` also reference",
     ),
+    Metric(
+        "seconds/turns",
+        "s",
+        "wall time of handing over GPUs that trainer and engines share (a shared pool); it is in the overhead, too, or "
+        "in the refit",
+    ),
+    Metric(
+        "memory/<turn>",
+        "bytes",
+        "most that all processes held of a shared GPU in one turn of the step: engines, trainers or refit; without "
+        "GPUs weights, gradients, optimizer states and caches on the machine, but no activations",
+    ),
     Metric("seconds/overhead", "s", "wall time of the step outside all stages, logging included"),
     Metric("refit/direct", "", "1 if the step's weights went straight into the engines, 0 if through their loader"),
     Metric("refit/bytes", "bytes", "what the refit moved from the ranks to the engines"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.algorithms import AdaptiveKl
+from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
@@ -68,6 +69,7 @@ def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, **algorith
         data=SimpleNamespace(prompts=[Prompt(index, "any", [index], "truth", {}) for index in range(10)]),
         auxiliary=SimpleNamespace(reward_model=reward_model),
         state=LoopState(0, PromptSampler(10, shuffle=False, seed=0), AdaptiveKl(0.0)),
+        turns=Turns(),
         needs=lambda field: field == "baseline_rewards" and config.algorithm.advantage == "remax",
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from megarl.data import Turn
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
-from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.update import WeightUpdate
+from megarl.rollout.worker_memory import WorkerMemory, require
 from megatron_ext import device
+from megatron_ext.device_memory import CountedMemory
 
 if TYPE_CHECKING:
     from megarl.rollout.transformers.batches import Batches
@@ -61,6 +63,8 @@ class TransformersEngine:
         self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transformers")
         self._batches: Batches
         self._weights: ModelWeights
+        self._memory: WorkerMemory
+        self._away: frozenset[EngineMemory] = frozenset()
         self._receiver: WeightReceiver
         self._segments: list[Tensor] = []
         self._started = False
@@ -81,6 +85,7 @@ class TransformersEngine:
         device.multiply_by_onednn()
         model = SamplingModel(self._model_path, arguments)
         self._weights = ModelWeights(model.module)
+        self._memory = WorkerMemory(model.module)
         self._receiver = WeightReceiver(self._weights, worker=0)
         self._batches = Batches(model, arguments.max_num_seqs)
         self._version = -1 if arguments.load_format == "dummy" else 0
@@ -137,12 +142,31 @@ class TransformersEngine:
     @_by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
         """See `LayoutSource.trace_layout`."""
+        require(self._away, "weights")
         return [self._weights.trace(hf_shapes, hf_dtypes)]
 
     @_by_owner
     def worker_parts(self) -> list[int]:
         """See `LayoutSource.worker_parts`."""
         return [0]
+
+    @_by_owner
+    def sleep(self) -> None:
+        """See `Sleeper.sleep`. Keys and values are of requests, and end with them."""
+        self._batches.abort()
+        self._memory.sleep()
+        self._away = frozenset(get_args(EngineMemory))
+
+    @_by_owner
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """See `Sleeper.wake_up`."""
+        self._memory.wake_up(parts)
+        self._away -= frozenset(parts)
+
+    @_by_owner
+    def count_memory(self, memory: CountedMemory) -> None:
+        """See `Sleeper.count_memory`."""
+        self._memory.count_in(memory)
 
     @_by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -161,6 +185,7 @@ class TransformersEngine:
     @_by_owner
     def write(self, bucket: Bucket) -> None:
         """See `WeightTarget.write`."""
+        require(self._away, "weights")
         update = self._update_under_way("write")
         update.failed = True
         update.accept(entry.name for entry in bucket.entries)
@@ -171,11 +196,13 @@ class TransformersEngine:
     @_by_owner
     def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
         """See `WeightTarget.call_receivers`."""
+        require(self._away, "weights")
         return [method(self._receiver, *arguments)]
 
     @_by_owner
     def receive(self, version: int) -> None:
         """See `WeightTarget.receive`."""
+        require(self._away, "weights")
         update = self._update_under_way("receive")
         update.check_version(version)
         update.failed = True
@@ -205,6 +232,7 @@ class TransformersEngine:
     def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
+        require(self._away, "weights", "kv_cache")
         added = self._batches.add(requests, listener)
         self._queue_step()
         return added
@@ -243,6 +271,6 @@ class TransformersEngine:
         if self._started:
             self._batches.fail(EngineDiedError("the transformers engine was closed"))
             self._receiver.close()
-            del self._batches, self._weights, self._receiver
+            del self._batches, self._weights, self._memory, self._receiver
             self._segments = []
             self._started = False

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+from megarl.rollout.protocol import EngineMemory
+
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""
 SampleOutput: TypeAlias = Any
@@ -38,6 +40,12 @@ class Core(Protocol):
 
     def forget(self) -> bool:
         """Drop all keys and values, of samples in flight too: these are computed anew. Whether that was possible."""
+
+    def sleep(self) -> None:
+        """Give the memory of weights and keys and values back; nothing is in flight."""
+
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """Have these parts back."""
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker."""
@@ -83,6 +91,15 @@ class InProcessCore:
     def forget(self) -> bool:
         """See `Core.forget`."""
         return self._client.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self) -> None:
+        """See `Core.sleep`."""
+        # Level 1 keeps the weights: the next update writes all that is loaded, but not padding nor what vLLM derived.
+        self._client.sleep(1)
+
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """See `Core.wake_up`."""
+        self._client.wake_up(list(parts))
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """See `Core.call_workers`."""

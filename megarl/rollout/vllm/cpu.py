@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.rollout.worker_memory import WorkerMemory
 from megatron_ext import device
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -47,6 +48,7 @@ def install() -> None:
     rotate_split_heads_in_torch()
     unlink_worker_memory()
     exchange_tokens_of_experts()
+    move_memory_of_sleepers()
     device.multiply_by_onednn()
 
 
@@ -167,6 +169,40 @@ def _reduce_scatter_uneven(self: Any, input_: Tensor, dim: int = 0, sizes: list[
 def _check_first(dim: int) -> None:
     if dim != 0:
         raise NotImplementedError(f"an exchange of different sizes along dimension {dim} on a CPU")
+
+
+def without_sleep_mode(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` without the argument that makes an engine on a GPU able to sleep.
+
+    vLLM 0.32.0 refuses it on a CPU, where `move_memory_of_sleepers` needs none.
+    """
+    return {name: value for name, value in given.items() if name != "enable_sleep_mode"}
+
+
+def move_memory_of_sleepers() -> None:
+    """Have a worker that sleeps give its memory back, and take it when it wakes, as one on a GPU does.
+
+    In vLLM 0.32.0 both do nothing on a CPU, and the engine counts as asleep.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def sleep(self: Any, level: int = 1) -> None:
+        if level != 1:
+            raise NotImplementedError(f"sleep of level {level} on a CPU")
+        memory_of(self).sleep()
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        memory_of(self).wake_up(*([] if tags is None else [tags]))
+
+    CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
+
+
+def memory_of(worker: Any) -> WorkerMemory:
+    """The weights and the KV cache of a worker, to be moved."""
+    if not hasattr(worker, "megarl_memory"):
+        runner = worker.model_runner
+        worker.megarl_memory = WorkerMemory(runner.model, lambda: runner.kv_caches)
+    return worker.megarl_memory
 
 
 def _apply_experts(

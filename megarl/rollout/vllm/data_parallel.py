@@ -8,7 +8,7 @@ from itertools import chain
 from threading import Thread
 from typing import Any, TypeVar
 
-from megarl.rollout.protocol import EngineDiedError
+from megarl.rollout.protocol import EngineDiedError, EngineMemory
 from megarl.rollout.vllm.core import SampleOutput, SampleRequest
 from megarl.rollout.vllm.processes import end_with_this_process, listen_where_asked
 
@@ -74,6 +74,13 @@ class DataParallelCore:
     def forget(self) -> bool:
         """See `Core.forget`."""
         return self._wait(self._client.reset_prefix_cache_async(reset_running_requests=True))
+
+    def sleep(self) -> None:
+        """See `Core.sleep`: no engine with data-parallel ranks is made able to (`make_engine_config`)."""
+        raise NotImplementedError("data-parallel ranks do not sleep")
+
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """See `Core.wake_up`: nothing is away."""
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """See `Core.call_workers`; those of the first rank come first."""

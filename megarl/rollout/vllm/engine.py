@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, get_args
 
 import torch
 
@@ -16,13 +16,15 @@ from megarl.data import Turn
 from megarl.process.loading import load
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.protocol import EngineDiedError, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
 from megarl.rollout.vllm.sequences import SequencesInFlight
+from megarl.rollout.worker_memory import require
+from megatron_ext.device_memory import CountedMemory
 
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -62,6 +64,7 @@ class VllmEngine:
         self._sequences: SequencesInFlight
         self._version = -1
         self._update: WeightUpdate | None = None
+        self._away: frozenset[EngineMemory] = frozenset()
         self._paused = False
         self._held = False
         self._step_queued = False
@@ -133,6 +136,7 @@ class VllmEngine:
         """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
         from megarl.rollout.vllm.tracing import check_version
 
+        require(self._away, "weights")
         # Here too: what a worker of another process raises arrives as another exception.
         check_version()
         return self._workers("trace_layout", hf_shapes, hf_dtypes)
@@ -141,6 +145,25 @@ class VllmEngine:
     def worker_parts(self) -> list[int]:
         """See `LayoutSource.worker_parts`."""
         return self._workers("part")
+
+    @_by_owner
+    def sleep(self) -> None:
+        """See `Sleeper.sleep`."""
+        self._sequences.abort()
+        self._running().sleep()
+        self._away = frozenset(get_args(EngineMemory))
+
+    @_by_owner
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """See `Sleeper.wake_up`."""
+        if wanted := sorted(self._away.intersection(parts)):
+            self._running().wake_up(wanted)
+            self._away -= frozenset(wanted)
+
+    @_by_owner
+    def count_memory(self, memory: CountedMemory) -> None:
+        """See `Sleeper.count_memory`."""
+        self._workers("count_memory", memory)
 
     @_by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -162,6 +185,7 @@ class VllmEngine:
     @_by_owner
     def write(self, bucket: Bucket) -> None:
         """See `WeightTarget.write`."""
+        require(self._away, "weights")
         update = self._update_under_way("write")
         update.failed = True
         if not update.loads_by_name:
@@ -215,6 +239,7 @@ class VllmEngine:
     def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
+        require(self._away, "weights", "kv_cache")
         added = self._sequences.add(requests, listener)
         self._queue_step()
         return added
@@ -257,6 +282,7 @@ class VllmEngine:
         return self._running().call_workers(method, *arguments)
 
     def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        require(self._away, "weights")
         return results(self._workers("call_receiver", method, *arguments))
 
     def _update_under_way(self, action: str) -> WeightUpdate:

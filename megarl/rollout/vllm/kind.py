@@ -106,6 +106,7 @@ VLLM = EngineKind(
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
     gpu_share=lambda share: {"gpu_memory_utilization": share},
     without_weights={"load_format": "dummy"},
+    able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),

@@ -17,6 +17,7 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import cpu, processes, routers, tracing, weight_transfer
+from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
 processes.listen_where_asked()
@@ -63,6 +64,10 @@ class WorkerExtension:
         """The pickled result of a method of this worker; `call` is its name and its arguments, pickled."""
         method, arguments = pickle.loads(call)
         return pickle.dumps(getattr(self, method)(*arguments))
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what this worker holds, where there is no GPU to do it."""
+        cpu.memory_of(self).count_in(memory)
 
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""

@@ -5,7 +5,7 @@ import pytest
 from converters.errors import UserError
 from megarl.cluster.placement import Node, Role, table
 from megarl.cluster.pools import place_in_pools
-from megarl.schema import PoolConfig
+from megarl.schema import ClusterConfig, PoolConfig
 
 NODES = [Node(f"id-{place}", f"10.0.0.{place}", cpus=64, gpus=gpus) for place, gpus in enumerate([0, 8, 8, 8])]
 
@@ -29,11 +29,16 @@ def roles(ranks=4, engines=2):
             {"training": PoolConfig(["trainer"], nodes=2, gpus=2), "rollout": PoolConfig(["engine"], nodes=1)},
             ["10.0.0.1   engine 0-1", "10.0.0.2   trainer 0-1, critic 0-1", "10.0.0.3   trainer 2-3"],
         ),
+        # Those that take turns have the same GPUs.
+        (
+            {"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=8, shared=True)},
+            ["10.0.0.1   trainer 0-3 and engine 0-1 in turns", "10.0.0.2   critic 0-1"],
+        ),
     ],
 )
 def test_roles_lie_where_their_pools_are(pools, says):
     placement = place_in_pools(roles(), NODES, pools)
-    assert table(placement) == says
+    assert table(placement, ClusterConfig(pools=pools).sharing()) == says
     assert place_in_pools(roles(), NODES[::-1], pools) == placement
     assert list(placement) == ["trainer", "critic", "engine"]
 
@@ -60,6 +65,14 @@ def test_a_command_without_a_role_leaves_its_pool_alone():
             "cluster.pools.training: 4 trainer processes of 1 GPU need 4 GPUs; there are 3: 1 machine of 3 GPUs",
         ),
         (
+            {"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=7, shared=True)},
+            "cluster.pools.all: 2 engine processes of 4 GPUs need 8 GPUs; there are 7: 1 machine of 7 GPUs",
+        ),
+        (
+            {"all": PoolConfig(["trainer", "engine"], nodes=2, gpus=4, shared=True)},
+            "cluster.pools.all: its roles are to take turns on GPUs of 2 machines, and between machines",
+        ),
+        (
             {"training": PoolConfig(["trainer"], nodes=3)},
             "beside cluster.pools: 2 critic processes of 1 GPU and 2 engine processes of 4 GPUs need 10",
         ),
@@ -69,6 +82,13 @@ def test_a_pool_that_asks_for_more_than_there_is(pools, says):
     with pytest.raises(UserError) as caught:
         place_in_pools(roles(), NODES, pools)
     assert str(caught.value).startswith(says)
+
+
+def test_those_that_take_turns_have_cores_of_their_own():
+    pools = {"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=4, shared=True)}
+    asked = [Role("trainer", 4, cpus=5, gpus=1), Role("engine", 1, cpus=13, gpus=4)]
+    with pytest.raises(UserError, match="1 engine process of 13 CPUs need 13 CPUs; there are 12"):
+        place_in_pools(asked, NODES, pools)
 
 
 def test_part_of_a_machine_has_part_of_its_cores():

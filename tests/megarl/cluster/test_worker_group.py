@@ -32,7 +32,7 @@ from megarl.cluster.worker_group import (
     wait,
     wait_together,
 )
-from megarl.schema import ClusterConfig, RolloutConfig
+from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 PROGRAM = """
 import os, time
@@ -257,3 +257,24 @@ def test_ray_leaves_the_signals_of_the_process_alone():
     caught = int(Path("/proc/self/status").read_text().split("SigCgt:")[1].split()[0], 16)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not caught & 1 << signal.SIGTERM - 1
+
+
+def test_processes_that_share_gpus_see_those_of_their_places(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    cluster = ClusterConfig(pools={"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=3, shared=True)})
+    asked = {"trainer": (3, 1), "engine": (1, 2), "critic": (1, 1)}
+    roles = [
+        Role(name, processes, 0.1, gpus, environment={"PYTHONPATH": str(tmp_path)})
+        for name, (processes, gpus) in asked.items()
+    ]
+    visible = {}
+    with reserve(roles, cluster) as seats, ExitStack() as stack:
+        for role in roles:
+            group = stack.enter_context(WorkerGroup(seats[role.name], tmp_path / "logs"))
+            group.make("program", "Program", [(rank,) for rank in range(role.processes)])
+            visible[role.name] = group.call("environment", "CUDA_VISIBLE_DEVICES")
+    first, second, third = visible["trainer"]
+    assert visible["engine"] == [f"{first},{second}"]
+    # The critic takes no turns.
+    assert sorted([first, second, third, *visible["critic"]]) == ["0", "1", "2", "3"]
+    assert [int(first), int(second), int(third)] == sorted(map(int, visible["trainer"]))

@@ -36,9 +36,17 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             "samples_per_prompt=1 .*group of one .*nothing would be learned; use 2 or more",
         ),
         (
-            ["cluster.pools.a={roles: [trainer, engine], nodes: 1, shared: true}"],
-            r"cluster\.pools\.a\.shared=true: roles cannot take turns on the same GPUs yet",
+            ["cluster.pools.a={roles: [trainer, critic], nodes: 1, shared: true}"],
+            r"cluster\.pools\.a\.shared=true lets trainer and engines take turns, and engine is not in",
         ),
+        (
+            [
+                "cluster.pools.a={roles: [trainer, engine], nodes: 1, shared: true}",
+                "rollout.engine_args={enable_sleep_mode: false}",
+            ],
+            r"rollout\.engine_args\.enable_sleep_mode=false keeps the engines' memory from the trainer",
+        ),
+        (["cluster.device_memory_bytes=1000"], r"cluster\.device_memory_bytes limits .* no pool .* has shared=true"),
         (["cluster.pools.a={roles: [trainer], nodes: 0}"], r"cluster\.pools\.a\.nodes=0 is too small"),
         (["cluster.pools.a={roles: [trainer], nodes: 1, gpus: 0}"], r"cluster\.pools\.a\.gpus=0 is too small"),
         (["cluster.pools.a={roles: [], nodes: 1}"], r"cluster\.pools\.a\.roles is empty: name those that have"),

@@ -1,7 +1,7 @@
 """The corrections of vLLM on a CPU, each beside what vLLM does without it.
 
 Their purpose is tested on whole models in test_vllm_models.py (weights, rotary), test_vllm_sampling.py (seeds) and
-test_vllm_parallel.py (experts of data-parallel ranks).
+test_vllm_parallel.py (experts of data-parallel ranks), test_sleep.py (memory of sleepers).
 """
 
 from types import SimpleNamespace

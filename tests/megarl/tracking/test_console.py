@@ -26,6 +26,12 @@ def test_the_text_shows_what_is_known_so_far():
     assert shown == "reward 0.500  accuracy 0.250  1,234 tokens/s  18 s left"
 
 
+def test_the_turns_of_a_step_are_said_with_the_memory_of_each():
+    text = ProgressText(RUN, Clock())
+    peaks = {"memory/engines": 60.5 * 2**30, "memory/trainers": 70.0 * 2**30, "memory/refit": 2**29}
+    assert text.update(1, peaks) == "in turns: engines 60.50 GiB  trainers 70.00 GiB  refit 0.50 GiB"
+
+
 def test_the_time_left_is_the_mean_step_of_this_run():
     clock = Clock()
     text = ProgressText(RUN, clock)

@@ -1,0 +1,114 @@
+"""A rank's state between its device and the host: what it holds where, part by part."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
+from megatron_ext.storages import HostCopy, nbytes_of, storages_of
+
+_NAMES: Mapping[StatePart, str] = {
+    "weights": "the weights of a rank",
+    "training": "gradients, optimizer state and reference weights of a rank",
+}
+
+
+class Residence:
+    """Where a rank's state is, its device or the host. Tensors stay the same objects; what is away may not be touched.
+
+    `weights` and `training` give the tensors of the two parts as they are now: an optimizer makes its own in its first
+    step; it may have views of weights, which belong to these. `chunks` have gradients, which are freed and made anew.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterator[Tensor]],
+        training: Callable[[], Iterator[Tensor]] = lambda: iter(()),
+        chunks: Sequence[DistributedDataParallel] = (),
+    ) -> None:
+        self._weights, self._training, self._chunks = weights, training, chunks
+        self._away: dict[StatePart, HostCopy] = {}
+        self._gradient_bytes = 0
+        self._memory: CountedMemory | None = None
+
+    def count_in(self, memory: CountedMemory | None) -> None:
+        """Count from now on what is held, where no GPU does. Raises DeviceFullError as `count`."""
+        self._memory = memory
+        self.count()
+
+    def count(self) -> None:
+        """Note what is held now, after it may have become more. Raises DeviceFullError if it is too much."""
+        if self._memory is not None:
+            for part in ALL_PARTS:
+                self._memory.hold(_NAMES[part], self._held_bytes(part))
+
+    def has(self, part: StatePart) -> bool:
+        """Whether the part is on the device."""
+        return part not in self._away
+
+    def require(self, *parts: StatePart) -> None:
+        """Raise RuntimeError if one of the parts is away."""
+        for part in parts:
+            if part in self._away:
+                raise RuntimeError(f"{_NAMES[part]} are on the host: it is not the trainers' turn")
+
+    def offload(self, parts: Collection[StatePart]) -> None:
+        """Let the parts go to the host, where they are not yet."""
+        for part in ALL_PARTS:
+            if part in parts and part not in self._away:
+                if part == "training":
+                    self._free_gradients()
+                self._away[part] = HostCopy(self._storages(part))
+                self.count()
+
+    def reload(self, parts: Collection[StatePart]) -> None:
+        """Have the parts back on the device, gradients as zeros. Raises DeviceFullError if there is no room."""
+        for part in ALL_PARTS:
+            if part in parts and part in self._away:
+                if self._memory is not None:
+                    gradients = self._gradient_bytes if part == "training" else 0
+                    self._memory.hold(_NAMES[part], self._away[part].nbytes + gradients)
+                self._away.pop(part).reload()
+                if part == "training":
+                    self._make_gradients()
+
+    def _storages(self, part: StatePart) -> list[torch.UntypedStorage]:
+        if part == "weights":
+            return storages_of(self._weights())
+        # The main parameters of an fp32 model are views of its weights.
+        theirs = {tensor.untyped_storage()._cdata for tensor in self._weights()}
+        return [storage for storage in storages_of(self._training()) if storage._cdata not in theirs]
+
+    def _held_bytes(self, part: StatePart) -> int:
+        if part in self._away:
+            return 0
+        return nbytes_of(self._storages(part)) + (_gradient_bytes(self._chunks) if part == "training" else 0)
+
+    def _free_gradients(self) -> None:
+        self._gradient_bytes = _gradient_bytes(self._chunks)
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(empty_cache=False)
+
+    def _make_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.restore_grad_buffers()
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Main parameters and state of an optimizer, as they are now."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if inner is None:  # a rank without a parameter to train
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradient_bytes(chunks: Sequence[DistributedDataParallel]) -> int:
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)

@@ -1,0 +1,89 @@
+"""Trainer and engines that take turns on the same devices: the numbers of a run in which each has its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_main_job import make_config
+
+from megarl.cluster.worker_group import WorkerFailed, wait
+from megarl.output.places import EXPORT
+from megarl.rollout.protocol import Engine
+from megarl.run.job import Job, open_job
+from megarl.run.opening import Start
+from megarl.schema import MegarlConfig, PoolConfig
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
+from megatron_ext.device_memory import DeviceFullError
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+STEPS = 2
+MIB = 2**20
+# Trainer and engine have more than half of this each.
+DEVICE_BYTES = 14 * MIB
+SHARED = PoolConfig(["trainer", "engine"], nodes=1, shared=True)
+
+
+def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    config = small(tmp_path)
+    with open_job(Start.of(config, "train")) as job:
+        expected = steps(job)
+    weights = exported(config)
+    config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
+    config.output_dir = str(tmp_path / "colocated")
+    capfd.readouterr()
+    with open_job(Start.of(config, "train")) as job:
+        assert "trainer 0 and engine 0 in turns" in capfd.readouterr().err
+        found = steps(job)
+        refuses_both_at_once(job)
+    for line, own in zip(found, expected, strict=True):
+        peaks = {name: line.pop(name) for name in list(line) if name.startswith("memory/")}
+        assert line.pop("seconds/turns") > 0
+        assert set(peaks) == {"memory/engines", "memory/trainers", "memory/refit"}
+        assert max(peaks.values()) < DEVICE_BYTES < peaks["memory/engines"] + peaks["memory/trainers"]
+        assert peaks["memory/refit"] < 0.6 * peaks["memory/trainers"]
+        assert without_times(line) == without_times(own)
+    for name, tensor in exported(config).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def small(folder: Path) -> MegarlConfig:
+    config = make_config("qwen3", folder)
+    config.loop.steps, config.loop.prompts_per_step, config.rollout.max_response_tokens = STEPS, 4, 8
+    config.cluster.trainer_ranks, config.megatron["tensor_model_parallel_size"] = 1, 1
+    config.rollout.engine_args["kv_cache_memory_bytes"] = 8 * MIB
+    config.rollout.engine_args["block_size"] = 32
+    config.algorithm.kl_coefficient = 0.1
+    return config
+
+
+def steps(job: Job) -> list[dict[str, Any]]:
+    """The metrics of each step; a checkpoint and an export in the end."""
+    job.refit(0)
+    clock = Clock()
+    metrics = [train_step(job, clock) for _ in range(STEPS)]
+    job.save()
+    job.export()
+    return metrics
+
+
+def refuses_both_at_once(job: Job) -> None:
+    """After the export it is the trainers' turn: nothing else fits, and nothing can be asked of the engine."""
+    waking = job.engines.begin(Engine.wake_up, ["kv_cache", "weights"])
+    with pytest.raises(DeviceFullError, match=r"the kv_cache of an engine, .* do not fit beside"):
+        wait(waking)
+    job.turns.give_to(job.engines)
+    with pytest.raises(WorkerFailed, match=r"it is not the trainers' turn"):
+        job.trainer.write(None)
+
+
+def exported(config: MegarlConfig) -> dict[str, torch.Tensor]:
+    (file,) = Path(config.output_dir, EXPORT).glob("*.safetensors")
+    return load_file(file)
+
+
+def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("seconds/", "throughput/"))}
