@@ -28,3 +28,8 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
     gc.enable()
     return result
+
+
+def pytest_unconfigure() -> None:
+    """Let all be freed at the end: Triton's bindings list on standard error what is left."""
+    gc.unfreeze()
