@@ -23,14 +23,14 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.placement import Role
 from megarl.cluster.reservation import Seats, reserve
-from megarl.cluster.roles import ENGINE, POLICY, trainer_role
+from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Worker, results_of, wait
-from megarl.data import Prompt, PromptGroup, Trajectory
+from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.rewards import Score
-from megarl.schema import AlgorithmConfig, ClusterConfig, MegarlConfig
+from megarl.schema import AlgorithmConfig, ClusterConfig, MegarlConfig, RolloutConfig
 from megarl.stages.advantage import with_advantages
 from megarl.stages.batch import mini_batches, to_batch
 from megarl.stages.metrics import step_metrics
@@ -110,16 +110,16 @@ class Consumers(TrainerGroup):
 
 def sample(engine: Worker, responses: int, tokens: int) -> list[PromptGroup]:
     """Scored groups of an engine's turns; half of the responses are right."""
-    prompts = [[5] * PROMPT_TOKENS for _ in range(responses)]
-    turns = [turn for _, turn in results_of([engine.stream("generate", prompts, tokens)])]
-    trajectories = [
-        Trajectory((turn,), turn.finish_reason, Score(float(i % 2), {}, {"score": float(i % 2)}))
-        for i, turn in enumerate(turns)
-    ]
+    prompt = [5] * PROMPT_TOKENS
+    stream = engine.stream("generate_each", [prompt] * (responses // SAMPLES), SAMPLES, tokens)
     return [
-        PromptGroup(Prompt(first, "made up", prompts[first], "", {}), first, trajectories[first : first + SAMPLES])
-        for first in range(0, responses, SAMPLES)
+        PromptGroup(Prompt(place, "made up", prompt, "", {}), place, [_scored(*each) for each in enumerate(turns)])
+        for _, (place, turns) in results_of([stream])
     ]
+
+
+def _scored(number: int, turn: Turn) -> Trajectory:
+    return Trajectory((turn,), turn.finish_reason, Score(float(number % 2), {}, {"score": float(number % 2)}))
 
 
 def step(
@@ -140,7 +140,7 @@ def step(
         update_policy(trainer, batches, objective, temperature=1.0, seed=(0, 0))
     with watch.phase("metrics"):
         step_metrics(groups, batch, 3, config)
-    return len(batch.tokens), watch
+    return batch.total_tokens, watch
 
 
 def report(sizes: ParallelSizes, tokens: int, watch: Stopwatch, counted: dict[str, list[int]], updates: int) -> str:
@@ -184,7 +184,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as logs,
         ray_cluster(ClusterConfig(), object_store_bytes=store),
-        reserve([_role(POLICY), _role(ENGINE)], ClusterConfig()) as seats,
+        reserve(_roles(ClusterConfig()), ClusterConfig()) as seats,
     ):
         trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, seats[POLICY], Path(logs))
         engine = Worker(seats[ENGINE], 0, Path(logs))
@@ -197,8 +197,8 @@ def main() -> None:
         print(report(sizes, tokens, watch, trainer.counted(), options.updates))
 
 
-def _role(name: str) -> Role:
-    return trainer_role(name, ParallelSizes(), ClusterConfig())
+def _roles(cluster: ClusterConfig) -> list[Role]:
+    return [trainer_role(POLICY, ParallelSizes(), cluster), engine_role(cluster, RolloutConfig())]
 
 
 if __name__ == "__main__":

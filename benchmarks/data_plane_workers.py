@@ -1,36 +1,46 @@
 """Workers of the benchmark of the data plane: an engine that makes up responses, and ranks that compute nothing."""
 
+import io
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from megarl.algorithms import Metrics
 from megarl.cluster.trainer_worker import TrainerWorker
 from megarl.data import Turn
+from megarl.data.stretches import Stored
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
 
 class Engine:
-    """Answers prompts at once, with random tokens."""
+    """Answers prompts at once, with random tokens; text is as long as that of English."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], mean_tokens: int) -> Iterator[Turn]:
-        """One turn for each prompt, half as long as `mean_tokens` to half as long again."""
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], samples: int, mean_tokens: int
+    ) -> Iterator[tuple[int, list[Turn]]]:
+        """Turns for each prompt, half as long as `mean_tokens` to half as long again."""
         generator = np.random.default_rng(0)
-        for prompt in prompts:
-            length = int(generator.integers(mean_tokens // 2, mean_tokens + mean_tokens // 2, endpoint=True))
-            yield Turn.of(
-                prompt,
-                generator.integers(4, 150_000, length, dtype=np.int32),
-                -generator.random(length, dtype=np.float32),
-                np.full(length, 3, dtype=np.int32),
-                "stop",
-            )
+        for place, prompt in enumerate(prompts):
+            lengths = generator.integers(mean_tokens // 2, mean_tokens + mean_tokens // 2, samples, endpoint=True)
+            turns = [self._turn(prompt, length, generator) for length in lengths.tolist()]
+            yield place, [replace(turn, text=len(turn.token_ids) * "text") for turn in turns]
+
+    def _turn(self, prompt: Sequence[int], length: int, generator: np.random.Generator) -> Turn:
+        return Turn.of(
+            prompt,
+            generator.integers(4, 150_000, length, dtype=np.int32),
+            -generator.random(length, dtype=np.float32),
+            np.full(length, 3, dtype=np.int32),
+            "stop",
+        )
 
 
 class Ranks(TrainerWorker):
@@ -59,16 +69,35 @@ class Ranks(TrainerWorker):
 
     def _counted(self, name: str, arguments: tuple[Any, ...], result: Any) -> Any:
         counts = self._bytes.setdefault(name, [0, 0])
-        for place, sent in enumerate((arguments, result)):
-            counts[place] += len(pickle.dumps(sent, protocol=5))
+        received, returned = _Travelling(arguments), _Travelling(result)
+        counts[0] += received.sent + received.fetched
+        counts[1] += returned.sent
         return result
+
+
+class _Travelling(pickle.Pickler):
+    """Counts the bytes of a value that is `sent`, and of what is `fetched` by one who opens what it refers to."""
+
+    def __init__(self, value: Any) -> None:
+        buffer = io.BytesIO()
+        super().__init__(buffer, protocol=5)
+        self.fetched = 0
+        self.dump(value)
+        self.sent = buffer.tell()
+
+    def reducer_override(self, value: Any) -> Any:
+        """See `pickle.Pickler`: a reference is its bytes."""
+        if isinstance(value, Stored):
+            self.fetched += len(value) * np.dtype(value.dtype).itemsize
+        return (bytes, (value.binary(),)) if isinstance(value, ray.ObjectRef) else NotImplemented
 
 
 class _NoModel:
     """`MegatronModel`, as far as a batch goes through it."""
 
     def log_probs(self, batch: RaggedBatch, _micro_batches: Sequence[Sequence[int]], *, temperature: float) -> LogProbs:
-        values = -temperature * torch.rand(len(batch.tokens))
+        # As a model does: 0 where it is not asked.
+        values = -temperature * torch.rand(len(batch.tokens)) * batch.fields["trained"]
         return LogProbs(values, values.clone(), values > -0.5, values.square())
 
     def reference_weights(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from dataclasses import fields
 from functools import partial
 
 from megarl.algorithms import PreferenceObjective
+from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.run.opening import Start
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
@@ -39,13 +40,14 @@ def dpo(config: MegarlConfig) -> None:
 
 def _compared(training: Training, batch: RaggedBatch) -> RaggedBatch:
     with training.clock.stage("reference"):
-        reference = training.trainer.log_probs(batch, temperature=1.0, reference=True)
-    return with_reference(batch, reference)
+        reference = training.trainer.log_probs(Batch.of(batch), temperature=1.0, reference=True)
+    return with_reference(batch, opened_values(reference))
 
 
 def _measure(trainer: TrainerGroup, batch: RaggedBatch, objective: PreferenceObjective) -> dict[str, float]:
     names = [field.name for field in fields(LogProbs)]
-    predictions = trainer.predictions(batch, names, temperature=1.0)
+    predictions = trainer.predictions(Batch.of(batch), names, temperature=1.0)
     # A micro-batch has the value of a token where it is predicted.
-    shifted = pack(batch.with_fields(**predictions), range(len(batch))).fields
+    opened = {name: opened_values(values) for name, values in predictions.items()}
+    shifted = pack(batch.with_fields(**opened), range(len(batch))).fields
     return held_out_metrics(objective, LogProbs(**{name: shifted[name] for name in names}), batch)

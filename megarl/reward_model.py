@@ -4,6 +4,7 @@ from functools import partial
 
 from megarl.algorithms import RewardModelObjective
 from megarl.algorithms.ragged import Ragged
+from megarl.cluster.batch import Batch
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.run.opening import Start
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
@@ -34,5 +35,5 @@ def train_reward_model(config: MegarlConfig) -> None:
 
 
 def _measure(trainer: TrainerGroup, batch: RaggedBatch) -> dict[str, float]:
-    values = Ragged(batch.lengths).at_last_token(trainer.scores(batch))
+    values = Ragged(batch.lengths).at_last_token(trainer.scores(Batch.of(batch)))
     return held_out_metrics(RewardModelObjective(), values, batch)

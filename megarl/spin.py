@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
+from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
+from megarl.data.stretches import here
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
@@ -133,7 +135,7 @@ def draw_iteration(
     # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
     with clock.stage("reference"):
         batches = [
-            with_reference(batch, training.trainer.log_probs(batch, temperature=1.0))
+            with_reference(batch, opened_values(training.trainer.log_probs(Batch.of(batch), temperature=1.0)))
             for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
         ]
     for number, batch in enumerate(batches):
@@ -156,4 +158,4 @@ def _replies(
         Request(exchange.prompt, replace(parameters, samples=1))
         for exchange, parameters in zip(exchanges, sampling, strict=True)
     ]
-    return [samples[0].token_ids.tolist() for samples in engines.generate(requests)]
+    return [here(samples[0].token_ids).tolist() for samples in engines.generate(requests)]

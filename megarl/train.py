@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from megarl.algorithms import ADVANTAGES, Source
+from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
@@ -21,7 +22,6 @@ from megarl.stages.rollout import rollout, sampling_parameters
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
-from megatron_ext.packing import RaggedBatch
 
 
 def train(config: MegarlConfig) -> None:
@@ -87,7 +87,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    return metrics | job.turns.end_step() | clock.end_step(tokens=len(batch.tokens))
+    return metrics | job.turns.end_step() | clock.end_step(tokens=batch.total_tokens)
 
 
 def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:
@@ -123,7 +123,7 @@ def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
         return with_model_scores(groups, reward_model, config.reward_model.weight)
 
 
-def _update(job: Job, batches: Sequence[RaggedBatch], responses: int, kl: float | None) -> dict[str, MetricValue]:
+def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None) -> dict[str, MetricValue]:
     """The optimizer steps of all models that learn; `kl` is the mean KL in the reward, if it goes there."""
     config, state, auxiliary = job.config, job.state, job.auxiliary
     metrics: dict[str, MetricValue] = {}

@@ -1,7 +1,7 @@
 """Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,10 +60,6 @@ class RaggedBatch:
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: values[chosen] for name, values in self.names.items()}
         return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names)
-
-    def only(self, names: Collection[str]) -> "RaggedBatch":
-        """The same sequences, and of their fields those of `names` that there are."""
-        return replace(self, fields={name: values for name, values in self.fields.items() if name in names})
 
     def with_fields(self, **fields: Tensor) -> "RaggedBatch":
         """The same sequences with more (or replaced) fields, each [T]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.parts import AtLeastOne, Option, options_of
+from megarl.algorithms.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _per_response(weights: Tensor, lengths: Tensor) -> Tensor:
     """The weight of each response, a scalar or [N], to each of its tokens."""
     if not bool(lengths.any()):
         raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
-    return weights.expand(len(lengths)).float().repeat_interleave(lengths)
+    return Ragged(lengths).spread(weights.expand(len(lengths)).float())
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
+from megarl.cluster.batch import Batch
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
-from megarl.cluster.share import Share
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
+from megarl.data.stretches import Values
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -26,7 +27,7 @@ from megarl.schema import ClusterConfig
 from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import ASKED_BY, RaggedBatch, assign
+from megatron_ext.packing import ASKED_BY, assign
 from megatron_ext.step_result import StepResult
 
 Cut: TypeAlias = list[list[list[int]]]
@@ -78,35 +79,38 @@ class TrainerGroup(WorkerGroup):
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
         self.call("build_frozen", model_path, self._options, head)
 
-    def log_probs(self, batch: RaggedBatch, *, temperature: float, reference: bool = False) -> Tensor:
-        """float32[T]: log-probabilities of all tokens of `batch`, in its order."""
-        return self.predictions(batch, ["log_probs"], temperature=temperature, reference=reference)["log_probs"]
-
     def predictions(
-        self, batch: RaggedBatch, names: Sequence[str], *, temperature: float, reference: bool = False
-    ) -> dict[str, Tensor]:
-        """Predictions for each token of `batch`, [T] in its order: the fields of `LogProbs` that are named."""
+        self, batch: Batch, names: Sequence[str], *, temperature: float, reference: bool = False
+    ) -> dict[str, list[Values]]:
+        """Predictions for each token of `batch`, in its order: the fields of `LogProbs` that are named.
+
+        They stay in the object store, where the ranks made them, as do `log_probs` and `values`.
+        """
         cut = self._cut(batch)
         asked_by = [name for name in ASKED_BY if name in batch.fields][:1]
         results = self._call_shares("predictions", batch.only(asked_by), cut, list(names), temperature, reference)
-        return {name: in_order_of_tokens(batch, cut, [result[name] for result in results]) for name in names}
+        return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
-    def values(self, batch: RaggedBatch) -> Tensor:
-        """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
+    def log_probs(self, batch: Batch, *, temperature: float, reference: bool = False) -> list[Values]:
+        """float32: log-probabilities of all tokens of `batch`, in its order."""
+        return self.predictions(batch, ["log_probs"], temperature=temperature, reference=reference)["log_probs"]
+
+    def values(self, batch: Batch) -> list[Values]:
+        """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
         cut = self._cut(batch)
-        return in_order_of_tokens(batch, cut, self._call_shares("values", batch.only(()), cut))
+        return in_order(cut, self._call_shares("values", batch.only(()), cut))
 
-    def scores(self, batch: RaggedBatch) -> Tensor:
+    def scores(self, batch: Batch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
         cut = self._cut(batch)
         scores = np.concatenate(self._call_shares("scores", batch.only(()), cut))
-        return torch.from_numpy(scores)[_sequences(cut).argsort()]
+        return torch.from_numpy(scores)[torch.tensor(_sequences(cut), dtype=torch.long).argsort()]
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference model; checkpoints then hold them."""
         self.call("refresh_reference")
 
-    def train_step(self, batch: RaggedBatch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
+    def train_step(self, batch: Batch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
         """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
 
         The fields of the batch are those that the objective reads.
@@ -191,42 +195,41 @@ class TrainerGroup(WorkerGroup):
         """The most memory that each rank ever held."""
         return self.call("peak_memory_bytes")
 
-    def _cut(self, batch: RaggedBatch) -> Cut:
+    def _cut(self, batch: Batch) -> Cut:
         return cut_batch(batch, self._options, self._max_tokens)
 
-    def _call_shares(self, method: str, batch: RaggedBatch, cut: Cut, *arguments: Any) -> list[Any]:
+    def _call_shares(self, method: str, batch: Batch, cut: Cut, *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
 
         The batch has the fields that the call reads, and no others: they go to every rank.
         """
-        stored = [ray.put(Share.of(batch, each)) for each in cut]
+        shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [
-            (stored[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
+            (*shares[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
         ]
         results = wait(self.begin_each(method, of_ranks))
         return [result for rank, result in enumerate(results) if asked[rank]]
 
 
-def cut_batch(batch: RaggedBatch, options: MegatronOptions, max_tokens: int) -> Cut:
+def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int) -> Cut:
     """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    return assign(batch.lengths, ranks, max_tokens, batch.unit, multiple)
+    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple)
 
 
-def _sequences(cut: Cut) -> Tensor:
-    """long[N]: the sequences of the batch that was cut, share after share."""
-    return torch.tensor([each for share in cut for each in chain.from_iterable(share)], dtype=torch.long)
+def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:
+    """The sequences of a share, and its micro-batches by their places in it."""
+    places = count()
+    return batch.select(list(chain.from_iterable(share))), [[next(places) for _ in each] for each in share]
 
 
-def in_order_of_tokens(batch: RaggedBatch, cut: Cut, values: Sequence[np.ndarray]) -> Tensor:
-    """Join values of the tokens of the shares into those of the batch that was cut."""
-    ends, lengths = batch.lengths.cumsum(0).tolist(), batch.lengths.tolist()
-    joined = np.empty(len(batch.tokens), dtype=values[0].dtype)
-    for share, own in zip(cut, values, strict=True):
-        done = 0
-        for sequence in chain.from_iterable(share):
-            length = lengths[sequence]
-            joined[ends[sequence] - length : ends[sequence]] = own[done : done + length]
-            done += length
-    return torch.from_numpy(joined)
+def _sequences(cut: Cut) -> list[int]:
+    """The sequences of the batch that was cut, share after share."""
+    return [sequence for share in cut for micro_batch in share for sequence in micro_batch]
+
+
+def in_order(cut: Cut, of_shares: Sequence[Sequence[Values]]) -> list[Values]:
+    """Values that the shares have of each of their sequences, in the order of the batch that was cut."""
+    by_sequence = dict(zip(_sequences(cut), chain.from_iterable(of_shares), strict=True))
+    return [by_sequence[sequence] for sequence in range(len(by_sequence))]

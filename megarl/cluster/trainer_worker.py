@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 import ray
 import torch
@@ -15,8 +16,9 @@ device.install()  # before anything of Megatron is imported
 from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
+from megarl.cluster.batch import Batch  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
-from megarl.cluster.share import Array, Share  # noqa: E402
+from megarl.data.stretches import Array, Values  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
 from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
@@ -31,6 +33,9 @@ from megatron_ext.objective import Objective  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.specs import module_names  # noqa: E402
 from megatron_ext.step_result import StepResult  # noqa: E402
+
+MicroBatches: TypeAlias = list[list[int]]
+"""The sequences of each, by their places in the share of this rank."""
 
 
 class TrainerWorker:
@@ -82,36 +87,44 @@ class TrainerWorker:
         return MegatronModel(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
 
     def predictions(
-        self, share: Share, is_asked: bool, names: list[str], temperature: float, reference: bool
-    ) -> dict[str, Array] | None:
+        self,
+        share: Batch,
+        micro_batches: MicroBatches,
+        is_asked: bool,
+        names: list[str],
+        temperature: float,
+        reference: bool,
+    ) -> dict[str, list[Values]] | None:
         """The fields of `MegatronModel.log_probs` that are named; with `reference`, of the reference model.
 
         None if the rank is not asked, as for all results: another rank of its share has the same.
         """
         with self.model.reference_weights() if reference else nullcontext():
-            found = self.model.log_probs(share.batch(), share.micro_batches, temperature=temperature)
+            found = self.model.log_probs(share.load(), micro_batches, temperature=temperature)
         if not is_asked:
             return None
         assert found is not None, "a rank of the last stage is asked"
-        return {name: getattr(found, name).numpy() for name in names}
+        return {name: share.kept(getattr(found, name)) for name in names}
 
-    def values(self, share: Share, is_asked: bool) -> Array | None:
+    def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> list[Values] | None:
         """See `MegatronModel.values`."""
-        values = self.model.values(share.batch(), share.micro_batches)
-        return values.numpy() if is_asked and values is not None else None
+        values = self.model.values(share.load(), micro_batches)
+        return share.kept(values) if is_asked and values is not None else None
 
-    def scores(self, share: Share, is_asked: bool) -> Array | None:
+    def scores(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Array | None:
         """See `MegatronModel.scores`."""
-        scores = self.model.scores(share.batch(), share.micro_batches)
+        scores = self.model.scores(share.load(), micro_batches)
         return scores.numpy() if is_asked and scores is not None else None
 
     def refresh_reference(self) -> None:
         """See `MegatronModel.refresh_reference`."""
         self.model.refresh_reference()
 
-    def train_step(self, share: Share, is_asked: bool, objective: Objective, temperature: float) -> StepResult | None:
+    def train_step(
+        self, share: Batch, micro_batches: MicroBatches, is_asked: bool, objective: Objective, temperature: float
+    ) -> StepResult | None:
         """See `MegatronModel.train_step`."""
-        result = self.model.train_step(share.batch(), share.micro_batches, objective, temperature=temperature)
+        result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         return result if is_asked else None
 
     def module_names(self) -> ModuleNames:

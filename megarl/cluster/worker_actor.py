@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import ray
 
+from megarl.cluster.long_arrays import taken_out
 from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
 from megatron_ext.loopback import listen_on_loopback
@@ -74,8 +75,18 @@ class WorkerActor:
         return getattr(self._object, method)(*arguments)
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        """Call a method of the object that gives its results one by one."""
-        yield from getattr(self._object, method)(*arguments)
+        """Call a method of the object that gives its results one by one: each with the number of its long arrays.
+
+        These are taken out and follow by themselves, and then None: the caller need not fetch them. They are the
+        caller's. Had they been put into the store here, they would end with this process, and Ray (2.60) could lose
+        them before: the caller may be asked whether it still needs what an item names before it has heard of the item.
+        """
+        for result in getattr(self._object, method)(*arguments):
+            rest, arrays = taken_out(result)
+            yield rest, len(arrays)
+            if arrays:
+                for array in (*arrays, None):  # noqa: UP028 - Ray sends to what this gives
+                    yield array
 
 
 def _redirect_output(log: Path) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -11,6 +12,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
+from megarl.cluster.long_arrays import put_back
 from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
 from megarl.cluster.worker_actor import SocketAddress, WorkerActor
@@ -205,8 +207,8 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
     The others may wait for the failed one in a collective, so waiting for them first would never end.
-    Raises UserError if that was raised in the worker, WorkerGone if a process died or has not answered after
-    `timeout_s`, else WorkerFailed with the reason and the end of its log.
+    Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died or has not answered
+    after `timeout_s`, else WorkerFailed with the reason and the end of its log.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pending, results = list(calls), dict[ray.ObjectRef, R]()
@@ -227,7 +229,10 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
 
 
 def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
-    """Yield the results of all streams, as they come, each with its stream. Raises as `wait`."""
+    """Yield the results of all streams, as they come, each with its stream. Raises as `wait`.
+
+    Long arrays of a result are `Stored`: they stay with the worker until somebody opens them.
+    """
     by_references = {stream.references: stream for stream in streams}
     while by_references:
         (ready,), _ = ray.wait(list(by_references), num_returns=1)
@@ -239,7 +244,18 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
         answer = _answer(Call[Any](stream.worker, result))
         if isinstance(answer, _Failed):
             raise answer.failure
-        yield stream, answer
+        rest, arrays = answer
+        yield stream, put_back(rest, arrays_behind(stream, arrays)) if arrays else rest
+
+
+def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef]:
+    """References to the arrays of the result that came last. Raises as `wait`."""
+    # A failure comes as the last thing of a stream, in the place of any of them or of the None behind them.
+    *arrays, last = islice(stream.references, count + 1)
+    answer = _answer(Call[Any](stream.worker, last))
+    if isinstance(answer, _Failed):
+        raise answer.failure
+    return arrays
 
 
 def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> None:
@@ -295,7 +311,7 @@ def _answer(done: Call[R]) -> "R | _Failed":
     try:
         return ray.get(done.reference)
     except RayTaskError as error:
-        if isinstance(error.cause, UserError):
+        if isinstance(error.cause, UserError | RunFailed):
             return _Failed(error.cause)
         done.worker.failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
     except OutOfMemoryError:

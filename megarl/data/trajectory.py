@@ -8,6 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.prompts import Prompt
+from megarl.data.stretches import (
+    Array,
+    Runs,
+    Stored,
+    Values,
+    constant,
+    here,
+    is_long,
+    joined,
+    length_of,
+    shortened,
+)
 from megarl.rewards.scoring import Score
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -27,20 +39,24 @@ class Turn:
     log_softmax(logits) if greedy; `versions` int32[T], that of the weights which sampled the token. A turn that ended
     with "abort" was cut off and could go on.
 
+    Between processes, long ones stay in the object store of the machine that sampled them.
+
     Example: Turn.of([5, 9], [40, 2], log_probs=[-0.7, -0.1], versions=[3, 3], finish_reason="stop")
     """
 
-    prompt_ids: IntArray
-    token_ids: IntArray
-    log_probs: FloatArray
-    versions: IntArray
+    prompt_ids: IntArray | Stored
+    token_ids: IntArray | Stored
+    log_probs: FloatArray | Stored
+    versions: IntArray | Runs
     finish_reason: FinishReason
+    text: str | None = None
+    """The sampled tokens without special ones, where they are many."""
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
+        versions = length_of(self.versions)
+        if not len(self.token_ids) == len(self.log_probs) == versions:
             raise ValueError(
-                f"a turn of {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and "
-                f"{len(self.versions)} versions"
+                f"a turn of {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and {versions} versions"
             )
 
     @classmethod
@@ -52,12 +68,13 @@ class Turn:
         versions: npt.ArrayLike,
         finish_reason: FinishReason,
     ) -> "Turn":
-        """From any sequences of numbers; arrays of the right type are taken as they are."""
+        """From any sequences of numbers; arrays of the right type are taken as they are, versions said once if many."""
+        known = np.asarray(versions, dtype=np.int32)
         return cls(
             np.asarray(prompt_ids, dtype=np.int32),
             np.asarray(token_ids, dtype=np.int32),
             np.asarray(log_probs, dtype=np.float32),
-            np.asarray(versions, dtype=np.int32),
+            shortened(known) if is_long(known) else known,
             finish_reason,
         )
 
@@ -70,8 +87,8 @@ class Turn:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        return self.prompt_ids, self.token_ids, self.log_probs, self.versions
+    def _arrays(self) -> tuple[Array, ...]:
+        return here(self.prompt_ids), here(self.token_ids), here(self.log_probs), here(self.versions)
 
 
 @dataclass(frozen=True)
@@ -102,32 +119,37 @@ class Trajectory:
             raise ValueError(f"a trajectory of {len(self.turns)} turns has {len(self.turn_scores)} scores of turns")
 
     @property
-    def token_ids(self) -> IntArray:
-        """int32[T]: the whole conversation, what was appended and what was sampled."""
-        return np.concatenate([part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)])
+    def length(self) -> int:
+        """T: the tokens of the whole conversation."""
+        return sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def token_ids(self) -> Values:
+        """int32, T: the whole conversation, what was appended and what was sampled."""
+        return tuple(part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids))
 
     @property
     def response_ids(self) -> IntArray:
         """int32[R]: all but the first prompt."""
-        return self.token_ids[len(self.turns[0].prompt_ids) :]
+        return joined([self.token_ids[1:]])
 
     @property
-    def is_sampled(self) -> npt.NDArray[np.bool_]:
-        """bool[T]: the tokens of the conversation that the policy sampled."""
+    def is_sampled(self) -> Runs:
+        """bool, T: the tokens of the conversation that the policy sampled."""
         lengths = [len(part) for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
-        return np.repeat([False, True] * len(self.turns), lengths)
+        return Runs(np.array([False, True] * len(self.turns)), np.array(lengths, dtype=np.int32))
 
     @property
-    def log_probs(self) -> FloatArray:
-        """float32[T]: of the sampled tokens, 0 elsewhere."""
-        values = np.zeros(len(self.is_sampled), dtype=np.float32)
-        values[self.is_sampled] = np.concatenate([turn.log_probs for turn in self.turns])
-        return values
+    def log_probs(self) -> Values:
+        """float32, T: of the sampled tokens, 0 elsewhere."""
+        return tuple(
+            part for turn in self.turns for part in (constant(np.float32(0), len(turn.prompt_ids)), turn.log_probs)
+        )
 
     @property
-    def versions(self) -> IntArray:
-        """int32[S]: the version of the weights that sampled each of the sampled tokens."""
-        return np.concatenate([turn.versions for turn in self.turns])
+    def versions(self) -> Values:
+        """int32, S: the version of the weights that sampled each of the sampled tokens."""
+        return tuple(turn.versions for turn in self.turns)
 
     @property
     def sampled_tokens(self) -> int:

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from megarl.data import PromptGroup, Trajectory
+from megarl.data.stretches import Runs
 from megarl.tracking import Histogram, MetricValue
 
 _BINS = 32
@@ -21,7 +22,7 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
     `version` is that of the newest weights. There is at least one trajectory.
     """
     lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories])
-    ages = np.array([version - min(trajectory.versions, default=version) for trajectory in trajectories])
+    ages = np.array([version - _oldest(trajectory, version) for trajectory in trajectories])
     quantiles = np.quantile(lengths, list(_QUANTILES.values()))
     return {
         "response_length/mean": float(lengths.mean()),
@@ -33,6 +34,13 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
     }
+
+
+def _oldest(trajectory: Trajectory, newest: int) -> int:
+    """The version of its oldest token; `newest` where none was sampled."""
+    versions = [turn.versions for turn in trajectory.turns]
+    values = [each.values if isinstance(each, Runs) else each for each in versions]
+    return min((int(each.min()) for each in values if len(each)), default=newest)
 
 
 def length_edges(max_tokens: int) -> list[float]:
@@ -85,27 +93,30 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
     }
 
 
-def advantage_metrics(advantages: ArrayLike, lengths: ArrayLike) -> dict[str, float]:
-    """Statistics of the `advantages` [T] of the trained tokens, of responses of `lengths` [N] of them end to end.
+def advantage_metrics(advantages: ArrayLike, tokens: ArrayLike, responses: ArrayLike) -> dict[str, float]:
+    """Statistics of the advantages of the trained tokens of a step. There are none where no token is trained.
 
-    There are none where no token is trained.
+    Each of `advantages` [K] is that of so many `tokens` [K] of a response, one after the other; `responses` [K] are
+    numbers that those of one response share.
 
     A share that is exactly 0 teaches nothing: it is that of groups without a difference in reward.
     """
-    values = np.asarray(advantages, dtype=np.float64)
+    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens)
     if not values.size:
         return {}
-    lengths = np.asarray(lengths)
-    lengths = lengths[lengths > 0]
-    of_responses = np.add.reduceat(values, lengths.cumsum() - lengths) / lengths
+    total = counts.sum()
+    sums = values * counts
+    mean = sums.sum() / total
+    starts = np.flatnonzero(np.diff(np.asarray(responses), prepend=-1))
+    of_responses = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts)
     return {
-        "advantage/mean": float(values.mean()),
+        "advantage/mean": float(mean),
         "advantage/response_mean": float(of_responses.mean()),
-        "advantage/std": float(values.std()),
+        "advantage/std": float(np.sqrt((np.square(values - mean) * counts).sum() / total)),
         "advantage/max": float(values.max()),
         "advantage/min": float(values.min()),
-        "advantage/positive_fraction": float(np.mean(values > 0)),
-        "advantage/zero_fraction": float(np.mean(values == 0)),
+        "advantage/positive_fraction": float(counts[values > 0].sum() / total),
+        "advantage/zero_fraction": float(counts[values == 0].sum() / total),
     }
 
 

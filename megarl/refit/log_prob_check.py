@@ -6,9 +6,11 @@ from itertools import chain, cycle, islice
 
 import torch
 
+from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
+from megarl.data.stretches import here
 from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing import RaggedBatch
 
@@ -37,12 +39,12 @@ class LogProbCheck:
         turns.give_to(engines)
         sampled = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
         turns.give_to(trainer)
-        answers = [prompt + turn.token_ids.tolist() for prompt, turn in zip(prompts, sampled, strict=True)]
+        answers = [prompt + here(turn.token_ids).tolist() for prompt, turn in zip(prompts, sampled, strict=True)]
         lengths = [len(answer) for answer in answers]
-        batch = RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths))
-        scored = trainer.log_probs(batch, temperature=1.0).split(lengths)
+        batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
+        scored = opened_values(trainer.log_probs(batch, temperature=1.0)).split(lengths)
         difference = max(
-            (own[len(prompt) :] - torch.tensor(turn.log_probs)).abs().mean().item()
+            (own[len(prompt) :] - torch.tensor(here(turn.log_probs))).abs().mean().item()
             for prompt, own, turn in zip(prompts, scored, sampled, strict=True)
         )
         if not difference <= self.tolerance:

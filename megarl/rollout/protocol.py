@@ -74,7 +74,7 @@ class Generator(Protocol):
         """
 
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """As `generate`, but each request's place and answers as soon as these are finished."""
+        """As `generate`, but each request's place and answers as soon as these are finished, long ones with text."""
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.

@@ -11,7 +11,6 @@ from megarl.data import PreferencePair, PromptSampler, load_pairs
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import Start
 from megarl.run.supervised import conversation_batch
-from megarl.stages.fields import with_fields
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch, pack
 
@@ -50,7 +49,7 @@ def draw_pairs(
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
     """A batch of pairs with the reference's log-probs [T]. Raises UserError for a reply that it finds impossible."""
     check_finite("reference model's log-probability", log_probs, _name, Ragged(batch.lengths))
-    return with_fields(batch, reference_log_probs=log_probs)
+    return batch.with_fields(reference_log_probs=log_probs)
 
 
 def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:

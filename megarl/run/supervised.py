@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms import AGGREGATIONS
+from megarl.cluster.batch import Batch
 from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation
@@ -91,7 +92,8 @@ class Training:
     def _step(self, step_batch: StepBatch, objective: Objective, held_out: HeldOut | None) -> dict[str, MetricValue]:
         step = self.position.step = self.position.step + 1
         with self.clock.stage("update"):
-            metrics = {**update(self.trainer, [step_batch.batch], objective, temperature=1.0), **step_batch.metrics}
+            batch = Batch.of(step_batch.batch)
+            metrics = {**update(self.trainer, [batch], objective, temperature=1.0), **step_batch.metrics}
         if held_out and (step % held_out.every == 0 or step == self.start.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()

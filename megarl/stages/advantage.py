@@ -1,6 +1,6 @@
 """Scored trajectories to advantages: how much better each token was than expected."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, 
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
+from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
+from megarl.data.stretches import is_finite
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import (
+    at_trained,
     at_trained_tokens,
     first_branches,
     group_of_each,
@@ -25,34 +28,31 @@ from megarl.stages.batch import (
 )
 from megarl.stages.fields import with_fields
 from megarl.stages.reward import REWARD_MODEL
-from megatron_ext.packing import RaggedBatch
 
 
-def kl_in_reward(batch: RaggedBatch, objective: PolicyObjective) -> Tensor | None:
+def kl_in_reward(batch: Batch, objective: PolicyObjective) -> Tensor | None:
     """The KL of the old policy to the reference at each trained token; None where it goes not into the reward."""
     if not objective.has_kl_in("reward"):
         return None
-    trained = batch.fields["trained"]
-    old, reference = (batch.fields[f"{name}_log_probs"][trained] for name in ("old", "reference"))
+    old, reference = (at_trained(f"{name}_log_probs", batch) for name in ("old", "reference"))
     return KL_ESTIMATORS[objective.algorithm.kl_estimator](old, reference)
 
 
-def kl_to_teachers(batch: RaggedBatch) -> float | None:
+def kl_to_teachers(batch: Batch) -> float | None:
     """Mean over the trained tokens of the old policy's KL to its teachers; None without teachers."""
     if "teacher_log_probs" not in batch.fields:
         return None
-    trained = batch.fields["trained"]
-    return -float((batch.fields["teacher_log_probs"][trained] - batch.fields["old_log_probs"][trained]).mean())
+    return -float((at_trained("teacher_log_probs", batch) - at_trained("old_log_probs", batch)).mean())
 
 
 def with_advantages(
-    batch: RaggedBatch,
+    batch: Batch,
     groups: Sequence[PromptGroup],
     config: MegarlConfig,
     *,
     kl: Tensor | None,
     kl_coefficient: float,
-) -> RaggedBatch:
+) -> Batch:
     """`batch`, that of `to_batch` with the predictions of the models, with the field `advantages`.
 
     Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
@@ -61,18 +61,16 @@ def with_advantages(
 
     Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
     """
-    algorithm, trained = config.algorithm, batch.fields["trained"]
+    algorithm = config.algorithm
     responses = trained_responses(batch)
-    known = {name: values[trained] for name, values in batch.fields.items()}
+    known = {name: at_trained(name, batch) for name in _opened(algorithm) & batch.fields.keys()}
     trajectories = [each for group in groups for each in group.trajectories]
     prompts = [group.prompt for group in groups for _ in group.trajectories]
 
     def describe(index: int) -> str:
         return f"response {index} of the step, to prompt {prompts[index].index} ({prompts[index].data_source})"
 
-    for field in ("rollout_log_probs", "reference_log_probs"):
-        if field in known:
-            check_finite(_LOG_PROBS[field], known[field], describe, responses)
+    _check_predictions(batch, describe)
     rollout = _compared_units(groups, algorithm)
     branches, first = torch.bincount(rollout), first_branches(rollout)
 
@@ -108,7 +106,30 @@ def with_advantages(
     return with_fields(batch, **fields)
 
 
-_LOG_PROBS = {"rollout_log_probs": "engine's log-prob", "reference_log_probs": "reference's log-prob"}
+_PREDICTIONS = {
+    "rollout_log_probs": "engine's log-prob",
+    "reference_log_probs": "reference's log-prob",
+    **{each.batch_field: each.word for each in INPUTS.values() if each.batch_field},
+}
+"""Words for a value of a field that a model made."""
+
+
+def _opened(config: AlgorithmConfig) -> set[str]:
+    """The fields that advantages are made from, token by token; all others stay where they are."""
+    inputs = set(ADVANTAGES[config.advantage].needs)
+    if config.distillation_coefficient:
+        inputs |= {"old_log_probs", "teacher_log_probs"}
+    opened = {"turn_rewards", *(field for name in inputs if (field := INPUTS[name].batch_field))}
+    return opened | {"rollout_log_probs"} if config.corrections and "old_log_probs" in opened else opened
+
+
+def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
+    """Raise UserError for a prediction that is not a number. Only what is known to hold one is opened."""
+    for field, what in _PREDICTIONS.items():
+        sequences = batch.fields.get(field, ())
+        if suspects := [index for index, values in enumerate(sequences) if not is_finite(values)]:
+            part = batch.select(suspects)
+            check_finite(what, at_trained(field, part), lambda i: describe(suspects[i]), trained_responses(part))
 
 
 def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Tensor:

@@ -1,6 +1,7 @@
 """Groups to the batches that the trainer's ranks compute with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch import Tensor
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
+from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
+from megarl.data.stretches import Array, Runs, Values, constant, here, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
-from megatron_ext.packing import RaggedBatch
 
 
 def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
@@ -41,27 +43,26 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
     return kept
 
 
-def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> RaggedBatch:
-    """The trajectories of all groups end to end, group by group.
+def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
+    """The trajectories of all groups, group by group; their tokens and log-probs stay where they are.
 
     Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
     `turn_rewards`, where turns have scores of their own. Names, for errors: `response` and `prompt`, the places of the
     trajectory in the step and of its prompt in the data.
     """
     trajectories = [each for group in groups for each in group.trajectories]
-    tokens, lengths = sequences(trajectories)
     prompts = [group.prompt.index for group in groups for _ in group.trajectories]
-    fields = {
-        "trained": _joined([each.is_sampled & _counts(each, config) for each in trajectories]),
-        "rollout_log_probs": _joined([each.log_probs for each in trajectories]),
+    fields: dict[str, Sequence[Values]] = {
+        "trained": [_trained(each, config) for each in trajectories],
+        "rollout_log_probs": [each.log_probs for each in trajectories],
     }
     if any(each.turn_scores for each in trajectories):
-        fields["turn_rewards"] = _joined([_turn_rewards(each) for each in trajectories])
-    names = {"response": torch.arange(len(trajectories)), "prompt": torch.tensor(prompts)}
-    return with_fields(RaggedBatch(tokens, lengths, names=names), **fields)
+        fields["turn_rewards"] = [_turn_rewards(each) for each in trajectories]
+    names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
+    return with_fields(replace(whole(trajectories), names=names), **fields)
 
 
-def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[RaggedBatch]:
+def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[Batch]:
     """One batch per optimizer step, with the field `weights`: whole groups, in order.
 
     One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
@@ -73,19 +74,19 @@ def mini_batches(batch: RaggedBatch, groups: Sequence[PromptGroup], config: Mega
     options = _aggregation_options(config)
     chosen = [(part == number).nonzero().flatten() for number in range(count)]
     return [
-        weighted(batch.select(each), config.algorithm.aggregation, group[each], options, rollout[each])
+        weighted(batch.select(each.tolist()), config.algorithm.aggregation, group[each], options, rollout[each])
         for each in chosen
         if bool(lengths[each].any())
     ]
 
 
 def weighted(
-    batch: RaggedBatch,
+    batch: Batch,
     aggregation: str,
     groups: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
     rollouts: Tensor | None = None,
-) -> RaggedBatch:
+) -> Batch:
     """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
 
     `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
@@ -121,21 +122,44 @@ def sum_of_branches(values: Tensor, rollout: Tensor) -> Tensor:
     return values.new_zeros(int(rollout[-1]) + 1).index_add(0, rollout, values)
 
 
-def trained_responses(batch: RaggedBatch) -> Ragged:
+def trained_responses(batch: Batch) -> Ragged:
     """The tokens of `batch` that are trained on."""
-    return Ragged(torch.stack([each.sum() for each in batch.split_field("trained")]))
+    return Ragged(torch.tensor([int(runs.values @ runs.lengths) for runs in _runs(batch)]))
 
 
-def at_trained_tokens(values: Tensor, batch: RaggedBatch) -> Tensor:
-    """Values of the trained tokens at their places in the batch, 0 at all others: float32[T]."""
-    trained = batch.fields["trained"]
-    return torch.zeros(len(trained)).masked_scatter(trained, values.float())
+def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
+    """Values of the trained tokens at their places in the batch, 0 at all others: float32."""
+    lengths = trained_responses(batch).lengths.tolist()
+    own = (piece.numpy() for piece in values.float().split(lengths))
+    return [_at(piece, trained) for piece, trained in zip(own, _runs(batch), strict=True)]
 
 
-def sequences(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """Whole conversations end to end: tokens int32[T], and the length of each long[N]."""
-    pieces = [each.token_ids for each in trajectories]
-    return _joined(pieces), torch.tensor([len(piece) for piece in pieces])
+def at_trained(name: str, batch: Batch) -> Tensor:
+    """A field at the trained tokens of all sequences, in this process: what is stored is fetched."""
+    return batch.values(name)[batch.values("trained")]
+
+
+def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
+    """The advantages of the trained tokens, each once for neighbours of a response that have the same.
+
+    They are advantages float32[K], tokens [K] that have each, and the responses [K] that these are of.
+    """
+    advantages, tokens = [], []
+    for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True):
+        if isinstance(stretch, Runs) and np.array_equal(stretch.lengths, trained.lengths):
+            chosen = trained.values & (trained.lengths > 0)
+            advantages.append(stretch.values[chosen])
+            tokens.append(stretch.lengths[chosen].astype(np.int64))
+        else:
+            advantages.append(here(stretch)[here(trained)])
+            tokens.append(np.ones(len(advantages[-1]), dtype=np.int64))
+    responses = np.repeat(np.arange(len(batch)), [len(each) for each in tokens])
+    return np.concatenate(advantages), np.concatenate(tokens), responses
+
+
+def whole(trajectories: Sequence[Trajectory]) -> Batch:
+    """Whole conversations."""
+    return Batch(np.array([each.length for each in trajectories]), [each.token_ids for each in trajectories])
 
 
 def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
@@ -145,19 +169,36 @@ def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
     return {"length": config.rollout.max_response_tokens, **options} if takes_length else options
 
 
-def _counts(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    return config.train_on_truncated_responses or not trajectory.is_truncated
+def _trained(trajectory: Trajectory, config: AlgorithmConfig) -> Values:
+    counts = config.train_on_truncated_responses or not trajectory.is_truncated
+    sampled = trajectory.is_sampled
+    return (Runs(sampled.values & counts, sampled.lengths),)
 
 
-def _turn_rewards(trajectory: Trajectory) -> np.ndarray:
-    """float32[T]: the score of each turn at its last sampled token; of a turn without any it is lost."""
-    values, end = np.zeros(len(trajectory.token_ids), dtype=np.float32), 0
+def _turn_rewards(trajectory: Trajectory) -> Values:
+    """float32: the score of each turn at its last sampled token; of a turn without any it is lost."""
+    values, end = np.zeros(trajectory.length, dtype=np.float32), 0
     for turn, reward in zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores)):
         end += len(turn.prompt_ids) + len(turn.token_ids)
         if len(turn.token_ids):
             values[end - 1] = reward
-    return values
+    return (shortened(values),)
 
 
-def _joined(pieces: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(pieces))
+def _runs(batch: Batch) -> Iterator[Runs]:
+    """The field `trained` of each sequence, which is made as runs."""
+    for (runs,) in batch.fields["trained"]:
+        assert isinstance(runs, Runs)
+        yield runs
+
+
+def _at(values: Array, trained: Runs) -> Values:
+    """Values of the trained tokens of a sequence at their places, 0 at all others."""
+    if not len(values):
+        return (constant(np.float32(0), int(trained.lengths.sum())),)
+    short = shortened(values)
+    if isinstance(short, Runs) and len(short.values) == 1:
+        return (Runs(np.where(trained.values, short.values, np.float32(0)), trained.lengths),)
+    placed = np.zeros(int(trained.lengths.sum()), dtype=np.float32)
+    placed[np.repeat(trained.values, trained.lengths)] = values
+    return (placed,)

@@ -12,7 +12,7 @@ from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.validation import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
-from megarl.stages.reward import score
+from megarl.stages.reward import score, text_of
 from megarl.stages.rollout import rollout
 from megarl.tracking.clock import Clock
 
@@ -81,7 +81,7 @@ def _accuracies(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 
 def _answers(group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> Answers:
-    texts = [tokenizer.decode(each.response_ids.tolist(), skip_special_tokens=True) for each in group.trajectories]
+    texts = [text_of(each, tokenizer) for each in group.trajectories]
     return Answers(group.prompt.data_source, [answer_of(text) for text in texts], group.rewards)
 
 

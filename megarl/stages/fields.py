@@ -1,33 +1,34 @@
 """The fields of a batch: what each value per token is, who makes it and who reads it."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from megatron_ext.packing import RaggedBatch
+from megarl.cluster.batch import Batch
+from megarl.data.stretches import Values, dtype_of
 
 Loss = Literal["policy", "value", "prime"]
 """Losses that are computed on the ranks, by the model that learns."""
 
 
 class Field(NamedTuple):
-    """One field of a `RaggedBatch`: a value for each of its T tokens. The ranks are sent what their `losses` read.
+    """One field of a `Batch`: a value for each of its T tokens. The ranks are sent what their `losses` read.
 
-    Example: Field("returns", torch.float32, "what a critic learns", "with_advantages", "value loss", losses=("value",))
+    Example: Field("returns", np.float32, "what a critic learns", "with_advantages", "value loss", losses=("value",))
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: type[np.generic]
     meaning: str
     made_by: str
     read_by: str
     losses: tuple[Loss, ...] = ()
 
 
-_F32 = torch.float32
+_F32 = np.float32
 FIELDS = (
-    Field("trained", torch.bool, "whether the token is trained on", "to_batch", "all that follows"),
+    Field("trained", np.bool_, "whether the token is trained on", "to_batch", "all that follows"),
     Field(
         "rollout_log_probs",
         _F32,
@@ -79,7 +80,7 @@ FIELDS = (
     ),
     Field(
         "chosen",
-        torch.bool,
+        np.bool_,
         "whether the loss treats the token apart",
         "update_policy",
         "clip_cov, kl_cov",
@@ -91,20 +92,21 @@ FIELDS = (
 _BY_NAME = {field.name: field for field in FIELDS}
 
 
-def with_fields(batch: RaggedBatch, **values: Tensor) -> RaggedBatch:
+def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
     """`batch` with more (or replaced) fields.
 
     Raises ValueError for one that is not in `FIELDS` or has another dtype.
     """
-    for name, each in values.items():
+    for name, sequences in fields.items():
         if name not in _BY_NAME:
             raise ValueError(f"a batch has no field {name!r}: enter it in megarl/stages/fields.py")
-        if each.dtype != _BY_NAME[name].dtype:
-            raise ValueError(f"the field {name!r} of a batch is {_BY_NAME[name].dtype}, and not {each.dtype}")
-    return batch.with_fields(**values)
+        expected = np.dtype(_BY_NAME[name].dtype)
+        for found in {dtype_of(stretch) for values in sequences for stretch in values} - {expected}:
+            raise ValueError(f"the field {name!r} of a batch is {expected}, and not {found}")
+    return batch.with_fields(**fields)
 
 
-def for_loss(batch: RaggedBatch, loss: Loss) -> RaggedBatch:
+def for_loss(batch: Batch, loss: Loss) -> Batch:
     """`batch` with those of its fields that the loss reads: they go to every rank."""
     return batch.only([field.name for field in FIELDS if loss in field.losses])
 
@@ -113,7 +115,7 @@ def table() -> str:
     """`FIELDS` in Markdown."""
     header = ("field", "dtype", "value of a token", "made by", "read by"), ("---",) * 5
     rows = [
-        (f"`{name}`", str(dtype).removeprefix("torch."), meaning, made_by, read_by)
+        (f"`{name}`", np.dtype(dtype).name, meaning, made_by, read_by)
         for name, dtype, meaning, made_by, read_by, _ in FIELDS
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (*header, *rows))

@@ -2,27 +2,27 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
+from megarl.cluster.batch import Batch, opened_values, sequences_of
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
+from megarl.data.stretches import Values
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.schema import MegarlConfig
 from megarl.stages.fields import with_fields
-from megatron_ext.packing import RaggedBatch
 
 
 def with_model_outputs(
-    batch: RaggedBatch,
+    batch: Batch,
     groups: Sequence[PromptGroup],
     policy: TrainerGroup,
     auxiliary: AuxiliaryModels,
     objective: PolicyObjective,
     config: MegarlConfig,
-) -> RaggedBatch:
+) -> Batch:
     """`batch` with a field for each prediction that the advantage, the rewards or the loss is made from.
+
+    They stay where the ranks made them.
 
     The policy's own log-probs are computed only where something besides the loss of a single update asks for them:
     there, the policy is still the one that sampled, and its present log-probs are the old ones. A loss whose ratio is
@@ -30,7 +30,7 @@ def with_model_outputs(
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
     estimator = ADVANTAGES[algorithm.advantage]
-    fields: dict[str, Tensor] = {}
+    fields: dict[str, Sequence[Values]] = {}
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
     if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
         names = ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
@@ -45,21 +45,21 @@ def with_model_outputs(
     if auxiliary.implicit_reward_model is not None:
         model = auxiliary.implicit_reward_model
         now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
+        rewards = implicit_process_rewards(opened_values(now), opened_values(before), config.reward_model.beta)
         fields["implicit_reference_log_probs"] = before
-        fields["process_rewards"] = implicit_process_rewards(now, before, config.reward_model.beta)
+        fields["process_rewards"] = sequences_of(rewards, batch.lengths)
     return with_fields(batch, **fields)
 
 
 def _teacher_log_probs(
-    batch: RaggedBatch, groups: Sequence[PromptGroup], auxiliary: AuxiliaryModels, temperature: float
-) -> Tensor:
+    batch: Batch, groups: Sequence[PromptGroup], auxiliary: AuxiliaryModels, temperature: float
+) -> list[Values]:
     """Each sequence's log-probs under the teacher of its data source."""
     prompts = [group.prompt for group in groups for _ in group.trajectories]
-    pieces: dict[int, Tensor] = {}
+    found: dict[int, Values] = {}
     for teacher in auxiliary.teachers.values():
         taught = [index for index, prompt in enumerate(prompts) if teacher.teaches(prompt)]
         if taught:
-            part = batch.select(taught)
-            log_probs = teacher.group.log_probs(part, temperature=temperature)
-            pieces |= dict(zip(taught, log_probs.split(part.lengths.tolist()), strict=True))
-    return torch.cat([pieces[index] for index in range(len(prompts))])
+            log_probs = teacher.group.log_probs(batch.select(taught), temperature=temperature)
+            found |= dict(zip(taught, log_probs, strict=True))
+    return [found[index] for index in range(len(prompts))]

@@ -11,9 +11,8 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
 from megarl.rewards import OVERLONG, Outcome, RewardSample, RewardTimedOut, Score, Scorer
 from megarl.schema import RewardConfig
-from megarl.stages.batch import sequences
+from megarl.stages.batch import whole
 from megarl.tracking.clock import Clock
-from megatron_ext.packing import RaggedBatch
 
 REWARD_MODEL = "reward_model"
 """The name of a reward model's score among the terms of a reward."""
@@ -66,7 +65,7 @@ def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight
     """
     sampled = [each for group in groups for each in group.trajectories if each.score is not None]
     greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
-    scores = model.scores(RaggedBatch(*sequences([*sampled, *greedy])))
+    scores = model.scores(whole([*sampled, *greedy]))
     check_finite("reward model's score", scores, lambda index: f"response {index} of the step")
     added = [weight * value for value in scores.tolist()]
     of_sampled, of_greedy = iter(added[: len(sampled)]), iter(added[len(sampled) :])
@@ -88,11 +87,19 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: f
     return min(-over / buffer_tokens * factor, 0.0)
 
 
+def text_of(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """All but the first prompt, without special tokens."""
+    first, *others = trajectory.turns
+    if first.text is not None and not others:
+        return first.text
+    # Not batch_decode: of no responses it makes one text.
+    return tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True)
+
+
 def _sample(prompt: Prompt, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> RewardSample:
     return RewardSample(
         data_source=prompt.data_source,
-        # Not batch_decode: of no responses it makes one text.
-        solution=tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True),
+        solution=text_of(trajectory, tokenizer),
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         response_tokens=trajectory.sampled_tokens,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
+from megarl.cluster.batch import Batch, opened_values, sequences_of
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics
 from megarl.schema import MegarlConfig
@@ -12,7 +13,6 @@ from megarl.stages.batch import weighted
 from megarl.stages.fields import Loss, for_loss, with_fields
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective
-from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
 _POLICY: Loss = "policy"
@@ -21,7 +21,7 @@ _POLICY: Loss = "policy"
 
 def update_policy(
     trainer: TrainerGroup,
-    batches: Sequence[RaggedBatch],
+    batches: Sequence[Batch],
     objective: PolicyObjective,
     *,
     temperature: float,
@@ -41,25 +41,26 @@ def update_policy(
 
 def _selected(
     trainer: TrainerGroup,
-    batches: Sequence[RaggedBatch],
+    batches: Sequence[Batch],
     objective: PolicyObjective,
     temperature: float,
     seed: Sequence[int],
-) -> Iterator[RaggedBatch]:
+) -> Iterator[Batch]:
     # A generator, so that each choice is made with the weights that the optimizer step before it left.
     for number, batch in enumerate(batches):
-        present = trainer.log_probs(batch, temperature=temperature)
-        yield with_fields(batch, chosen=objective.select(batch, present, seed=(*seed, number)))
+        present = opened_values(trainer.log_probs(batch, temperature=temperature))
+        chosen = objective.select(for_loss(batch, _POLICY).load(), present, seed=(*seed, number))
+        yield with_fields(batch, chosen=sequences_of(chosen, batch.lengths))
 
 
-def update_critic(critic: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig) -> dict[str, MetricValue]:
+def update_critic(critic: TrainerGroup, batches: Sequence[Batch], config: MegarlConfig) -> dict[str, MetricValue]:
     """One optimizer step of a value model per batch: towards the field `returns`, not far from `old_values`."""
     own = [weighted(batch, "token_mean") for batch in batches]
     return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, model="value")
 
 
 def update_implicit_reward_model(
-    trainer: TrainerGroup, batches: Sequence[RaggedBatch], config: MegarlConfig
+    trainer: TrainerGroup, batches: Sequence[Batch], config: MegarlConfig
 ) -> dict[str, MetricValue]:
     """One optimizer step of an implicit reward model per batch: towards the field `outcomes`."""
     own = [
@@ -75,7 +76,7 @@ def update_implicit_reward_model(
 
 def update(
     trainer: TrainerGroup,
-    batches: Iterable[RaggedBatch],
+    batches: Iterable[Batch],
     objective: Objective,
     *,
     temperature: float,
@@ -89,7 +90,7 @@ def update(
 
 
 def _optimizer_steps(
-    trainer: TrainerGroup, batches: Iterable[RaggedBatch], objective: Objective, temperature: float, model: Loss
+    trainer: TrainerGroup, batches: Iterable[Batch], objective: Objective, temperature: float, model: Loss
 ) -> list[StepResult]:
     return [trainer.train_step(for_loss(batch, model), objective, temperature=temperature) for batch in batches]
 

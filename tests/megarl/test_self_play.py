@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import Metrics
+from megarl.cluster.batch import sequences_of
 from megarl.data import Conversation, Turn
 from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import latest_checkpoint
@@ -34,10 +35,10 @@ class FakeTrainer:
         self.seen: list[RaggedBatch] = []
 
     def log_probs(self, batch, *, temperature):
-        return batch.tokens.float()
+        return sequences_of(batch.load().tokens.float(), batch.lengths)
 
     def train_step(self, batch, objective, *, temperature):
-        self.seen.append(batch)
+        self.seen.append(batch.load())
         self.steps += 1
         return StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.share import Share
-from megarl.cluster.trainer_group import cut_batch, in_order_of_tokens
+from megarl.cluster.batch import Batch, opened_values
+from megarl.cluster.trainer_group import cut_batch, in_order, share_of
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, assign, pack, unpack
 
@@ -181,7 +181,7 @@ def test_shapes_that_disagree_are_refused() -> None:
 @pytest.mark.parametrize("sequences", [0, 1, 3, 7])
 def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) -> None:
     sizes = ParallelSizes(world_size=8, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    cut = cut_batch(ragged([5] * sequences), MegatronOptions(sizes, torch.float32), max_tokens=5)
+    cut = cut_batch(Batch.of(ragged([5] * sequences)), MegatronOptions(sizes, torch.float32), max_tokens=5)
     assert [len(share) for share in cut] == [4, 4]
 
 
@@ -189,11 +189,12 @@ def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) 
 @given(lengths_of_sequences, st.integers(1, 3), st.integers(9, 30))
 def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ranks, max_tokens) -> None:
     batch = ragged(lengths)
-    cut = cut_batch(batch, MegatronOptions(ParallelSizes(world_size=ranks), torch.float32), max_tokens)
-    shares = [(share.batch(), share.micro_batches) for share in (Share.of(batch, each) for each in cut)]
+    cut = cut_batch(Batch.of(batch), MegatronOptions(ParallelSizes(world_size=ranks), torch.float32), max_tokens)
+    shares = [share_of(Batch.of(batch), each) for each in cut]
     for (share, micro_batches), sequences in zip(shares, cut, strict=True):
-        packed = [[share.tokens.split(share.lengths.tolist())[i].tolist() for i in each] for each in micro_batches]
+        tokens = share.load().tokens.split(share.lengths.tolist())
+        packed = [[tokens[i].tolist() for i in each] for each in micro_batches]
         assert packed == [[batch.tokens.split(lengths)[i].tolist() for i in each] for each in sequences]
     if lengths:
-        values = [share.fields["value"].numpy() for share, _ in shares]
-        assert torch.equal(in_order_of_tokens(batch, cut, values), batch.fields["value"])
+        kept = [share.kept(share.load().fields["value"]) for share, _ in shares]
+        assert torch.equal(opened_values(in_order(cut, kept)), batch.fields["value"])

@@ -19,6 +19,7 @@ from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.text import Texts
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.worker_memory import WorkerMemory, require
@@ -59,6 +60,7 @@ class TransformersEngine:
 
     def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
         self._model_path = Path(model_path)
+        self._texts = Texts(self._model_path)
         self._engine_args = dict(engine_args)
         self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transformers")
         self._batches: Batches
@@ -99,7 +101,7 @@ class TransformersEngine:
         """See `Generator.generate_each`."""
         place = {future: index for index, future in enumerate(self._add(requests))}
         for future in as_completed(place):
-            yield place[future], future.result()
+            yield place[future], self._texts.added(future.result())
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Generator.generate_stream`."""

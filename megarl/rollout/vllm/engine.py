@@ -18,6 +18,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
@@ -58,6 +59,7 @@ class VllmEngine:
 
     def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
         self._model_path = Path(model_path)
+        self._texts = Texts(self._model_path)
         self._engine_args = dict(engine_args)
         self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
         self._core: Core | None = None
@@ -90,7 +92,7 @@ class VllmEngine:
         """See `Generator.generate_each`."""
         place = {future: index for index, future in enumerate(self._add(requests))}
         for future in as_completed(place):
-            yield place[future], future.result()
+            yield place[future], self._texts.added(future.result())
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Generator.generate_stream`."""

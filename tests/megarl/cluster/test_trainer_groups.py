@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -13,11 +15,12 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
+from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.share import Share
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer_group import TrainerGroup, share_of
+from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
 from megatron_ext.options import MegatronOptions
@@ -46,12 +49,12 @@ def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def batch() -> RaggedBatch:
+def batch() -> Batch:
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([7, 2, 11, 1, 5])
     total = int(lengths.sum())
     fields = {"weights": torch.ones(total), "returns": torch.full((total,), 3.0)}
-    return RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, fields)
+    return Batch.of(RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, fields))
 
 
 def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes) -> TrainerGroup:
@@ -71,6 +74,7 @@ def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp
         critic.build(model, None, 2, reference=False, head="value")
         predictions_are_in_the_order_of_the_batch(critic, policy, classifier)
         a_rank_answers_only_if_it_is_asked(policy)
+        what_is_stored_is_computed_with_as_what_is_sent(policy)
         the_critic_learns(critic, model)
         the_reference_becomes_the_policy(policy)
     assert {path.name for path in tmp_path.glob("*.log")} == {"trainer_0.log", "critic_0.log", "critic_1.log"}
@@ -81,37 +85,46 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
     critic.build_frozen(classifier, head="value")
     whole = batch()
     reference = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
-    sequences = whole.tokens.split(whole.lengths.tolist())
+    sequences = whole.load().tokens.split(whole.lengths.tolist())
     with torch.no_grad():
         of_tokens = [reference.score(reference.model(each[None]).last_hidden_state)[0, :, 0] for each in sequences]
-    scores, values = critic.scores(whole), critic.values(whole)
+    scores, values = critic.scores(whole), opened_values(critic.values(whole))
     torch.testing.assert_close(scores, torch.stack([each[-1] for each in of_tokens]), atol=1e-5, rtol=0)
     shifted = torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in of_tokens])
     torch.testing.assert_close(values, shifted, atol=1e-5, rtol=0)
-    squares = policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"]
-    assert squares.shape == whole.tokens.shape
+    squares = opened_values(policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"])
+    assert squares.shape == (whole.total_tokens,)
     assert (squares[1:7] > 0).all()
 
 
 def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
-    share = Share.of(batch(), [[4, 0], [2]])
-    asked, other = (policy.call("predictions", share, is_asked, ["greedy"], 1.0, False) for is_asked in (True, False))
+    share = share_of(batch(), [[4, 0], [2]])
+    asked, other = (policy.call("predictions", *share, is_asked, ["greedy"], 1.0, False) for is_asked in (True, False))
     assert [list(each) for each in asked] == [["greedy"]]
     assert other == [None]
 
 
+def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> None:
+    sent = batch()
+    parts = [joined([values]) for values in sent.tokens]
+    away = replace(sent, tokens=[(Stored(ray.put(part), part.dtype.str, len(part), is_finite=True),) for part in parts])
+    expected, found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away))
+    assert torch.equal(found, expected)
+    assert found.count_nonzero() == sent.total_tokens - len(sent)
+
+
 def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
     critic.build(model, None, 2, reference=False, head="value")
-    assert not critic.values(batch()).any()
+    assert not opened_values(critic.values(batch())).any()
     steps = [critic.train_step(batch(), ValueObjective(value_clip=None)) for _ in range(2)]
     first, second = (sum(float(each.sums["value/loss"]) for each in step.metrics) for step in steps)
     assert second < first
-    assert critic.values(batch()).any()
+    assert opened_values(critic.values(batch())).any()
 
 
 def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     def log_probs(*, reference: bool) -> Tensor:
-        return policy.log_probs(batch(), temperature=1.0, reference=reference)
+        return opened_values(policy.log_probs(batch(), temperature=1.0, reference=reference))
 
     before = log_probs(reference=True)
     policy.train_step(batch(), SftObjective())

@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import ray
 from eventually import eventually
+from ray.experimental import get_object_locations
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
@@ -25,18 +27,24 @@ from megarl.cluster.roles import engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.worker_group import (
     Call,
+    Stream,
     WorkerFailed,
     WorkerGone,
     WorkerGroup,
+    arrays_behind,
     in_order_of_gpus,
+    results_of,
     wait,
     wait_together,
 )
+from megarl.data.stretches import Stored, ValuesGone, here
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 PROGRAM = """
 import os, time
+import numpy as np
 from converters.errors import UserError
+from megarl.data.stretches import ValuesGone, here
 
 class Program:
     def __init__(self, rank):
@@ -85,6 +93,17 @@ class Program:
 
     def say(self, words):
         print(words, flush=True)
+
+    def give(self, count):
+        for number in range(count):
+            many = np.arange(30_000, dtype=np.int32) + number
+            yield number, [many, np.arange(3), many, many / 0.1], "text"
+
+    def lose(self):
+        raise ValuesGone("ObjectRef(00ff) is gone")
+
+    def read(self, values):
+        return int(here(values)[-1])
 
     def close(self):
         print("closed in order", flush=True)
@@ -178,6 +197,29 @@ def fail_beside_one_that_stands_still(group):
 def test_dead_worker_is_reported_with_its_last_lines(make_group):
     with pytest.raises(WorkerFailed, match="the last words of rank 1"), make_group() as group:
         group.call("die")
+
+
+def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_group):
+    with make_group() as group:
+        first, second = group.workers
+        found = [result for _, result in results_of([first.stream("give", 3), second.stream("give", 2)])]
+        assert sorted(number for number, _, _ in found) == [0, 0, 1, 1, 2]
+        for number, (many, few, again, floats), text in found:
+            assert (type(many), type(floats), few.tolist(), text) == (Stored, Stored, [0, 1, 2], "text")
+            assert again == many
+            assert get_object_locations([many.reference])[many.reference]["node_ids"], "in the store, not here"
+            assert (len(many), many.dtype, floats.dtype, floats.is_finite) == (30_000, "<i4", "<f8", True)
+            assert wait([worker.begin("read", many) for worker in group.workers]) == [29_999 + number] * 2
+            assert here(floats)[1] == (1 + number) / 0.1
+        with pytest.raises(ValuesGone) as caught:
+            wait([second.begin("lose")])
+        # A failure in the place of an array, and of what follows the last one.
+        for count, arrays in ((3, 1), (1, 1)):
+            references = iter([*(ray.put(np.arange(3)) for _ in range(arrays)), first.begin("fail").reference])
+            with pytest.raises(WorkerFailed, match="a fault of the program"):
+                arrays_behind(Stream(first, references), count)
+    assert caught.value.details == "ObjectRef(00ff) is gone"
+    assert "the end of its own log says why" in caught.value.sentence
 
 
 def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, tmp_path):

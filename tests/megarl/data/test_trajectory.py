@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
+from megarl.data.stretches import Runs, joined
 from megarl.rewards import Score
 
 ASKED = Turn.of([9, 8], [1, 2], [-0.5, -0.25], [3, 4], "stop")
@@ -16,20 +17,30 @@ TALK = Trajectory((ASKED, TOOL, ANSWERED), "length", Score(1.0))
 
 
 def test_a_conversation_is_its_turns_end_to_end() -> None:
-    assert TALK.token_ids.tolist() == [9, 8, 1, 2, 5, 6, 6, 7]
+    assert joined([TALK.token_ids]).tolist() == [9, 8, 1, 2, 5, 6, 6, 7]
     assert TALK.response_ids.tolist() == [1, 2, 5, 6, 6, 7]
-    assert TALK.is_sampled.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
-    assert TALK.log_probs.tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1]
-    assert TALK.versions.tolist() == [3, 4, 4]
+    assert joined([(TALK.is_sampled,)]).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert joined([TALK.log_probs]).tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1]
+    assert joined([TALK.versions]).tolist() == [3, 4, 4]
     assert (TALK.sampled_tokens, TALK.is_truncated, TALK.reward) == (3, True, 1.0)
 
 
-def test_a_sampled_token_takes_twelve_bytes_also_between_processes() -> None:
+def test_a_sampled_token_of_a_long_turn_takes_eight_bytes_also_between_processes() -> None:
     prompt, length = np.arange(1000, dtype=np.int32), 100_000
     turns = [Turn.of(prompt, range(length), [-1.0] * length, [7] * length, "stop") for _ in range(4)]
-    assert {each.dtype.itemsize for each in (turns[0].token_ids, turns[0].log_probs, turns[0].versions)} == {4}
+    assert {each.dtype.itemsize for each in (turns[0].token_ids, turns[0].log_probs)} == {4}
     # The prompt goes along once, whatever the number of samples.
-    assert len(pickle.dumps(turns)) < 4 * 12 * length + prompt.nbytes + 2000
+    assert len(pickle.dumps(turns)) < 4 * 8 * length + prompt.nbytes + 2000
+
+
+def test_many_versions_are_said_once() -> None:
+    length = 30_000
+    turn = Turn.of([9, 8], range(length), [-0.5] * length, [3] * 29_000 + [4] * 1000, "stop")
+    assert isinstance(turn.versions, Runs)
+    talk = Trajectory((turn, ANSWERED), "stop")
+    assert (talk.length, talk.sampled_tokens) == (30_005, 30_001)
+    assert joined([talk.versions]).tolist() == [3] * 29_000 + [4] * 1001
+    assert turn == replace(turn, versions=joined([(turn.versions,)]))
 
 
 def test_turns_are_compared_by_what_is_in_them() -> None:

@@ -67,19 +67,19 @@ def test_groups_are_counted_once_whatever_their_size():
 
 
 def test_advantages_are_told_by_their_moments_and_signs():
-    # Three responses of 1, 0 and 3 tokens.
-    assert advantage_metrics(torch.tensor([2.0, 0.0, -1.0, 3.0]), [1, 0, 3]) == pytest.approx(
+    # Three responses of 1, 0 and 5 tokens, two of which have the same.
+    assert advantage_metrics([2.0, 0.0, -1.0, 3.0, 0.0], [1, 1, 1, 2, 1], [0, 2, 2, 2, 2]) == pytest.approx(
         {
-            "advantage/mean": 1.0,
-            "advantage/response_mean": (2 + 2 / 3) / 2,
-            "advantage/std": math.sqrt(2.5),
+            "advantage/mean": 7 / 6,
+            "advantage/response_mean": (2 + 5 / 5) / 2,
+            "advantage/std": math.sqrt(23 / 6 - (7 / 6) ** 2),
             "advantage/max": 3.0,
             "advantage/min": -1.0,
             "advantage/positive_fraction": 0.5,
-            "advantage/zero_fraction": 0.25,
+            "advantage/zero_fraction": 1 / 3,
         }
     )
-    assert advantage_metrics([], []) == {}
+    assert advantage_metrics([], [], []) == {}
 
 
 @given(st.lists(st.floats(-5, 5, width=32), max_size=50), st.integers(0, 50))

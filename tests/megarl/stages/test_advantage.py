@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +11,19 @@ from trajectories import SHORT_RUN, group, group_of_scores, with_baseline
 
 from converters.errors import UserError
 from megarl.algorithms import PolicyObjective
+from megarl.cluster.batch import Batch, sequences_of
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rewards import OVERLONG, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
-from megarl.stages.batch import mini_batches, to_batch, without_small_groups
+from megarl.stages.batch import (
+    at_trained,
+    equal_advantages,
+    mini_batches,
+    to_batch,
+    trained_responses,
+    without_small_groups,
+)
 from megatron_ext.packing import RaggedBatch
 
 FIRST = group(0, [9, 8], ([1, 2], 1.0), ([3], 0.0))
@@ -53,11 +62,21 @@ def prepare(groups: Sequence[PromptGroup], kl_coefficient=0.0, fields=None, **al
         algorithm["advantage_options"] = {"normalize_by_std": False}
     config = MegarlConfig(rollout=SHORT_RUN, algorithm=AlgorithmConfig(**algorithm), loop=LoopConfig())
     kept = without_small_groups(groups, config.algorithm)
-    batch = to_batch(kept, config.algorithm).with_fields(**(fields or {}))
+    batch = to_batch(kept, config.algorithm)
+    batch = batch.with_fields(**{name: sequences_of(each, batch.lengths) for name, each in (fields or {}).items()})
     kl = kl_in_reward(batch, PolicyObjective(config.algorithm).with_kl_coefficient(kl_coefficient))
     batch = with_advantages(batch, kept, config, kl=kl, kl_coefficient=kl_coefficient)
-    advantages = batch.fields["advantages"][batch.fields["trained"]]
-    return Prepared(mini_batches(batch, kept, config), advantages, kl, kl_to_teachers(batch))
+    check_what_metrics_read(batch)
+    batches = [each.load() for each in mini_batches(batch, kept, config)]
+    return Prepared(batches, at_trained("advantages", batch), kl, kl_to_teachers(batch))
+
+
+def check_what_metrics_read(batch: Batch) -> None:
+    """Advantages that are said once for several tokens are those of all tokens."""
+    advantages, tokens, responses = equal_advantages(batch)
+    assert np.repeat(advantages, tokens).tolist() == at_trained("advantages", batch).tolist()
+    lengths = trained_responses(batch).lengths.tolist()
+    assert np.bincount(responses, tokens, minlength=len(batch)).tolist() == lengths
 
 
 def first(of: PromptGroup, count: int) -> PromptGroup:

@@ -37,7 +37,7 @@ def batch_of(groups: Sequence[PromptGroup], **algorithm) -> RaggedBatch:
     kept = without_small_groups(groups, config.algorithm)
     batch = with_advantages(to_batch(kept, config.algorithm), kept, config, kl=None, kl_coefficient=0.0)
     (batch,) = mini_batches(batch, kept, config)
-    return batch
+    return batch.load()
 
 
 def per_branch(batch: RaggedBatch, field: str) -> list[float]:

@@ -8,7 +8,9 @@ import torch
 
 from megarl.algorithms.advantages.estimator import Input, ScoredResponses
 from megarl.algorithms.policy_losses.policy_loss import Tokens
+from megarl.cluster.batch import Batch
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
+from megarl.data.stretches import Runs, Stored
 from megarl.rewards import RewardSample, Score
 from megarl.rollout.protocol import Request
 from megarl.stages.fields import Field
@@ -16,7 +18,7 @@ from megatron_ext.packing import RaggedBatch
 
 CARRIERS = (
     *(Prompt, Request, Turn, Trajectory, PromptGroup, RewardSample, Score, RaggedBatch, Field),
-    *(ScoredResponses, Input, Tokens),
+    *(Batch, Runs, Stored, ScoredResponses, Input, Tokens),
 )
 
 

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
+from megarl.cluster.batch import Batch
 from megarl.schema import AlgorithmConfig
 from megarl.stages.fields import FIELDS, Loss, for_loss, table, with_fields
 from megatron_ext.log_probs import LogProbs
@@ -25,13 +27,14 @@ NAMES = {field.name for field in FIELDS}
 
 
 def fields_read(source: str) -> Iterator[str]:
-    """The names in `fields["name"]`, `x.fields["name"]`, `x.field("name")` and `x.constant("name")`."""
+    """The names in `fields["name"]`, `x.fields["name"]`, `x.field("name")` and its like, `at_trained("name", x)`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] == "fields":
             if isinstance(node.slice, ast.Constant):
                 yield node.slice.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            asks = node.func.attr in ("field", "constant", "split_field")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            asks = called in ("field", "constant", "split_field", "values", "at_trained")
             yield from (each.value for each in node.args if asks and isinstance(each, ast.Constant))
 
 
@@ -60,12 +63,12 @@ def test_what_is_in_the_table_is_made_where_it_says_and_named_elsewhere() -> Non
 
 
 def test_a_field_is_known_and_of_its_type() -> None:
-    batch = RaggedBatch(torch.tensor([1, 2]), torch.tensor([2]))
-    assert with_fields(batch, weights=torch.ones(2)).fields["weights"].tolist() == [1, 1]
+    batch = Batch(np.array([2]), [(np.array([1, 2]),)])
+    assert with_fields(batch, weights=[(np.ones(2, np.float32),)]).values("weights").tolist() == [1, 1]
     with pytest.raises(ValueError, match="no field 'wieghts'"):
-        with_fields(batch, wieghts=torch.ones(2))
-    with pytest.raises(ValueError, match=r"'weights' of a batch is torch\.float32, and not torch\.float64"):
-        with_fields(batch, weights=torch.ones(2).double())
+        with_fields(batch, wieghts=[])
+    with pytest.raises(ValueError, match="'weights' of a batch is float32, and not float64"):
+        with_fields(batch, weights=[(np.ones(2),)])
 
 
 def policy(**settings: Any) -> PolicyObjective:
@@ -85,13 +88,13 @@ def policy(**settings: Any) -> PolicyObjective:
 def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objective: Objective) -> None:
     lengths = torch.tensor([5, 7])
     made = {
-        field.name: torch.rand(12, generator=torch.Generator().manual_seed(number)).to(field.dtype)
+        field.name: torch.from_numpy(np.random.default_rng(number).random(12).astype(field.dtype))
         for number, field in enumerate(FIELDS)
     }
     batch = RaggedBatch(torch.arange(12), lengths, made)
     values = -torch.rand(12, generator=torch.Generator().manual_seed(99))
     predictions = values if loss == "value" else LogProbs(values, values.square(), values > -0.5)
-    sent = for_loss(batch, loss)
+    sent = for_loss(Batch.of(batch), loss).load()
     assert set(sent.fields) == {field.name for field in FIELDS if loss in field.losses} < set(batch.fields)
     (whole, all_metrics), (part, metrics) = (objective(predictions, pack(each, [0, 1])) for each in (batch, sent))
     assert torch.equal(whole, part)

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.algorithms.metrics import Mean
+from megarl.cluster.batch import Batch
 from megarl.stages.update import update, update_policy
-from megatron_ext.packing import RaggedBatch
 from megatron_ext.step_result import StepResult
 
-BATCH = RaggedBatch(torch.tensor([1, 2]), torch.tensor([2]))
+BATCH = Batch(np.array([2]), [(np.array([1, 2]),)])
 
 
 class Trainer:

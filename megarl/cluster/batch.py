@@ -1,0 +1,92 @@
+"""A batch as the controller holds it and the ranks get it: lengths, and where the values of each sequence are."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.data.stretches import Array, Values, joined, kept_here, nothing_of, shortened
+from megatron_ext.packing import RaggedBatch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N sequences of different lengths, with their values here or in the object store.
+
+    `tokens`, int32, and each of `fields` have an entry for each sequence; without sequences there is one entry with no
+    values, which has their type. `lengths`, `unit` and `names` are those of a `RaggedBatch`, which `load` makes where
+    something is computed.
+
+    Example: Batch(np.array([3]), [(np.array([5]), np.array([9, 2]))], {"weights": [(np.float32([0, 0.5, 0.5]),)]})
+    """
+
+    lengths: Array
+    tokens: Sequence[Values]
+    fields: Mapping[str, Sequence[Values]] = field(default_factory=dict)
+    unit: int = 1
+    names: Mapping[str, Array] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> "Batch":
+        """The sequences of a batch whose values are all here."""
+        lengths = batch.lengths.numpy()
+        fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
+        tokens = [(each,) for each in _pieces(batch.tokens.to(torch.int32), lengths)]
+        return cls(lengths, tokens, fields, batch.unit, {name: each.numpy() for name, each in batch.names.items()})
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        """T: the tokens of all sequences."""
+        return int(self.lengths.sum())
+
+    def select(self, sequences: Sequence[int]) -> "Batch":
+        """The given sequences, in the given order."""
+        chosen = np.asarray(sequences, dtype=np.int64)
+
+        def take(values: Sequence[Values]) -> list[Values]:
+            return [values[sequence] for sequence in chosen.tolist()] or [nothing_of(values)]
+
+        fields = {name: take(values) for name, values in self.fields.items()}
+        names = {name: each[chosen] for name, each in self.names.items()}
+        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names)
+
+    def only(self, names: Collection[str]) -> "Batch":
+        """The same sequences, and of their fields those of `names` that there are."""
+        return replace(self, fields={name: values for name, values in self.fields.items() if name in names})
+
+    def with_fields(self, **fields: Sequence[Values]) -> "Batch":
+        """The same sequences with more (or replaced) fields."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def values(self, name: str) -> Tensor:
+        """[T]: a field in a tensor of this process; what is stored is fetched."""
+        return opened_values(self.fields[name])
+
+    def load(self) -> RaggedBatch:
+        """The sequences in tensors of this process; what is stored is fetched."""
+        names = {name: torch.tensor(each) for name, each in self.names.items()}
+        fields = {name: self.values(name) for name in self.fields}
+        return RaggedBatch(opened_values(self.tokens), torch.tensor(self.lengths), fields, self.unit, names)
+
+    def kept(self, values: Tensor) -> list[Values]:
+        """Values [T] that this process made, by sequence; they stay in the object store of its machine."""
+        return [kept_here(each) for each in _pieces(values, self.lengths)] if len(self) else []
+
+
+def opened_values(sequences: Sequence[Values]) -> Tensor:
+    """[T]: values of all tokens in a tensor of this process; what is stored is fetched."""
+    return torch.from_numpy(joined(sequences))
+
+
+def sequences_of(values: Tensor, lengths: Array) -> list[Values]:
+    """Values [T] that are here, by sequence."""
+    return [(shortened(each),) for each in _pieces(values, lengths)]
+
+
+def _pieces(values: Tensor, lengths: Array) -> list[Array]:
+    return np.split(values.numpy(), lengths.cumsum()[:-1])

@@ -1,0 +1,164 @@
+"""Values of the tokens of a sequence, a stretch of them after the other: here, said once, or in Ray's object store."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.process.errors import RunFailed
+
+Array: TypeAlias = npt.NDArray[Any]
+# Below this an array is cheaper to send along than to look up, and Ray (2.60) sends a result to its caller itself.
+_STORED_BYTES = 100 * 1024
+# To compare values by their bits: not a number is equal to itself, and 0 is not -0.
+_BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}
+
+
+class Runs(NamedTuple):
+    """Values that repeat: each of `values` follows `lengths` times, int32. The example is 0, 0, 0.5, 0.5, 0.5.
+
+    Example: Runs(np.array([0.0, 0.5]), np.array([2, 3]))
+    """
+
+    values: Array
+    lengths: Array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tenth of the bytes of two arrays, of which a batch has several for each sequence.
+        return _runs, (self.values.dtype.char, self.values.tobytes(), self.lengths.tobytes())
+
+
+def _runs(dtype: str, values: bytes, lengths: bytes) -> Runs:
+    return Runs(np.frombuffer(values, dtype), np.frombuffer(lengths, np.int32))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array in Ray's object store, on the machine where it was made, and what is known of it without a look.
+
+    Example: Stored("ObjectRef(00ff...)", "<f4", 5000, is_finite=True)
+    """
+
+    reference: Any
+    """A ray.ObjectRef: this module does not need Ray where nothing is stored."""
+    dtype: str
+    length: int
+    is_finite: bool
+
+    def __len__(self) -> int:
+        return self.length
+
+
+Stretch: TypeAlias = Array | Runs | Stored
+Values: TypeAlias = tuple[Stretch, ...]
+"""Stretches of one sequence, end to end."""
+
+
+class ValuesGone(RunFailed):
+    """Values are no longer in the object store: they end with the process that stored them."""
+
+    sentence = (
+        "an engine or a rank has ended, and values of this step with it: the end of its own log says why; the same "
+        "command continues from the last checkpoint"
+    )
+
+    def __init__(self, details: str) -> None:
+        self.details = details
+        super().__init__(details)
+
+
+def stored(values: Array) -> Array | Stored:
+    """The values themselves where they are few, else a reference to them in the object store."""
+    if not is_long(values):
+        return values
+    import ray
+
+    return Stored(ray.put(values), values.dtype.str, len(values), bool(np.isfinite(values).all()))
+
+
+def is_long(values: Stretch) -> bool:
+    """Whether an array here belongs into the object store."""
+    return isinstance(values, np.ndarray) and values.nbytes >= _STORED_BYTES
+
+
+def here(values: Stretch) -> Array:
+    """The values in an array of this process."""
+    return values if isinstance(values, np.ndarray) else joined([(values,)])
+
+
+def opened(values: Sequence[Array | Stored]) -> list[Array]:
+    """The inverse of `stored`, of several: all are fetched together. Raises ValuesGone."""
+    away = [each.reference for each in values if isinstance(each, Stored)]
+    if not away:
+        return [each for each in values if not isinstance(each, Stored)]
+    import ray
+
+    try:
+        fetched = iter(ray.get(away))
+    except ray.exceptions.ObjectLostError as error:
+        raise ValuesGone(str(error)) from error
+    return [next(fetched) if isinstance(each, Stored) else each for each in values]
+
+
+def joined(sequences: Iterable[Values]) -> Array:
+    """Values of several sequences in one array."""
+    stretches = [stretch for values in sequences for stretch in values]
+    expanded = opened([_expanded(each) if isinstance(each, Runs) else each for each in stretches])
+    return np.concatenate(expanded)
+
+
+def shortened(values: Array) -> Array | Runs:
+    """The runs of equal `values` [T] where they are shorter than the values themselves."""
+    bits = values.view(_BITS[values.itemsize])
+    changes = bits[1:] != bits[:-1]
+    run_bytes = values.itemsize + np.dtype(np.int32).itemsize
+    if (np.count_nonzero(changes) + 1) * run_bytes >= values.nbytes:
+        return values
+    starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
+    return Runs(values[starts], np.diff(starts, append=len(values)).astype(np.int32))
+
+
+def kept_here(values: Array) -> Values:
+    """Values [T] for others to fetch: equal ones at their beginning, as those of a prompt are, are said once."""
+    bits = values.view(_BITS[values.itemsize])
+    others = np.flatnonzero(bits != bits[:1])
+    first = int(others[0]) if len(others) else len(values)
+    beginning = (constant(values[0], first),) if first else ()
+    return (*beginning, stored(values[first:])) if first < len(values) else beginning
+
+
+def constant(value: Any, length: int) -> Runs:
+    """The same value `length` times; it is of a numpy type."""
+    return Runs(np.array([value]), np.array([length], dtype=np.int32))
+
+
+def nothing_of(sequences: Sequence[Values]) -> Values:
+    """No values, of the type of these."""
+    first = next(stretch for values in sequences for stretch in values)
+    return (np.empty(0, dtype_of(first)),)
+
+
+def length_of(stretch: Stretch) -> int:
+    """How many values there are."""
+    return int(stretch.lengths.sum()) if isinstance(stretch, Runs) else len(stretch)
+
+
+def dtype_of(stretch: Stretch) -> np.dtype[Any]:
+    """The type of the values."""
+    return stretch.values.dtype if isinstance(stretch, Runs) else np.dtype(stretch.dtype)
+
+
+def is_finite(values: Values) -> bool:
+    """Whether all are numbers, as far as can be told without a look into the object store."""
+    return all(
+        each.is_finite
+        if isinstance(each, Stored)
+        else np.isfinite(each.values if isinstance(each, Runs) else each).all()
+        for each in values
+    )
+
+
+def _expanded(runs: Runs) -> Array:
+    return np.repeat(runs.values, runs.lengths)

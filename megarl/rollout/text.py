@@ -1,0 +1,31 @@
+"""Texts of long answers, made where they are sampled: who scores them need not fetch the tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megarl.data import Turn
+from megarl.data.stretches import here, is_long
+
+
+class Texts:
+    """Reads tokens by the tokenizer of a HuggingFace folder, which it opens when it first needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def added(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns, long ones with their text."""
+        return [replace(turn, text=self._text(turn)) if is_long(turn.token_ids) else turn for turn in turns]
+
+    def _text(self, turn: Turn) -> str:
+        return self._tokenizer.decode(here(turn.token_ids).tolist(), skip_special_tokens=True)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        # Not the engine's own, which might be another than the run's.
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder)

@@ -1,0 +1,108 @@
+"""Batches on the way to the ranks: small, fetched by those who compute, and the same to the last bit."""
+
+import pickle
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from megarl.cluster.batch import Batch, opened_values, sequences_of
+from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, kept_here, shortened
+from megatron_ext.packing import RaggedBatch
+
+NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "runs"),
+    [
+        (np.float32([0.5] * 7 + [0.0] * 6), [7, 6]),
+        # A zero with a sign is another value; what is not a number equals itself, by its bits.
+        (np.float32([0.0] * 6 + [-0.0] * 6), [6, 6]),
+        (np.array([NAN] * 6 + [OTHER_NAN] * 6, dtype=np.float32), [6, 6]),
+        (np.array([True] * 20 + [False]), [20, 1]),
+        (np.float32([0.5]), None),
+        (np.float32([1, 2, 3, 4, 4, 4]), None),
+        (np.float32([]), None),
+    ],
+)
+def test_values_that_repeat_are_said_once_and_no_bit_changes(values: np.ndarray, runs: list[int] | None) -> None:
+    short = shortened(values)
+    assert (short.lengths.tolist() if isinstance(short, Runs) else None) == runs
+    assert joined([(short,)]).dtype == values.dtype
+    assert joined([(short,)]).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, -1.0, 0.0, 0.0], [-0.0, 0.0], [0.0] * 3, [-1.0], [np.nan, 1.0]])
+def test_what_a_rank_keeps_begins_with_what_is_equal_and_no_bit_changes(values: list[float]) -> None:
+    array = np.float32(values)
+    assert joined([kept_here(array)]).tobytes() == array.tobytes()
+
+
+@pytest.mark.usefixtures("shared_cluster")
+def test_what_is_long_stays_in_the_object_store_until_it_is_read() -> None:
+    values = np.concatenate([np.zeros(64), -np.arange(1, 30_000)]).astype(np.float32)
+    beginning, rest = kept_here(values)
+    assert isinstance(beginning, Runs)
+    assert isinstance(rest, Stored)
+    assert (beginning.lengths.tolist(), len(rest), rest.dtype, is_finite((beginning, rest))) == (
+        [64],
+        29_999,
+        "<f4",
+        True,
+    )
+    assert len(ray.get(rest.reference)) == 29_999
+    assert joined([(beginning, rest)]).tobytes() == values.tobytes()
+    values[-1] = np.inf
+    assert not is_finite(kept_here(values))
+
+
+def test_what_is_gone_from_the_object_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(references: list[str]) -> list[np.ndarray]:
+        raise ray.exceptions.ObjectLostError(references[0], None, "")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ValuesGone, match="00ff"):
+        joined([(Stored("00ff", "<f4", 5000, is_finite=True),)])
+
+
+def whole() -> RaggedBatch:
+    """Twelve sequences of 1,000 to 2,100 tokens, with a weight and an advantage of each sequence."""
+    lengths = 1000 + 100 * torch.arange(12)
+    total, generator = int(lengths.sum()), torch.Generator().manual_seed(0)
+    fields = {
+        "weights": torch.rand(12, generator=generator).repeat_interleave(lengths),
+        "advantages": torch.randn(12, generator=generator).repeat_interleave(lengths),
+        "old_log_probs": -torch.rand(total, generator=generator),
+    }
+    tokens = torch.randint(150_000, (total,), generator=generator)
+    return RaggedBatch(tokens, lengths, fields, unit=2, names={"response": torch.arange(12)})
+
+
+@pytest.mark.parametrize("chosen", [[2, 3, 10, 11, 0, 1], []])
+def test_a_share_arrives_as_it_was_cut(chosen: list[int]) -> None:
+    batch = whole()
+    expected, arrived = batch.select(chosen), pickle.loads(pickle.dumps(Batch.of(batch).select(chosen))).load()
+    assert torch.equal(arrived.tokens, expected.tokens)
+    assert torch.equal(arrived.lengths, expected.lengths)
+    assert list(arrived.fields) == list(expected.fields)
+    for name, values in expected.fields.items():
+        assert arrived.fields[name].dtype == values.dtype
+        assert torch.equal(arrived.fields[name], values)
+    assert arrived.names["response"].tolist() == chosen
+    assert arrived.unit == 2
+
+
+def test_a_token_is_as_many_bytes_as_its_values_differ() -> None:
+    batch = whole()
+    everything = len(pickle.dumps(Batch.of(batch), protocol=5))
+    assert everything < 8.7 * len(batch.tokens), "4 of the token, 4 of the log-prob"
+    assert len(pickle.dumps(Batch.of(batch).only(["weights"]), protocol=5)) < 4.5 * len(batch.tokens)
+
+
+def test_values_by_sequence_are_those_of_all_tokens() -> None:
+    values, lengths = torch.tensor([1.0, 2, 2, 2, 2, 2, 3]), np.array([1, 5, 1])
+    found: list[Values] = sequences_of(values, lengths)
+    assert [joined([each]).tolist() for each in found] == [[1.0], [2.0] * 5, [3.0]]
+    assert torch.equal(opened_values(found), values)
