@@ -1,4 +1,4 @@
-"""Texts of long answers, made where they are sampled: who scores them need not fetch the tokens."""
+"""Texts of long answers, made where they are sampled: the controller has no time for thousands of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data import Turn
-from megarl.data.stretches import here, is_long
+from megarl.data.stretches import here
+
+_LONG = 1024
+"""Tokens; to make text of them takes a millisecond or more."""
 
 
 class Texts:
@@ -18,7 +21,7 @@ class Texts:
 
     def added(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns, long ones with their text."""
-        return [replace(turn, text=self._text(turn)) if is_long(turn.token_ids) else turn for turn in turns]
+        return [replace(turn, text=self._text(turn)) if len(turn.token_ids) >= _LONG else turn for turn in turns]
 
     def _text(self, turn: Turn) -> str:
         return self._tokenizer.decode(here(turn.token_ids).tolist(), skip_special_tokens=True)

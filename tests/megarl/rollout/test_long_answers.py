@@ -12,7 +12,7 @@ from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
 from megarl.rollout.protocol import Request, SamplingParameters
 
-SHORT, LONG = 5, 30_000
+SHORT, LONG = 5, 3000
 
 
 def _answered(requests, listener=None):
