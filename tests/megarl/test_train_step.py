@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms import AdaptiveKl
 from megarl.cluster.turns import Turns
+from megarl.cluster.batch import opened_values
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
@@ -45,7 +46,7 @@ class TenTimesTheToken:
     """A reward model: ten times the digit that a response is."""
 
     def scores(self, batch):
-        last = batch.tokens[batch.lengths.cumsum(0) - 1].tolist()
+        last = opened_values(batch.tokens)[batch.lengths.cumsum() - 1].tolist()
         return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])
 
 
