@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.algorithms import AdaptiveKl
-from megarl.cluster.turns import Turns
 from megarl.cluster.batch import opened_values
+from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
