@@ -74,10 +74,12 @@ class TurnsOnSharedGpus(Turns):
         """See `Turns.add`."""
         if not self._shares(group):
             return
-        if isinstance(group, TrainerGroup):
-            self._trainers.append(group)
         if self._memory is not None:
             group.count_memory(self._memory)
+        if isinstance(group, TrainerGroup):
+            self._trainers.append(group)
+            # The engines' turn, before there was anybody to ask, is none of the trainers' peak.
+            group.take_device_peak()
 
     def give_to(self, group: Group) -> None:
         """See `Turns.give_to`."""

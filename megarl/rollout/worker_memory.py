@@ -37,13 +37,15 @@ class WorkerMemory:
         self._hold(_KV_CACHE, nbytes_of(self._cache_storages()))
 
     def sleep(self) -> None:
-        """Give all memory back. The weights are kept in the host's."""
-        self._weights = HostCopy(self._weight_storages())
-        self._hold(_WEIGHTS, 0)
-        self._kv_cache = [(storage, storage.nbytes()) for storage in self._cache_storages()]
-        for storage, _ in self._kv_cache:
-            free(storage)
-        self._hold(_KV_CACHE, 0)
+        """Give all memory back that is not away already. The weights are kept in the host's."""
+        if self._weights is None:
+            self._weights = HostCopy(self._weight_storages())
+            self._hold(_WEIGHTS, 0)
+        if not self._kv_cache:
+            self._kv_cache = [(storage, storage.nbytes()) for storage in self._cache_storages()]
+            for storage, _ in self._kv_cache:
+                free(storage)
+            self._hold(_KV_CACHE, 0)
 
     def wake_up(self, parts: Collection[str] = get_args(EngineMemory)) -> None:
         """Take memory for these parts: weights as they were, a cache of zeros, as a new one is."""

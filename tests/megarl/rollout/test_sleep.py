@@ -47,7 +47,11 @@ def test_an_engine_sleeps_and_is_updated_before_it_is_awake(sleeper, kind, tmp_p
     assert 0.9 * kv_cache_bytes <= whole - weights <= kv_cache_bytes
     with refused("kv_cache"):
         served.greedy(PROMPTS[0])
+    # A checkpoint, for one, is the trainers' turn after that of a refit.
+    engine.sleep()
+    assert memory.take_peak() == weights
     engine.wake_up(["weights", "kv_cache"])
+    assert memory.take_peak() == whole
     after = served.greedy(PROMPTS[0])
     assert (after.token_ids.tolist(), after.log_probs.tolist()) == (
         before.token_ids.tolist(),
