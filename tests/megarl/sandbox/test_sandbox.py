@@ -49,7 +49,7 @@ def test_a_signal_is_told_from_an_exit():
 
 
 def test_the_interpreters_packages_can_be_imported():
-    assert finish("import numpy\nprint(int(numpy.ones(3).sum()))", memory_bytes=2**30).output == b"3\n"
+    assert finish("import numpy\nprint(int(numpy.ones(3).sum()))", memory_bytes=2**30, wall_s=60).output == b"3\n"
 
 
 CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
