@@ -13,7 +13,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, Runs, Values, constant, here, shortened
+from megarl.data.stretches import Array, Runs, Values, constant, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -124,14 +124,20 @@ def sum_of_branches(values: Tensor, rollout: Tensor) -> Tensor:
 
 def trained_responses(batch: Batch) -> Ragged:
     """The tokens of `batch` that are trained on."""
-    return Ragged(torch.tensor([int(runs.values @ runs.lengths) for runs in _runs(batch)]))
+    runs = [*_runs(batch), Runs(np.empty(0, dtype=bool), np.empty(0, dtype=np.int32))]
+    counts = np.concatenate([each.lengths for each in runs]) * np.concatenate([each.values for each in runs])
+    sums = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
+    ends = np.cumsum([len(each.values) for each in runs[:-1]], dtype=np.int64)
+    return Ragged(torch.from_numpy(np.diff(sums[ends], prepend=0)))
 
 
 def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
     """Values of the trained tokens at their places in the batch, 0 at all others: float32."""
-    lengths = trained_responses(batch).lengths.tolist()
-    own = (piece.numpy() for piece in values.float().split(lengths))
-    return [_at(piece, trained) for piece, trained in zip(own, _runs(batch), strict=True)]
+    lengths = trained_responses(batch).lengths.numpy()
+    own = values.float().numpy()
+    pieces = np.split(own, lengths.cumsum()[:-1])
+    are_equal = _are_equal(own, lengths).tolist()
+    return [_at(*each) for each in zip(pieces, are_equal, _runs(batch), strict=True)]
 
 
 def at_trained(name: str, batch: Batch) -> Tensor:
@@ -144,17 +150,16 @@ def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
 
     They are advantages float32[K], tokens [K] that have each, and the responses [K] that these are of.
     """
-    advantages, tokens = [], []
-    for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True):
-        if isinstance(stretch, Runs) and np.array_equal(stretch.lengths, trained.lengths):
-            chosen = trained.values & (trained.lengths > 0)
-            advantages.append(stretch.values[chosen])
-            tokens.append(stretch.lengths[chosen].astype(np.int64))
-        else:
-            advantages.append(here(stretch)[here(trained)])
-            tokens.append(np.ones(len(advantages[-1]), dtype=np.int64))
-    responses = np.repeat(np.arange(len(batch)), [len(each) for each in tokens])
-    return np.concatenate(advantages), np.concatenate(tokens), responses
+    entries = [
+        (stretch.values, stretch.lengths, trained.values)
+        if isinstance(stretch, Runs) and stretch.lengths is trained.lengths
+        else (here(stretch), np.ones(length_of(stretch), dtype=np.int32), here(trained))
+        for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True)
+    ]
+    advantages, tokens, is_trained = (np.concatenate(each) for each in zip(*entries, strict=True))
+    responses = np.repeat(np.arange(len(batch)), [len(each) for each, _, _ in entries])
+    chosen = is_trained & (tokens > 0)
+    return advantages[chosen], tokens[chosen].astype(np.int64), responses[chosen]
 
 
 def whole(trajectories: Sequence[Trajectory]) -> Batch:
@@ -192,13 +197,21 @@ def _runs(batch: Batch) -> Iterator[Runs]:
         yield runs
 
 
-def _at(values: Array, trained: Runs) -> Values:
+def _are_equal(values: Array, lengths: Array) -> Array:
+    """bool[N]: whether all `values` [T] of a sequence are the same, to the bit."""
+    bits, ends = values.view(np.int32), lengths.cumsum()
+    changes = np.concatenate([[0, 0], (bits[1:] != bits[:-1]).cumsum()])
+    # A change at the first value of a sequence is none within it.
+    seconds = np.minimum(ends - lengths + 1, len(bits))
+    return (lengths == 0) | (changes[ends] == changes[seconds])
+
+
+def _at(values: Array, are_equal: bool, trained: Runs) -> Values:
     """Values of the trained tokens of a sequence at their places, 0 at all others."""
     if not len(values):
         return (constant(np.float32(0), int(trained.lengths.sum())),)
-    short = shortened(values)
-    if isinstance(short, Runs) and len(short.values) == 1:
-        return (Runs(np.where(trained.values, short.values, np.float32(0)), trained.lengths),)
+    if are_equal:
+        return (Runs(np.where(trained.values, values[0], np.float32(0)), trained.lengths),)
     placed = np.zeros(int(trained.lengths.sum()), dtype=np.float32)
     placed[np.repeat(trained.values, trained.lengths)] = values
     return (placed,)
