@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from trajectories import SHORT_RUN, group, group_of_scores, with_baseline
 
@@ -13,11 +15,13 @@ from converters.errors import UserError
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.batch import Batch, sequences_of
 from megarl.data import PromptGroup, Trajectory, Turn
+from megarl.data.stretches import Runs
 from megarl.rewards import OVERLONG, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
 from megarl.stages.batch import (
     at_trained,
+    at_trained_tokens,
     equal_advantages,
     mini_batches,
     to_batch,
@@ -266,3 +270,26 @@ def whitened(returns: list[float]) -> Tensor:
     """Returns as REINFORCE++ whitens them."""
     values = torch.tensor(returns, dtype=torch.float64)
     return (values - values.mean()) / values.std()
+
+
+ALIKE = st.lists(st.tuples(st.integers(1, 3), st.lists(st.sampled_from([0.0, -0.0, 0.5]), max_size=4)), min_size=1)
+
+
+@settings(max_examples=60)
+@given(ALIKE)
+def test_values_lie_at_their_tokens_and_are_read_again(sequences):
+    prompts, values = zip(*sequences, strict=True)
+    trained = [
+        (Runs(np.array([False, True]), np.array([prompt, len(own)], dtype=np.int32)),)
+        for prompt, own in zip(prompts, values, strict=True)
+    ]
+    lengths = np.array([prompt + len(own) for prompt, own in zip(prompts, values, strict=True)])
+    batch = Batch(lengths, [(np.zeros(length, dtype=np.int32),) for length in lengths], {"trained": trained})
+    assert trained_responses(batch).lengths.tolist() == [len(own) for own in values]
+    flat = torch.tensor([value for own in values for value in own], dtype=torch.float32)
+    batch = batch.with_fields(advantages=at_trained_tokens(flat, batch))
+    dense = torch.cat([torch.tensor([0.0] * prompt + own) for prompt, own in zip(prompts, values, strict=True)])
+    assert torch.equal(batch.values("advantages").view(torch.int32), dense.view(torch.int32))
+    advantages, tokens, responses = equal_advantages(batch)
+    assert np.repeat(advantages, tokens).tobytes() == flat.numpy().tobytes()
+    assert np.repeat(responses, tokens).tolist() == [i for i, own in enumerate(values) for _ in own]
