@@ -1,0 +1,265 @@
+"""An engine in the process that asks it, owned and stepped by one thread: requests, pauses and updates of any kind."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+from converters.errors import UserError
+from megarl.data import Turn
+from megarl.resharding.loader.buckets import Bucket
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
+from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.text import Texts
+from megarl.rollout.update import WeightUpdate
+from megarl.rollout.worker_memory import require
+
+R = TypeVar("R")
+P = ParamSpec("P")
+E = TypeVar("E", bound="OwnedEngine")
+
+
+def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Let a method run in the owner thread of its engine, behind what was asked before; a dead engine runs none."""
+
+    @functools.wraps(method)
+    def call(self: E, *arguments: P.args, **options: P.kwargs) -> R:
+        def task() -> R:
+            self._check_alive()
+            try:
+                return method(self, *arguments, **options)
+            except EngineDiedError as error:
+                self._die(error)
+                raise
+
+        return self._owner.submit(task).result()
+
+    return call
+
+
+class OwnedEngine(ABC):
+    """The part of `megarl.rollout.protocol.Engine` that is the same whatever computes.
+
+    One thread owns what computes: every call from outside and every step is a task in its queue, so they never overlap
+    and no lock is needed. A step puts the next one at the end of the queue, behind the calls that wait.
+    """
+
+    title: ClassVar[str]
+    """Name of the engine in messages."""
+
+    def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
+        self._model_path = Path(model_path)
+        self._texts = Texts(self._model_path)
+        self._engine_args = dict(engine_args)
+        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self.title)
+        self._version = -1
+        self._update: WeightUpdate | None = None
+        self._away: frozenset[EngineMemory] = frozenset()
+        self._paused = False
+        self._step_queued = False
+        self._death: BaseException | None = None
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
+        """See `Generator.generate`."""
+        return [future.result() for future in self._add(requests)]
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        """See `Generator.generate_each`."""
+        place = {future: index for index, future in enumerate(self._add(requests))}
+        for future in as_completed(place):
+            yield place[future], self._texts.added(future.result())
+
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """See `Generator.generate_stream`."""
+        if request.sampling.samples != 1:
+            raise UserError(f"a stream of {request.sampling.samples} samples: ask for one")
+        pieces = SimpleQueue[list[int] | None]()
+        (future,) = self._add([request], pieces.put)
+        future.add_done_callback(lambda _: pieces.put(None))
+        while (piece := pieces.get()) is not None:  # not `yield from`: Ray sends to what this gives
+            yield piece
+        future.result()
+
+    @by_owner
+    def pause(self, mode: PauseMode) -> None:
+        """See `Generator.pause`."""
+        self._hold()
+        self._paused = True
+        if mode == "abort":
+            self._abort()
+
+    @by_owner
+    def resume(self) -> None:
+        """See `Generator.resume`."""
+        self._paused = False
+        self._release()
+
+    @by_owner
+    def version(self) -> int:
+        """See `Generator.version`."""
+        return self._version
+
+    @by_owner
+    def reset_prefix_cache(self) -> None:
+        """See `Generator.reset_prefix_cache`."""
+        self._forget()
+
+    def close(self) -> None:
+        """See `Generator.close`."""
+        self._owner.submit(self._end).result()
+
+    @by_owner
+    def begin_update(self, version: int, names: Sequence[str]) -> None:
+        """See `WeightTarget.begin_update`."""
+        if self._update is not None and not self._update.failed and self._update.version != version:
+            raise UpdateError(f"update {version} cannot begin before {self._update.version} was committed")
+        if version <= self._version:
+            raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
+        if self._update is not None:
+            self._abandon_update()
+        self._hold()
+        self._update = WeightUpdate(version, names)
+
+    @by_owner
+    def write(self, bucket: Bucket) -> None:
+        """See `WeightTarget.write`."""
+        require(self._away, "weights")
+        update = self._update_under_way("write")
+        update.failed = True
+        if not update.loads_by_name:
+            self._begin_loading()
+            update.loads_by_name = True
+        update.accept(entry.name for entry in bucket.entries)
+        self._load(bucket)
+        update.failed = False
+
+    @by_owner
+    def receive(self, version: int) -> None:
+        """See `WeightTarget.receive`."""
+        require(self._away, "weights")
+        update = self._update_under_way("receive")
+        update.check_version(version)
+        update.failed = True
+        update.accept_all()
+        self._receive(version)
+        update.failed = False
+
+    @by_owner
+    def commit_update(self, version: int) -> None:
+        """See `WeightTarget.commit_update`."""
+        update = self._update_under_way("commit")
+        update.check_version(version)
+        update.failed = True
+        update.check_complete()
+        if update.loads_by_name:
+            self._finish_loading()
+        self._forget()
+        self._version = version
+        self._update = None
+        self._release()
+
+    # The methods below, too, run in the owner thread.
+
+    @abstractmethod
+    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+        """Take requests in; each future gets the samples of one. A `listener` gets new tokens as they come."""
+
+    @abstractmethod
+    def _can_step(self) -> bool:
+        """Whether there is something to compute, and nothing holds it up."""
+
+    @abstractmethod
+    def _compute(self) -> None:
+        """Compute the next token of what is served."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """End all requests with what they have."""
+
+    @abstractmethod
+    def _fail(self, error: EngineDiedError) -> None:
+        """End all requests with an error."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget keys and values of earlier prompts, and compute anew those of what is served."""
+
+    @abstractmethod
+    def _load(self, bucket: Bucket) -> None:
+        """Take weights out of a bucket, by their names."""
+
+    @abstractmethod
+    def _receive(self, version: int) -> None:
+        """Take the messages of a direct transfer."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Give everything back, as far as it was started; the requests in flight end with an error."""
+
+    def _hold(self) -> None:  # noqa: B027 - an engine that looks before each step has nothing to do
+        """Let no step begin."""
+
+    def _release(self) -> None:
+        """Let steps begin again, unless something else is in the way."""
+        self._queue_step()
+
+    def _abandon_update(self) -> None:  # noqa: B027 - most keep nothing of it
+        """Forget an update that did not end."""
+
+    def _begin_loading(self) -> None:  # noqa: B027 - as above
+        """Get ready for weights by name."""
+
+    def _finish_loading(self) -> None:  # noqa: B027 - as above
+        """Derive what follows from weights that have all come by name."""
+
+    def _end(self) -> None:
+        self._death = self._death or RuntimeError("it was closed")
+        self._close()
+
+    def _closed(self) -> EngineDiedError:
+        return EngineDiedError(f"the {self.title} engine was closed")
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDiedError(f"the {self.title} engine has died: {self._death}") from self._death
+
+    @by_owner
+    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
+        if self._version < 0 and self._update is None:
+            raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
+        require(self._away, "weights", "kv_cache")
+        added = self._accept(requests, listener)
+        self._queue_step()
+        return added
+
+    def _queue_step(self) -> None:
+        if self._can_step() and not self._step_queued:
+            self._step_queued = True
+            self._owner.submit(self._step).add_done_callback(self._die_of)
+
+    def _step(self) -> None:
+        self._step_queued = False
+        # A call that came first may hold it up.
+        if self._can_step():
+            self._compute()
+            self._queue_step()
+
+    def _die_of(self, step: Future[None]) -> None:
+        if (error := step.exception()) is not None:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        self._death = error
+        died = EngineDiedError(f"the {self.title} engine died: {error}")
+        died.__cause__ = error
+        self._fail(died)
+
+    def _update_under_way(self, action: str) -> WeightUpdate:
+        if self._update is None:
+            raise UpdateError(f"{action} without begin_update")
+        if self._update.failed:
+            raise UpdateError(f"{action} after update {self._update.version} failed: begin it anew")
+        return self._update
