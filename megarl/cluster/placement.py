@@ -48,11 +48,11 @@ class Role:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-Placement: TypeAlias = dict[str, list[Node]]
+NodesByRole: TypeAlias = dict[str, list[Node]]
 """Name of a role -> the machine of each of its processes."""
 
 
-def place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement:
+def place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole:
     """The machine of every process; which of two machines comes first depends on their addresses alone.
 
     Ranks go up with the machines. Raises UserError, with the arithmetic, where there is no room for all.
@@ -62,7 +62,7 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement:
     return placement
 
 
-def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> Placement | None:
+def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole | None:
     """As `place`; None where there is no room for all."""
     if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in _KINDS):
         return None
@@ -82,7 +82,7 @@ class _Filling:
     """Machines that are filled, role by role."""
 
     def __init__(self, nodes: Sequence[Node], largest: float, *, may_fall_apart: bool) -> None:
-        self.placement: Placement = {}
+        self.placement: NodesByRole = {}
         self._nodes, self._largest, self._may_fall_apart = nodes, largest, may_fall_apart
         self._free = [(node.cpus, node.gpus) for node in nodes]
 
@@ -201,7 +201,7 @@ def list_machines(nodes: Sequence[Node], *kinds: str) -> str:
     return ", ".join(f"{count} machine{'s' if count > 1 else ''} of {size}" for size, count in alike.items()) or "none"
 
 
-def table(placement: Placement, sharing: Collection[str] = ()) -> list[str]:
+def table(placement: NodesByRole, sharing: Collection[str] = ()) -> list[str]:
     """Who runs where, one line for each machine, in the order of their addresses; `sharing` roles take turns there.
 
     Example: ["10.0.0.7   trainer 0-7", "10.0.0.8   engine 0-1, critic 0-3"], or for roles that share

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, Placement, Role, list_machines, number, place
+from megarl.cluster.placement import Node, NodesByRole, Role, list_machines, number, place
 from megarl.schema import PoolConfig
 
 
@@ -23,12 +23,12 @@ class _Part(NamedTuple):
     """The roles take turns on the same GPUs."""
 
 
-def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> Placement:
+def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> NodesByRole:
     """As `place`: roles that a pool names on its machines, all others on what is left.
 
     Raises UserError also where a pool asks for more than there is.
     """
-    placement: Placement = {}
+    placement: NodesByRole = {}
     for part in _divide(roles, nodes, pools):
         try:
             placement |= _in_turns(part) if part.shared else place(part.roles, part.nodes)
@@ -37,9 +37,9 @@ def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[
     return {role.name: placement[role.name] for role in roles}
 
 
-def _in_turns(part: _Part) -> Placement:
+def _in_turns(part: _Part) -> NodesByRole:
     """As `place`, but that each role has all GPUs to itself, in its turn; cores are divided, as all processes live."""
-    placement: Placement = {}
+    placement: NodesByRole = {}
     cpus = {node.id: node.cpus for node in part.nodes}
     for role in part.roles:
         placement |= place([role], [replace(node, cpus=cpus[node.id]) for node in part.nodes])

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, Placement, Role
+from megarl.cluster.placement import Node, NodesByRole, Role
 from megarl.cluster.pools import place_in_pools
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
@@ -64,7 +64,7 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
     remove_placement_group(group)
 
 
-def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup]:
+def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, PlacementGroup]:
     everything = _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
     place_in_pools(roles, everything, cluster.pools)
     if (taken := _try(roles, cluster)) is not None:
@@ -81,7 +81,7 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, Pla
     )
 
 
-def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[Placement, PlacementGroup] | None:
+def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, PlacementGroup] | None:
     if (placement := _find(roles, _free(cluster), cluster)) is None:
         return None
     group = _group(roles, placement, cluster.sharing())
@@ -96,7 +96,7 @@ def _free(cluster: ClusterConfig) -> list[Node]:
     return _nodes(available_resources_per_node(), cluster.gpu_share)
 
 
-def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> Placement | None:
+def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> NodesByRole | None:
     """Who runs where; None as long as others have what the run needs."""
     try:
         return place_in_pools(roles, free, cluster.pools)
@@ -104,7 +104,7 @@ def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -
         return None
 
 
-def _group(roles: Sequence[Role], placement: Placement, sharing: Collection[str]) -> PlacementGroup:
+def _group(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> PlacementGroup:
     """A bundle for each process, then one on each machine for the GPUs that some of them share."""
     seats = [(role, node) for role in roles for node in placement[role.name]]
     shared = gpus_shared(roles, placement, sharing)
@@ -115,7 +115,7 @@ def _group(roles: Sequence[Role], placement: Placement, sharing: Collection[str]
     )
 
 
-def gpus_shared(roles: Sequence[Role], placement: Placement, sharing: Collection[str]) -> dict[str, float]:
+def gpus_shared(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> dict[str, float]:
     """Machine -> how many GPUs of it the `sharing` roles need in turns: as many as the one that needs most."""
     shared: dict[str, float] = {}
     for role in roles:
@@ -126,7 +126,7 @@ def gpus_shared(roles: Sequence[Role], placement: Placement, sharing: Collection
 
 
 def _gpus_to_share(
-    roles: Sequence[Role], placement: Placement, sharing: Collection[str], group: PlacementGroup
+    roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str], group: PlacementGroup
 ) -> dict[str, list[list[str]]]:
     """The GPUs of each process of the roles that share them, by the names of the roles; none without GPUs."""
     shared, processes = gpus_shared(roles, placement, sharing), sum(role.processes for role in roles)
