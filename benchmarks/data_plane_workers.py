@@ -16,8 +16,8 @@ from megarl.cluster.trainer_worker import TrainerWorker
 from megarl.data import Turn
 from megarl.data.stretches import Stored
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.objective import StepResult
 from megatron_ext.packing import RaggedBatch
-from megatron_ext.step_result import StepResult
 
 
 class Engine:

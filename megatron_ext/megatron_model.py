@@ -20,7 +20,7 @@ from megatron_ext.expert_load import ExpertLoad
 from megatron_ext.forward import forward, forward_backward, predict_labels, predict_values
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
-from megatron_ext.objective import Objective
+from megatron_ext.objective import Objective, StepResult
 from megatron_ext.offload import Residence, optimizer_tensors
 from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
@@ -28,7 +28,6 @@ from megatron_ext.overlap import gather_weights, gathers_in_forward
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
-from megatron_ext.step_result import StepResult
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 

@@ -25,10 +25,9 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.schema import ClusterConfig
 from megatron_ext.device_memory import CountedMemory, StatePart
-from megatron_ext.objective import Objective
+from megatron_ext.objective import Objective, StepResult
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import ASKED_BY, assign
-from megatron_ext.step_result import StepResult
 
 Cut: TypeAlias = list[list[list[int]]]
 """How a batch falls apart: the sequences of each micro-batch of each data-parallel rank."""

@@ -29,10 +29,9 @@ from megatron_ext import checkpoint, parallel  # noqa: E402
 from megatron_ext.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
-from megatron_ext.objective import Objective  # noqa: E402
+from megatron_ext.objective import Objective, StepResult  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.specs import module_names  # noqa: E402
-from megatron_ext.step_result import StepResult  # noqa: E402
 
 MicroBatches: TypeAlias = list[list[int]]
 """The sequences of each, by their places in the share of this rank."""

@@ -12,8 +12,7 @@ from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
 from megarl.stages.fields import Loss, for_loss, with_fields
 from megarl.tracking import MetricValue
-from megatron_ext.objective import Objective
-from megatron_ext.step_result import StepResult
+from megatron_ext.objective import Objective, StepResult
 
 _POLICY: Loss = "policy"
 """The model whose experts' load is reported."""

@@ -19,8 +19,8 @@ from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
+from megatron_ext.objective import StepResult
 from megatron_ext.packing import RaggedBatch
-from megatron_ext.step_result import StepResult
 
 ANSWERS = {1: [5, 2], 2: [6, 2], 3: [7, 2]}
 """The replies in the data to prompts of one token; 2 ends them."""

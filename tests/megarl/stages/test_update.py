@@ -10,7 +10,7 @@ from megarl.algorithms import Metrics, PolicyObjective
 from megarl.algorithms.metrics import Mean
 from megarl.cluster.batch import Batch
 from megarl.stages.update import update, update_policy
-from megatron_ext.step_result import StepResult
+from megatron_ext.objective import StepResult
 
 BATCH = Batch(np.array([2]), [(np.array([1, 2]),)])
 
