@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.data.packed_stretches import Packed, packed, unpacked
 from megarl.data.stretches import Array, Values, joined, kept_here, nothing_of, shortened
 from megatron_ext.packing import RaggedBatch
 
@@ -35,6 +37,10 @@ class Batch:
         fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
         tokens = [(each,) for each in _pieces(batch.tokens.to(torch.int32), lengths)]
         return cls(lengths, tokens, fields, batch.unit, {name: each.numpy() for name, each in batch.names.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: packed(values) for name, values in self.fields.items()}
+        return _unpacked_batch, (self.lengths, packed(self.tokens), fields, self.unit, self.names)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,9 +79,13 @@ class Batch:
         fields = {name: self.values(name) for name in self.fields}
         return RaggedBatch(opened_values(self.tokens), torch.tensor(self.lengths), fields, self.unit, names)
 
-    def kept(self, values: Tensor) -> list[Values]:
-        """Values [T] that this process made, by sequence; they stay in the object store of its machine."""
-        return [kept_here(each) for each in _pieces(values, self.lengths)] if len(self) else []
+    def kept(self, values: Tensor) -> Packed:
+        """Values [T] that this process made, by sequence; long ones stay in the object store of its machine."""
+        return packed([kept_here(each) for each in _pieces(values, self.lengths)] if len(self) else [])
+
+
+def _unpacked_batch(lengths: Array, tokens: Packed, fields: Mapping[str, Packed], *rest: Any) -> Batch:
+    return Batch(lengths, unpacked(tokens), {name: unpacked(values) for name, values in fields.items()}, *rest)
 
 
 def opened_values(sequences: Sequence[Values]) -> Tensor:

@@ -10,12 +10,12 @@ import numpy as np
 from megarl.data.stretches import Array, Stored, is_long
 
 
-def taken_out(result: Any) -> tuple[Any, list[Array]]:
-    """A result without its long arrays, for `put_back`, and these. Where it has none, it is as it was."""
+def taken_out(result: Any) -> tuple[bytes, list[Array]]:
+    """A result without its long arrays, for `put_back`, and these."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(result)
-    return (file.getvalue() if pickler.arrays else result), pickler.arrays
+    return file.getvalue(), pickler.arrays
 
 
 def put_back(pickled: bytes, references: Sequence[Any]) -> Any:

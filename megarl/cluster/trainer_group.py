@@ -18,6 +18,7 @@ from megarl.cluster.batch import Batch
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
+from megarl.data.packed_stretches import Packed, unpacked
 from megarl.data.stretches import Values
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -228,7 +229,7 @@ def _sequences(cut: Cut) -> list[int]:
     return [sequence for share in cut for micro_batch in share for sequence in micro_batch]
 
 
-def in_order(cut: Cut, of_shares: Sequence[Sequence[Values]]) -> list[Values]:
+def in_order(cut: Cut, of_shares: Sequence[Packed]) -> list[Values]:
     """Values that the shares have of each of their sequences, in the order of the batch that was cut."""
-    by_sequence = dict(zip(_sequences(cut), chain.from_iterable(of_shares), strict=True))
+    by_sequence = dict(zip(_sequences(cut), chain.from_iterable(map(unpacked, of_shares)), strict=True))
     return [by_sequence[sequence] for sequence in range(len(by_sequence))]

@@ -18,7 +18,8 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from megarl.cluster.batch import Batch  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
-from megarl.data.stretches import Array, Values  # noqa: E402
+from megarl.data.packed_stretches import Packed  # noqa: E402
+from megarl.data.stretches import Array  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
 from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
@@ -93,7 +94,7 @@ class TrainerWorker:
         names: list[str],
         temperature: float,
         reference: bool,
-    ) -> dict[str, list[Values]] | None:
+    ) -> dict[str, Packed] | None:
         """The fields of `MegatronModel.log_probs` that are named; with `reference`, of the reference model.
 
         None if the rank is not asked, as for all results: another rank of its share has the same.
@@ -105,7 +106,7 @@ class TrainerWorker:
         assert found is not None, "a rank of the last stage is asked"
         return {name: share.kept(getattr(found, name)) for name in names}
 
-    def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> list[Values] | None:
+    def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Packed | None:
         """See `MegatronModel.values`."""
         values = self.model.values(share.load(), micro_batches)
         return share.kept(values) if is_asked and values is not None else None

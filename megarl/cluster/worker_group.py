@@ -245,7 +245,7 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
         if isinstance(answer, _Failed):
             raise answer.failure
         rest, arrays = answer
-        yield stream, put_back(rest, arrays_behind(stream, arrays)) if arrays else rest
+        yield stream, put_back(rest, arrays_behind(stream, arrays) if arrays else [])
 
 
 def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef]:

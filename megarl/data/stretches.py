@@ -1,7 +1,8 @@
 """Values of the tokens of a sequence, a stretch of them after the other: here, said once, or in Ray's object store."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,6 +13,8 @@ from megarl.process.errors import RunFailed
 Array: TypeAlias = npt.NDArray[Any]
 # Below this an array is cheaper to send along than to look up, and Ray (2.60) sends a result to its caller itself.
 _STORED_BYTES = 100 * 1024
+# Short arrays that are looked at together: a copy of them has at most 25 MB.
+_AT_ONCE = 256
 # To compare values by their bits: not a number is equal to itself, and 0 is not -0.
 _BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}
 
@@ -105,8 +108,8 @@ def opened(values: Sequence[Array | Stored]) -> list[Array]:
 def joined(sequences: Iterable[Values]) -> Array:
     """Values of several sequences in one array."""
     stretches = [stretch for values in sequences for stretch in values]
-    expanded = opened([_expanded(each) if isinstance(each, Runs) else each for each in stretches])
-    return np.concatenate(expanded)
+    expanded = _expanded([each for each in stretches if isinstance(each, Runs)])
+    return np.concatenate(opened([next(expanded) if isinstance(each, Runs) else each for each in stretches]))
 
 
 def shortened(values: Array) -> Array | Runs:
@@ -150,15 +153,35 @@ def dtype_of(stretch: Stretch) -> np.dtype[Any]:
     return stretch.values.dtype if isinstance(stretch, Runs) else np.dtype(stretch.dtype)
 
 
+def not_finite(sequences: Sequence[Values]) -> list[int]:
+    """The sequences that hold what is not a number, as far as can be told without a look into the object store."""
+    # All together first: there are thousands, and hardly ever one.
+    known = [each.values if isinstance(each, Runs) else each for values in sequences for each in values]
+    if _are_finite(known):
+        return []
+    return [number for number, values in enumerate(sequences) if not is_finite(values)]
+
+
 def is_finite(values: Values) -> bool:
     """Whether all are numbers, as far as can be told without a look into the object store."""
-    return all(
-        each.is_finite
-        if isinstance(each, Stored)
-        else np.isfinite(each.values if isinstance(each, Runs) else each).all()
-        for each in values
+    return _are_finite([each.values if isinstance(each, Runs) else each for each in values])
+
+
+def _are_finite(stretches: Sequence[Array | Stored]) -> bool:
+    arrays = [each for each in stretches if not isinstance(each, Stored)]
+    some = (arrays[start : start + _AT_ONCE] for start in range(0, len(arrays), _AT_ONCE))
+    return all(each.is_finite for each in stretches if isinstance(each, Stored)) and all(
+        np.isfinite(np.concatenate(part)).all() for part in some
     )
 
 
-def _expanded(runs: Runs) -> Array:
-    return np.repeat(runs.values, runs.lengths)
+def _expanded(runs: Sequence[Runs]) -> Iterator[Array]:
+    """The values of each, all made at once: thousands are of a few tokens."""
+    if not runs:
+        return
+    lengths = np.concatenate([each.lengths for each in runs])
+    values = np.repeat(np.concatenate([each.values for each in runs]), lengths)
+    sums = np.concatenate([[0], lengths.cumsum(dtype=np.int64)])
+    last_runs = np.cumsum([len(each.values) for each in runs], dtype=np.int64)
+    for start, end in pairwise([0, *sums[last_runs].tolist()]):
+        yield values[start:end]

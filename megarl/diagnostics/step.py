@@ -40,7 +40,7 @@ def _oldest(trajectory: Trajectory, newest: int) -> int:
     """The version of its oldest token; `newest` where none was sampled."""
     versions = [turn.versions for turn in trajectory.turns]
     values = [each.values if isinstance(each, Runs) else each for each in versions]
-    return min((int(each.min()) for each in values if len(each)), default=newest)
+    return min((min(each.tolist()) for each in values if len(each)), default=newest)
 
 
 def length_edges(max_tokens: int) -> list[float]:

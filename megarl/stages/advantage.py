@@ -14,7 +14,7 @@ from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import is_finite
+from megarl.data.stretches import not_finite
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import (
@@ -126,8 +126,7 @@ def _opened(config: AlgorithmConfig) -> set[str]:
 def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
     """Raise UserError for a prediction that is not a number. Only what is known to hold one is opened."""
     for field, what in _PREDICTIONS.items():
-        sequences = batch.fields.get(field, ())
-        if suspects := [index for index, values in enumerate(sequences) if not is_finite(values)]:
+        if suspects := not_finite(batch.fields.get(field, ())):
             part = batch.select(suspects)
             check_finite(what, at_trained(field, part), lambda i: describe(suspects[i]), trained_responses(part))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, Runs, Values, constant, here, length_of, shortened
+from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -133,11 +134,15 @@ def trained_responses(batch: Batch) -> Ragged:
 
 def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
     """Values of the trained tokens at their places in the batch, 0 at all others: float32."""
-    lengths = trained_responses(batch).lengths.numpy()
-    own = values.float().numpy()
-    pieces = np.split(own, lengths.cumsum()[:-1])
-    are_equal = _are_equal(own, lengths).tolist()
-    return [_at(*each) for each in zip(pieces, are_equal, _runs(batch), strict=True)]
+    lengths, runs, own = trained_responses(batch).lengths.numpy(), list(_runs(batch)), values.float().numpy()
+    starts = lengths.cumsum() - lengths
+    firsts = np.where(lengths > 0, np.append(own, np.float32(0))[starts], np.float32(0))
+    at_runs = _at_runs(firsts, runs)
+    are_equal = _are_equal(own, starts, lengths)
+    for sequence in (~are_equal).nonzero()[0].tolist():
+        start = starts[sequence]
+        at_runs[sequence] = (_placed(own[start : start + lengths[sequence]], runs[sequence]),)
+    return at_runs
 
 
 def at_trained(name: str, batch: Batch) -> Tensor:
@@ -197,21 +202,26 @@ def _runs(batch: Batch) -> Iterator[Runs]:
         yield runs
 
 
-def _are_equal(values: Array, lengths: Array) -> Array:
+def _are_equal(values: Array, starts: Array, lengths: Array) -> Array:
     """bool[N]: whether all `values` [T] of a sequence are the same, to the bit."""
-    bits, ends = values.view(np.int32), lengths.cumsum()
+    bits = values.view(np.int32)
     changes = np.concatenate([[0, 0], (bits[1:] != bits[:-1]).cumsum()])
     # A change at the first value of a sequence is none within it.
-    seconds = np.minimum(ends - lengths + 1, len(bits))
-    return (lengths == 0) | (changes[ends] == changes[seconds])
+    seconds = np.minimum(starts + 1, len(bits))
+    return (lengths == 0) | (changes[starts + lengths] == changes[seconds])
 
 
-def _at(values: Array, are_equal: bool, trained: Runs) -> Values:
+def _at_runs(values: Array, runs: Sequence[Runs]) -> list[Values]:
+    """One value [N] for all trained tokens of each sequence, 0 at all others; `runs` are the field `trained`."""
+    counts = np.array([len(each.values) for each in runs], dtype=np.int64)
+    is_trained = np.concatenate([np.empty(0, dtype=bool), *[each.values for each in runs]])
+    placed = np.where(is_trained, np.repeat(values, counts), np.float32(0))
+    ends = [0, *counts.cumsum().tolist()]
+    return [(Runs(placed[a:b], each.lengths),) for (a, b), each in zip(pairwise(ends), runs, strict=True)]
+
+
+def _placed(values: Array, trained: Runs) -> Array:
     """Values of the trained tokens of a sequence at their places, 0 at all others."""
-    if not len(values):
-        return (constant(np.float32(0), int(trained.lengths.sum())),)
-    if are_equal:
-        return (Runs(np.where(trained.values, values[0], np.float32(0)), trained.lengths),)
     placed = np.zeros(int(trained.lengths.sum()), dtype=np.float32)
     placed[np.repeat(trained.values, trained.lengths)] = values
-    return (placed,)
+    return placed

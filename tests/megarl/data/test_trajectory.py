@@ -33,6 +33,15 @@ def test_a_sampled_token_of_a_long_turn_takes_eight_bytes_also_between_processes
     assert len(pickle.dumps(turns)) < 4 * 8 * length + prompt.nbytes + 2000
 
 
+def test_short_turns_are_no_more_than_their_bytes_between_processes() -> None:
+    prompt = np.arange(20, dtype=np.int32)
+    turns = [Turn.of(prompt, [1, 2, 3], [-1.0, -0.0, -np.inf], [7, 7, 8], "stop") for _ in range(8)]
+    sent = pickle.dumps(turns, protocol=5)
+    assert pickle.loads(sent) == turns
+    # Eight turns of 36 bytes and a name or two, and the prompt once: arrays would be 2,700 bytes.
+    assert len(sent) < 1100
+
+
 def test_many_versions_are_said_once() -> None:
     length = 30_000
     turn = Turn.of([9, 8], range(length), [-0.5] * length, [3] * 29_000 + [4] * 1000, "stop")

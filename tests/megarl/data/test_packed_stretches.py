@@ -1,0 +1,64 @@
+"""Values between processes: whatever the stretches of a sequence are, they arrive as they were."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megarl.data.packed_stretches import packed, unpacked
+from megarl.data.stretches import Runs, Stored, Stretch, Values, joined, not_finite
+
+FLOATS = st.floats(width=32, allow_nan=True)
+PLAIN = st.lists(FLOATS, max_size=5).map(np.float32)
+RUNS = st.lists(st.tuples(FLOATS, st.integers(0, 4)), max_size=4).map(
+    lambda runs: Runs(np.float32([value for value, _ in runs]), np.int32([length for _, length in runs]))
+)
+LONG = st.integers(0, 3).map(lambda seed: np.arange(seed, seed + 30_000, dtype=np.float32))
+STORED = st.integers(0, 9).map(lambda number: Stored(f"00ff{number}", "<f4", 5000, is_finite=number > 0))
+SEQUENCES = st.lists(st.lists(st.one_of(PLAIN, RUNS, LONG, STORED), max_size=4).map(tuple), max_size=6)
+SEVERAL: list[Values] = [
+    (Runs(np.float32([0, 1]), np.int32([2, 3])), np.float32([0.5, 0.25])),
+    (Stored("00ff", "<f4", 5000, is_finite=True), Runs(np.float32([-1]), np.int32([4])), np.float32([2])),
+]
+
+
+def bits(stretch: Stretch) -> object:
+    if isinstance(stretch, Stored):
+        return stretch
+    return [each.tobytes() for each in (stretch if isinstance(stretch, Runs) else [stretch])]
+
+
+@given(SEQUENCES)
+@example(SEVERAL)
+def test_any_stretches_arrive_as_they_were(sequences: list[Values]) -> None:
+    arrived = unpacked(pickle.loads(pickle.dumps(packed(sequences))))
+    assert [[type(each) for each in values] for values in arrived] == [[type(each) for each in v] for v in sequences]
+    assert [list(map(bits, values)) for values in arrived] == [list(map(bits, values)) for values in sequences]
+
+
+@given(SEQUENCES)
+def test_what_is_not_a_number_is_found_wherever_it_is(sequences: list[Values]) -> None:
+    def is_finite(stretch: Stretch) -> bool:
+        if isinstance(stretch, Stored):
+            return stretch.is_finite
+        return bool(np.isfinite(stretch.values if isinstance(stretch, Runs) else stretch).all())
+
+    expected = [number for number, values in enumerate(sequences) if not all(map(is_finite, values))]
+    assert not_finite(sequences) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_])
+def test_thousands_of_short_sequences_are_a_few_arrays_of_their_type(dtype: type[np.generic]) -> None:
+    values = [(np.arange(20).astype(dtype), Runs(np.ones(1, dtype=dtype), np.int32([5]))) for _ in range(1000)]
+    sent = pickle.dumps(packed(values), protocol=5)
+    assert len(sent) < 1000 * (20 * np.dtype(dtype).itemsize + 40)
+    assert joined(unpacked(pickle.loads(sent))).dtype == dtype
+    assert joined(unpacked(pickle.loads(sent))).tobytes() == joined(values).tobytes()
+
+
+@given(st.lists(st.one_of(PLAIN, RUNS), min_size=1).map(lambda stretches: [tuple(stretches)]))
+def test_runs_are_opened_in_their_places(sequences: list[Values]) -> None:
+    one_by_one = [np.repeat(*each) if isinstance(each, Runs) else each for values in sequences for each in values]
+    assert joined(sequences).tobytes() == np.concatenate(one_by_one).tobytes()
