@@ -1,16 +1,19 @@
-"""Keeping torch's rendezvous off the network when all ranks are on this machine."""
+"""Keeping torch's rendezvous off the network when all ranks are on this machine.
+
+torch is imported by what is called here: a process that has no ranks does without.
+"""
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import TCPStore
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
-# The package's attribute of this name is a function.
-_rendezvous = import_module("torch.distributed.rendezvous")
-_original = _rendezvous._create_c10d_store
 
 
 def listen_on_loopback() -> None:
@@ -18,11 +21,16 @@ def listen_on_loopback() -> None:
 
     torch (2.11 to 2.13) binds it to all interfaces whatever address it was given.
     """
-    _rendezvous._create_c10d_store = _create_store  # type: ignore[attr-defined]
+    # The package's attribute of this name is a function.
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+    if rendezvous._create_c10d_store.__module__ != __name__:
+        rendezvous._create_c10d_store = _listening_on_loopback(rendezvous._create_c10d_store)
 
 
-def open_store(host: str, timeout: timedelta) -> TCPStore:
+def open_store(host: str, timeout: timedelta) -> "TCPStore":
     """A new store of this process, reachable at its `port` of `host`; on loopback, from this machine alone."""
+    from torch.distributed import TCPStore
+
     if host not in _LOOPBACK_NAMES:
         return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     listener = socket.create_server((host, 0), family=_family(host))
@@ -32,23 +40,28 @@ def open_store(host: str, timeout: timedelta) -> TCPStore:
     )
 
 
-def _create_store(
-    hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
-) -> TCPStore:
-    if hostname not in _LOOPBACK_NAMES:
-        return _original(hostname, port, rank, world_size, timeout, use_libuv)
-    is_master = rank == 0
-    listener = socket.create_server((hostname, port), family=_family(hostname)).detach() if is_master else None
-    return TCPStore(
-        host_name=hostname,
-        port=port,
-        world_size=world_size,
-        is_master=is_master,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=listener,
-        use_libuv=use_libuv,
-    )
+def _listening_on_loopback(elsewhere: Callable[..., "TCPStore"]) -> Callable[..., "TCPStore"]:
+    from torch.distributed import TCPStore
+
+    def create_store(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> TCPStore:
+        if hostname not in _LOOPBACK_NAMES:
+            return elsewhere(hostname, port, rank, world_size, timeout, use_libuv)
+        is_master = rank == 0
+        listener = socket.create_server((hostname, port), family=_family(hostname)).detach() if is_master else None
+        return TCPStore(
+            host_name=hostname,
+            port=port,
+            world_size=world_size,
+            is_master=is_master,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener,
+            use_libuv=use_libuv,
+        )
+
+    return create_store
 
 
 def _family(hostname: str) -> socket.AddressFamily:

@@ -12,7 +12,6 @@ import ray
 from megarl.cluster.long_arrays import taken_out
 from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
-from megatron_ext.loopback import listen_on_loopback
 
 SocketAddress: TypeAlias = tuple[str, int]
 """An address and a port of a machine."""
@@ -35,7 +34,6 @@ class WorkerActor:
         """Import `name`, a class or another maker, from `module` and make the object."""
         if self._listener is not None:
             self._listener.close()
-        listen_on_loopback()
         self._object = load(module, name)(*arguments)
 
     def node(self) -> str:

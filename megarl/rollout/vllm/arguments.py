@@ -14,6 +14,7 @@ from converters.errors import UserError
 from megarl.rollout.vllm import cpu
 from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
 from megatron_ext import device
+from megatron_ext.loopback import listen_on_loopback
 
 _ENVIRONMENT: Mapping[str, str] = {
     # The engine core lives in this process and is stepped by our thread.
@@ -58,7 +59,11 @@ _REQUIRED: Mapping[str, Any] = {
 
 
 def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Set what vLLM reads from the environment. Must run before the first import of vllm in the process."""
+    """Set what vLLM reads from the environment. Must run before the first import of vllm in the process.
+
+    On loopback, its ranks meet there and nowhere else.
+    """
+    listen_on_loopback()
     os.environ.update(_ENVIRONMENT)
     if VLLM.nodes(engine_args) > 1:
         # The machines find each other by it.
