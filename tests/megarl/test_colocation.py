@@ -30,14 +30,19 @@ SHARED = PoolConfig(["trainer", "engine"], nodes=1, shared=True)
 def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     config = small(tmp_path)
     with open_job(Start.of(config, "train")) as job:
-        expected = steps(job)
+        expected = steps(job, STEPS)
+        job.export()
     weights = exported(config)
     config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
     config.output_dir = str(tmp_path / "colocated")
     capfd.readouterr()
     with open_job(Start.of(config, "train")) as job:
         assert "trainer 0 and engine 0 in turns" in capfd.readouterr().err
-        found = steps(job)
+        found = steps(job, 1)
+    # It goes on from the checkpoint.
+    with open_job(Start.of(config, "train")) as job:
+        found += steps(job, STEPS)
+        job.export()
         refuses_both_at_once(job)
     every_peak = []
     for line, own in zip(found, expected, strict=True):
@@ -64,15 +69,14 @@ def small(folder: Path) -> MegarlConfig:
     return config
 
 
-def steps(job: Job) -> list[dict[str, Any]]:
-    """The metrics of each step, with a checkpoint after it; an export in the end."""
-    job.refit(0)
+def steps(job: Job, last: int) -> list[dict[str, Any]]:
+    """The metrics of each step to the `last`, with a checkpoint after it."""
+    job.refit(job.state.step)
     clock = Clock()
     metrics = []
-    for _ in range(STEPS):
+    while job.state.step < last:
         metrics.append(train_step(job, clock))
         job.save()
-    job.export()
     return metrics
 
 

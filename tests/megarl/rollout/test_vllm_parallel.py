@@ -20,7 +20,10 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import traced_layout, untraced
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.vllm.kind import VLLM
+from megatron_ext.device_memory import CountedMemory
 
+KV_CACHE_BYTES = 2**27
+"""Memory for keys and values, of each rank."""
 BLOCK = [*range(4, 44)]
 """A prompt whose keys and values are kept for the next one that begins so."""
 
@@ -29,7 +32,7 @@ def _segments():
     return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist")}
 
 
-def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy):
+def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, tmp_path):
     before = _segments()
     served = Served(engines.start(folders[0], tensor_parallel_size=2, enable_expert_parallel=True), folders)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
@@ -49,11 +52,23 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     trainer.load(folders[0])
     trainer.update(2)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_that_it_listens_here_alone(engines)
     check_that_a_dead_worker_is_noticed(served, pool)
     engines.close()
     # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
     assert eventually(lambda: _segments() <= before)
+
+
+def check_that_both_ranks_sleep(served, memory):
+    served.engine.count_memory(memory)
+    before, whole = served.greedy(PROMPTS[0]), memory.take_peak()
+    assert whole > 2 * KV_CACHE_BYTES
+    served.engine.sleep()
+    assert (memory.take_peak(), memory.take_peak()) == (whole, 0)
+    served.engine.wake_up(["weights", "kv_cache"])
+    assert memory.take_peak() == whole
+    assert served.greedy(PROMPTS[0]) == before
 
 
 def check_that_a_dead_worker_is_noticed(served, pool):
