@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -172,4 +173,6 @@ def listeners(pid: int) -> list:
 
 def leftovers(pid: int) -> list[str]:
     """Names that a run keeps in the places of segments and sockets, named after its process."""
-    return [path.name for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob(f"megarl-{pid}-*")]
+    return [
+        path.name for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob(f"megarl-{pid}-*")
+    ]
