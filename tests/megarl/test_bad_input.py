@@ -178,7 +178,7 @@ ONE_RANK = ("cluster.trainer_ranks=1", "megatron.expert_model_parallel_size=1")
 def test_port_in_use(run, cluster):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = run(f"cluster.rendezvous_port={port}", *ONE_RANK)
+        message = run(f"cluster.rendezvous_port={port}", "rollout.engine=transformers", *ONE_RANK)
     assert f"port {port}" in message
     assert "cluster.rendezvous_port" in message
 

@@ -99,7 +99,7 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
 def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
-    settings = ("preference.steps=20", "loop.max_tokens_per_micro_batch=512")
+    settings = ("preference.steps=12", "preference.eval_every=6", "loop.max_tokens_per_micro_batch=512")
     steps = run("dpo", tmp_path, *given, *settings)
     # Before the first step the policy is its reference.
     assert steps[0]["preference/accuracy"] == 0.5
@@ -107,14 +107,14 @@ def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
     assert steps[0]["preference/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["preference/eval_accuracy"] > 0.8
     assert steps[-1]["preference/eval_loss"] < 0.5
-    assert steps[-1]["preference/eval_margin"] > 1
+    assert steps[-1]["preference/eval_margin"] > 0.5
     AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    check_that_it_resumes("dpo", tmp_path, 16, tmp_path, *given, *settings)
+    check_that_it_resumes("dpo", tmp_path, 8, tmp_path, *given, *settings)
 
 
 def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
     model, files = given
-    settings = ("preference.steps=30", "cluster.trainer_ranks=1")
+    settings = ("preference.steps=20", "cluster.trainer_ranks=1")
     steps = run("reward-model", tmp_path, model, files, *settings)
     # The head begins at 0.
     assert steps[0]["preference/accuracy"] == 0.5
@@ -122,7 +122,7 @@ def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_pa
     assert steps[-1]["preference/eval_accuracy"] > 0.8
     assert steps[-1]["preference/eval_loss"] < 0.5
     assert_scores_are_those_of_transformers(tmp_path / "huggingface", files.pairs_eval, steps[-1])
-    check_that_it_resumes("reward-model", tmp_path, 28, tmp_path, model, files, *settings)
+    check_that_it_resumes("reward-model", tmp_path, 16, tmp_path, model, files, *settings)
 
 
 def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last: dict[str, float]) -> None:
@@ -156,4 +156,4 @@ def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_p
     assert exact[15] > before[-1]["sft/exact_match"] + 0.1
     AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
     # In the middle of an iteration, so that a part of what the opponent said is still to be learned from.
-    check_that_it_resumes("spin", tmp_path, 8, tmp_path, folder / "huggingface", given[1], *settings)
+    check_that_it_resumes("spin", tmp_path, 12, tmp_path, folder / "huggingface", given[1], *settings)

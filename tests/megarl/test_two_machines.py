@@ -72,11 +72,14 @@ def config(address, tmp_path):
 
 
 def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
+    arguments = config.rollout.engine_args
+    config.rollout.engine, config.rollout.engine_args = "transformers", {}
     with pytest.raises(KeyboardInterrupt):
         begin_and_be_killed(config)
     assert "\n127.0.0.1   trainer 0\n127.0.0.2   engine 0\n" in capsys.readouterr().err
-    # It goes on with an engine that lies on both machines, beside the rank on one of them.
-    config.rollout.engine_args |= {"nnodes": 2, "tensor_parallel_size": 2}
+    # It goes on with another engine, which lies on both machines, beside the rank on one of them.
+    config.rollout.engine = "vllm"
+    config.rollout.engine_args = {**arguments, "nnodes": 2, "tensor_parallel_size": 2}
     config.cluster.pools = {}
     with open_job(Start.of(config, "train")) as job:
         assert job.state.step == 1

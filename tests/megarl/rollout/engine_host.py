@@ -3,7 +3,7 @@
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.managers import BaseManager
+from multiprocessing.managers import BaseManager, IteratorProxy
 
 import psutil
 from safetensors.torch import load_file
@@ -24,7 +24,8 @@ class EngineHost(BaseManager):
     """Serves every proxy call of every thread in a thread of its own, as an actor with concurrency does."""
 
 
-EngineHost.register("engine", VllmEngine)
+EngineHost.register("stream", proxytype=IteratorProxy, create_method=False)
+EngineHost.register("engine", VllmEngine, method_to_typeid={"generate_stream": "stream"})
 
 
 class Engines:

@@ -1,6 +1,8 @@
+from itertools import chain
+
 import pytest
 import torch
-from engine_host import END_ID, PROMPTS
+from engine_host import END_ID, GREEDY, PROMPTS
 from transformers import AutoModelForCausalLM
 
 from converters.errors import UserError
@@ -15,6 +17,15 @@ def test_greedy_tokens_are_those_that_transformers_generates(served):
         ids = torch.tensor([prompt])
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
         assert served.greedy(prompt).token_ids.tolist() == generated[0, len(prompt) :].tolist()
+
+
+def test_what_is_streamed_comes_in_pieces_and_is_the_answer(served):
+    answer = served.greedy(PROMPTS[0]).token_ids.tolist()
+    pieces = list(served.engine.generate_stream(Request(PROMPTS[0], GREEDY)))
+    assert len(pieces) > len(answer) // 2
+    assert list(chain.from_iterable(pieces)) == answer
+    with pytest.raises(UserError, match="a stream of 2 samples"):
+        list(served.engine.generate_stream(Request(PROMPTS[0], SamplingParameters(samples=2, max_tokens=4))))
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, -1), (1.0, 3)])
