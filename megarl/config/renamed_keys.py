@@ -27,6 +27,7 @@ EARLIER: Mapping[str, str] = {
 
 EARLIER_VALUES: Mapping[str, Mapping[str, str]] = {
     "refit.path": {"planned": "direct", "named": "loader"},
+    "refit.transport": {"point_to_point": "tcp"},
 }
 """Key -> a value that an earlier megarl took -> what it is called now."""
 

@@ -17,6 +17,7 @@ from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.nixl_agent import check_installed
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
@@ -134,6 +135,8 @@ def _check_values(config: MegarlConfig) -> None:
             f"more than {_MOST_PROCESSES_HERE} processes on this machine alone: name a cluster in cluster.address"
         )
     check_pools(config)
+    if config.refit.transport == "rdma":
+        check_installed()
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
     if not Path(config.model.path, "config.json").is_file():

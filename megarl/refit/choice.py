@@ -19,7 +19,7 @@ def check_machines(machines: int, config: RefitConfig) -> None:
         raise UserError(f"refit.path=loader goes through the memory of one machine, {apart}: set it to auto")
     if config.transport in MAPPED.values():
         raise UserError(
-            f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto or point_to_point"
+            f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto, rdma or tcp"
         )
 
 

@@ -16,7 +16,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait, wait_together
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces
-from megarl.resharding.direct.transports import MAPPED
+from megarl.resharding.direct.transports import MAPPED, between_machines
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
@@ -43,7 +43,7 @@ class DirectPath:
         dtypes = trainer.weight_dtypes()
         traces = _traces(engines, architecture, dtypes)
         trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
-        usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else "point_to_point"
+        usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
         self._transport = usual if config.transport == "auto" else config.transport
         self._spec = TransferSpec(
             architecture,

@@ -60,8 +60,9 @@ class RefitConfig:
     whole tensors to the engine's own loader. auto is direct where the engine can say where it keeps every tensor,
     else loader. On one machine the first refit of an engine goes through the loader, between machines none does."""
     transport: str = "auto"
-    """Transport of direct refits: shared_memory, cuda_ipc or point_to_point (torch.distributed). auto is memory
-    that both sides have mapped, and between machines point_to_point."""
+    """Transport of direct refits: shared_memory and cuda_ipc, memory of one machine that both sides have mapped; rdma,
+    one-sided reads by NIXL over InfiniBand, or what else UCX finds; tcp, sends by gloo. auto is mapped memory on one
+    machine, and between machines rdma, or tcp where NIXL is not installed."""
     bucket_bytes: int = 512 * 1024**2
     """Size of a bucket; each rank has two at most, or four of half the size where workers of a node relay to each
     other what they all need. None is larger than what a rank sends at once."""

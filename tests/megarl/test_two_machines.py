@@ -105,7 +105,7 @@ def begin_and_be_killed(config):
         assert len({*job.trainer.nodes(), *job.engines.nodes()}) == 2
         metrics = job.refit(0)
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
-        assert job.refit.description == "direct, through point_to_point"
+        assert job.refit.description == "direct, through rdma"
         check_step(train_step(job, Clock()))
         job.save()
         raise KeyboardInterrupt
@@ -124,7 +124,7 @@ def check_listener(job):
     """Receivers find the rank at the address that its machine has for others."""
     (rank_node,) = job.trainer.nodes()
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    ((host, _),) = job.trainer.open_transfer(job.refit._path._spec, "point_to_point", 1, timeout_s=5.0).listeners
+    ((host, _),) = job.trainer.open_transfer(job.refit._path._spec, "rdma", 1, timeout_s=5.0).listeners
     assert {*hosts.values()} == {*HOSTS}
     assert host == hosts[rank_node]
 
@@ -181,6 +181,6 @@ def test_what_ends_at_one_machine_is_refused_between_several():
     with pytest.raises(UserError, match=r"^refit\.path=loader goes .* run on 3 machines: set it to auto$"):
         check_machines(3, replace(planned, path="loader"))
     with pytest.raises(
-        UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto or point_to"
+        UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto, rdma or tcp$"
     ):
         check_machines(3, replace(planned, transport="cuda_ipc"))

@@ -35,7 +35,7 @@ def test_cuda_builds_of_torch_are_told_from_cpu_builds(version: str, requirement
 def test_the_lock_meets_every_requirement_of_the_project() -> None:
     lock = read_lock(setup_environment.LOCK)
     extras = PROJECT["optional-dependencies"]
-    for requirement in map(Requirement, [*PROJECT["dependencies"], *extras["cpu"], *extras["dev"]]):
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *extras["cpu"], *extras["rdma"], *extras["dev"]]):
         version = lock[canonical(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} with {version}"
 

@@ -41,10 +41,10 @@ CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
     DIRECT: partial(Direct, destination="engine", with_checksum=True),
     DIRECT_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False),
-    DIRECT_GLOO: partial(Direct, destination="engine", with_checksum=True, transport="point_to_point"),
+    DIRECT_GLOO: partial(Direct, destination="engine", with_checksum=True, transport="tcp"),
     GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
     GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
     DIRECT_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True),
-    DIRECT_GLOO_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True, transport="point_to_point"),
+    DIRECT_GLOO_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True, transport="tcp"),
     MEGATRON_CORE: MegatronCore,
 }

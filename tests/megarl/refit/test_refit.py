@@ -114,9 +114,9 @@ def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_ru
 
 
 def probe_and_lose_the_engine(open_run):
-    with open_run("refit.verify=logprobs", "refit.transport=point_to_point", "rollout.replicas=2") as job:
+    with open_run("refit.verify=logprobs", "refit.transport=tcp", "rollout.replicas=2") as job:
         assert job.refit(0)["refit/log_prob_difference"] < 1e-4
-        assert job.refit.description == "direct, through point_to_point"
+        assert job.refit.description == "direct, through tcp"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
         check_that_one_engine_is_written_while_the_other_serves(job)
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")

@@ -74,5 +74,5 @@ def test_a_gpu_whose_memory_is_out_of_reach_is_named_before_it_is_tried(gpus):
 
 def test_memory_that_cuda_does_not_map_is_a_transfer_that_failed(gpus, monkeypatch):
     monkeypatch.setattr(Storage, "fails", True)
-    with pytest.raises(TransferError, match=r"refit\.transport=point_to_point .*invalid argument"):
+    with pytest.raises(TransferError, match=r"refit\.transport to rdma or tcp .*invalid argument"):
         map_cuda_segment(handle("GPU-not-seen-here", b"f"), 64)

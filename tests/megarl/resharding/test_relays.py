@@ -24,7 +24,7 @@ TWO_ENGINES = Scene(
     make_config("qwen3"),
     ParallelSizes(world_size=2, tensor_model_parallel_size=2),
     replicas=2,
-    transport="point_to_point",
+    transport="tcp",
     topology=Topology.separate(2, 4, gpus_per_node=4),
 )
 SCENES = {

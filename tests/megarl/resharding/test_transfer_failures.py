@@ -48,7 +48,7 @@ def test_a_death_while_the_weights_move(set_up, side, point, count):
 
 @pytest.mark.parametrize(("side", "point"), [("sources", "packed"), ("destinations", "unpacked")])
 def test_a_death_while_the_weights_move_over_gloo(set_up, side, point):
-    stage = set_up(replace(SCENE, transport="point_to_point"))
+    stage = set_up(replace(SCENE, transport="tcp"))
     stage.connect()
     victim = getattr(stage, side)[0]
     victim.break_at(point, 3, "kill")
@@ -71,7 +71,7 @@ def check_that_all_hear_of_it(stage, calls, victim):
 
 
 @pytest.mark.parametrize(("side", "point"), [("sources", "packed"), ("destinations", "unpacked")])
-@pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_a_rank_that_stands_still_is_given_up(set_up, transport, side, point):
     stage = set_up(replace(SCENE, timeout_s=1.5, transport=transport))
     stage.connect()
@@ -102,7 +102,7 @@ def test_after_an_error_the_same_ranks_meet_again(set_up, side, point, count):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "point_to_point"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, transport):
     stage = set_up(replace(SCENE, transport=transport))
     stage.connect()

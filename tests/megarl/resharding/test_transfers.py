@@ -22,7 +22,8 @@ MOE = Scene(make_config("qwen3_moe"), EVERY_CUT)
 SMALL = Scene(make_config("qwen3"), ParallelSizes(world_size=2, tensor_model_parallel_size=2))
 SCENES = {
     "qwen3_moe": MOE,
-    "over gloo": replace(MOE, transport="point_to_point"),
+    "over gloo": replace(MOE, transport="tcp"),
+    "by one-sided reads": replace(MOE, transport="rdma"),
     # Each replica of the trainer's weights serves a replica of the engine; nothing is converted.
     "replicas": replace(
         SMALL, source=ParallelSizes(world_size=4, tensor_model_parallel_size=2), replicas=2, source_dtype=torch.bfloat16

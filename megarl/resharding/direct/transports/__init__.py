@@ -4,13 +4,21 @@ from collections.abc import Mapping
 
 from megarl.resharding.direct.transports.endpoint import Transport
 from megarl.resharding.direct.transports.mapped import CUDA_IPC, SHARED_MEMORY
-from megarl.resharding.direct.transports.point_to_point import POINT_TO_POINT
+from megarl.resharding.direct.transports.nixl_agent import is_installed
+from megarl.resharding.direct.transports.rdma import RDMA
+from megarl.resharding.direct.transports.tcp import TCP
 
 TRANSPORTS: Mapping[str, Transport] = {
     "shared_memory": SHARED_MEMORY,
     "cuda_ipc": CUDA_IPC,
-    "point_to_point": POINT_TO_POINT,
+    "rdma": RDMA,
+    "tcp": TCP,
 }
 
 MAPPED: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
 """Name of the transport through memory that the ranks of one host map, by the collective backend of their device."""
+
+
+def between_machines() -> str:
+    """Name of the transport between ranks of several machines: rdma, or tcp without the package for it."""
+    return "rdma" if is_installed() else "tcp"

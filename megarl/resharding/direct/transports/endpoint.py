@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megarl.resharding.direct.connections import Address
+from megatron_ext import device
 
 BUCKETS = 2
 """Buckets of each rank: one is filled or emptied while the other one moves."""
@@ -77,3 +79,8 @@ class Transport:
     send_endpoint: Callable[[Rendezvous, int, int], SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int], RecvEndpoint]
     needs_store: bool = False
+
+
+def new_buckets(size_bytes: int) -> list[Tensor]:
+    """The buckets of a rank (uint8 [size_bytes]), on its device."""
+    return [torch.zeros(size_bytes, dtype=torch.uint8, device=device.device()) for _ in range(BUCKETS)]

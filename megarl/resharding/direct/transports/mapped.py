@@ -43,7 +43,7 @@ def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
     own = device.device().index
     unreachable = (
         f"GPU {device.uuid()} does not reach the memory of GPU {uuid} (CUDA IPC needs NVLink or PCIe peer access): set "
-        "refit.transport=point_to_point"
+        "refit.transport to rdma or tcp"
     )
     if not device.reaches(uuid):
         raise TransferError(unreachable)

@@ -1,34 +1,37 @@
-"""Sends and receives of torch.distributed, gloo or NCCL, between ranks on any machines.
+"""Sends and receives of torch.distributed by gloo, over TCP, between ranks on any machines.
 
 Source and destination ranks meet in a process group of their own, made from a store: the default groups of the
-trainer and of the engine know nothing of it. Destination i has rank sources + i in it.
+trainer and of the engine know nothing of it. Destination i has rank sources + i in it. A GPU's buckets go by way of the
+host: gloo sends from there alone, and NCCL would make a communicator for each pair, in which a send waits for a receive
+that is posted only when the send is announced.
 """
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport, new_buckets
 from megatron_ext import device
 
 
-class PointToPointSendEndpoint:
+class TcpSendEndpoint:
     """Two buckets, and the sends that are under way from them."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
         self._timeout_s = rendezvous.timeout_s
         self._sources = len(rendezvous.listeners)
         self._group = _join(rendezvous, rank)
-        self.buckets: Sequence[Tensor] = _buckets(bucket_bytes)
+        self.buckets: Sequence[Tensor] = new_buckets(bucket_bytes)
+        self._wires = [Wire.of(bucket) for bucket in self.buckets]
         self._under_way: list[Any] = [None] * BUCKETS
 
     def offer(self) -> Any:
@@ -37,20 +40,19 @@ class PointToPointSendEndpoint:
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to send."""
         with _errors("sending to", destination):
-            self._under_way[bucket] = self._group.send(
-                [self.buckets[bucket][:size_bytes]], self._sources + destination, bucket
-            )
+            packed = self._wires[bucket].filled(size_bytes)
+            self._under_way[bucket] = self._group.send([packed], self._sources + destination, bucket)
 
     def all_connected(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
         """Leave the group."""
-        self._under_way, self.buckets = [], []
+        self._under_way, self._wires, self.buckets = [], [], []
         del self._group
 
 
-class PointToPointRecvEndpoint:
+class TcpRecvEndpoint:
     """Two buckets of its own, into which pulls go in turn."""
 
     pulls_at_once = BUCKETS
@@ -58,7 +60,7 @@ class PointToPointRecvEndpoint:
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._group = _join(rendezvous, len(rendezvous.listeners) + rank)
-        self._buckets = _buckets(bucket_bytes)
+        self._wires = [Wire.of(bucket) for bucket in new_buckets(bucket_bytes)]
         self._pulls = count()
 
     def connect(self, source: int, offer: Any) -> None:
@@ -66,24 +68,45 @@ class PointToPointRecvEndpoint:
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to receive."""
-        own = self._buckets[next(self._pulls) % BUCKETS]
+        own = self._wires[next(self._pulls) % BUCKETS]
         with _errors("receiving from", source):
-            work = self._group.recv([own[:size_bytes]], source, bucket)
-        return partial(self._finish, work, source, own)
+            work = self._group.recv([own.on_host[:size_bytes]], source, bucket)
+        return partial(self._finish, work, source, own, size_bytes)
 
     def close(self) -> None:
         """Leave the group."""
-        self._buckets = []
+        self._wires = []
         del self._group
 
-    def _finish(self, work: Any, source: int, bucket: Tensor) -> Tensor:
+    def _finish(self, work: Any, source: int, own: "Wire", size_bytes: int) -> Tensor:
         with _errors("receiving from", source):
             work.wait(self._timeout)
-        return bucket
+        return own.emptied(size_bytes)
 
 
-def _buckets(size_bytes: int) -> list[Tensor]:
-    return [torch.zeros(size_bytes, dtype=torch.uint8, device=device.device()) for _ in range(BUCKETS)]
+@dataclass(frozen=True)
+class Wire:
+    """A bucket and its memory on the host, which is the bucket itself where that lies there."""
+
+    bucket: Tensor
+    on_host: Tensor
+
+    @classmethod
+    def of(cls, bucket: Tensor) -> "Wire":
+        """The wire of a bucket on any device."""
+        return cls(bucket, bucket if bucket.device.type == "cpu" else device.host_memory(len(bucket)))
+
+    def filled(self, size_bytes: int) -> Tensor:
+        """The first bytes on the host, as they are in the bucket."""
+        if self.on_host is not self.bucket:
+            self.on_host[:size_bytes].copy_(self.bucket[:size_bytes])
+        return self.on_host[:size_bytes]
+
+    def emptied(self, size_bytes: int) -> Tensor:
+        """The bucket, with its first bytes as they are on the host."""
+        if self.on_host is not self.bucket:
+            self.bucket[:size_bytes].copy_(self.on_host[:size_bytes])
+        return self.bucket
 
 
 def _join(rendezvous: Rendezvous, rank: int) -> Any:
@@ -94,7 +117,7 @@ def _join(rendezvous: Rendezvous, rank: int) -> Any:
     size = len(rendezvous.listeners) + rendezvous.destinations
     with _errors("rendezvous", rank):
         store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=timeout, wait_for_workers=False)
-        return _GROUPS[device.backend()](store, rank, size, timeout)
+        return _gloo(store, rank, size, timeout)
 
 
 def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
@@ -114,21 +137,12 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _nccl(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-_GROUPS: Mapping[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
-
-
 @contextmanager
 def _errors(action: str, rank: int) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # all that gloo and NCCL raise
+    except RuntimeError as error:  # all that gloo raises
         raise TransferError(f"{action} rank {rank} failed: {error}") from error
 
 
-POINT_TO_POINT = Transport(PointToPointSendEndpoint, PointToPointRecvEndpoint, needs_store=True)
+TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, needs_store=True)

@@ -1,0 +1,192 @@
+"""An agent of NIXL: it lets other processes read memory of this one, and reads theirs, without their help.
+
+UCX, below NIXL, takes the best way that it finds between two processes: InfiniBand or RoCE, with GPUDirect where the
+memory is a GPU's; memory of the host between processes of one; else TCP.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.errors import UserError
+from megarl.resharding.direct.connections import TransferError
+
+_PACKAGES = ("nixl_cu12", "nixl_cu13")
+
+# An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
+_UCX = {"engine_config": "TCP_TX_SEG_SIZE=512k,TCP_RX_SEG_SIZE=512k"}
+_PROGRESS_US = 10_000
+_POLL_S = 1e-4
+
+
+@dataclass(frozen=True)
+class RemoteMemory:
+    """Regions of memory that an agent lets others read: all that one of them has to know.
+
+    `index` is that of the GPU where `kind` is cuda.
+
+    Example: `RemoteMemory(b"...", "cpu", 0, (140245101125632,))`.
+    """
+
+    metadata: bytes
+    kind: str
+    index: int
+    addresses: Sequence[int]
+
+
+def is_installed() -> bool:
+    """Whether a package of NIXL is here."""
+    return _package() is not None
+
+
+def check_installed() -> None:
+    """Raise UserError if no package of NIXL is here."""
+    if not is_installed():
+        raise UserError(
+            "refit.transport=rdma needs NIXL, which is not installed: pip install nixl-cu12, or nixl-cu13 beside a torch "
+            "for CUDA 13, or set refit.transport to auto or tcp"
+        )
+
+
+class NixlAgent:
+    """An agent, with a thread of NIXL's that sleeps while nothing happens. `name` is unique among its peers'.
+
+    After `close` nothing reads or writes its memory any more.
+    """
+
+    def __init__(self, name: str) -> None:
+        check_installed()
+        self._nixl = _bindings()
+        self._agent = _create_agent(self._nixl, name)
+        self._registered: list[Any] = []
+        self._peers: list[str] = []
+        self._reads: list[Read] = []
+
+    def register(self, regions: Sequence[Tensor]) -> RemoteMemory:
+        """Let others read `regions`, and let own reads go there: contiguous tensors on one device, which stay alive."""
+        first = regions[0]
+        index = max(first.get_device(), 0)
+        described = [(region.data_ptr(), region.numel() * region.element_size(), index, "") for region in regions]
+        registration = self._nixl.nixlRegDList(self._kind(first.device.type), described)
+        with self._errors(f"registering memory of {first.device} for RDMA"):
+            self._agent.registerMem(registration)
+        self._registered.append(registration)
+        return RemoteMemory(self._agent.getLocalMD(), first.device.type, index, [each[0] for each in described])
+
+    def add(self, memory: RemoteMemory, peer: str) -> str:
+        """Get to know the agent of `peer`; its name, for reads."""
+        with self._errors(f"connecting with {peer}"):
+            name = self._agent.loadRemoteMD(memory.metadata).decode()
+        self._peers.append(name)
+        return name
+
+    def begin_read(self, into: Tensor, memory: RemoteMemory, region: int, name: str, peer: str) -> "Read":
+        """Begin to fill `into`, which is registered, from the start of a region of the agent with this `name`."""
+        size = into.numel() * into.element_size()
+        own = [(into.data_ptr(), size, max(into.get_device(), 0))]
+        remote = [(memory.addresses[region], size, memory.index)]
+        nixl = self._nixl
+        with self._errors(f"reading from {peer}"):
+            handle = self._agent.createXferReq(
+                nixl.NIXL_READ,
+                nixl.nixlXferDList(self._kind(into.device.type), own),
+                nixl.nixlXferDList(self._kind(memory.kind), remote),
+                name,
+            )
+        read = Read(self, handle, peer)
+        self._reads.append(read)
+        read.is_done = self._is_done(read, self._agent.postXferReq)
+        return read
+
+    def finish(self, read: "Read", timeout_s: float) -> None:
+        """Wait for a read. Raises TransferError if it failed, or is not done within the time."""
+        deadline = time.monotonic() + timeout_s
+        while not read.is_done:
+            if time.monotonic() > deadline:
+                raise TransferError(f"{read.peer} let nothing be read for {timeout_s:g} s (refit.timeout_s)")
+            time.sleep(_POLL_S)
+            read.is_done = self._is_done(read, self._agent.getXferStatus)
+        self._reads.remove(read)
+        self._agent.releaseXferReq(read.handle)
+
+    def close(self) -> None:
+        """End all reads and connections, and let nobody read any more."""
+        if self._agent is None:
+            return
+        for read in self._reads:
+            self._agent.releaseXferReq(read.handle)
+        for name in self._peers:
+            self._agent.invalidateRemoteMD(name)
+        for registration in self._registered:
+            self._agent.deregisterMem(registration)
+        self._reads, self._peers, self._registered = [], [], []
+        # The end of the agent is that of its thread and of whatever is still under way.
+        self._agent = None
+
+    def _is_done(self, read: "Read", ask: Any) -> bool:
+        with self._errors(f"reading from {read.peer}"):
+            return bool(ask(read.handle) == self._nixl.NIXL_SUCCESS)
+
+    def _kind(self, device_type: str) -> Any:
+        return self._nixl.DRAM_SEG if device_type == "cpu" else self._nixl.VRAM_SEG
+
+    @contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except _error_types(self._nixl) as error:
+            raise TransferError(f"{action} failed: {error}") from error
+
+
+@dataclass
+class Read:
+    """A read that has begun."""
+
+    agent: NixlAgent
+    handle: int
+    peer: str
+    is_done: bool = False
+
+    def finish(self, timeout_s: float) -> None:
+        """See `NixlAgent.finish`."""
+        self.agent.finish(self, timeout_s)
+
+
+def _create_agent(nixl: ModuleType, name: str) -> Any:
+    """An agent whose thread sleeps until UCX has something to do.
+
+    The thread of an agent that `nixl_agent` of nixl 1.5 makes asks UCX without a pause, at the cost of a core of every
+    rank, since it sets `pthrDelay` to 0 and has no argument for it: hence the classes below it. In microseconds, it is
+    how long the thread sleeps where no event of UCX's wakes it.
+    """
+    config = nixl.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, _PROGRESS_US
+    agent = nixl.nixlAgent(name, config)
+    agent.createBackend("UCX", _UCX)
+    return agent
+
+
+@cache
+def _bindings() -> ModuleType:
+    return import_module(f"{_package()}._bindings")
+
+
+def _package() -> str | None:
+    """The package for torch's CUDA, where there are several."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    found = [package for package in _PACKAGES if find_spec(package)]
+    return next((package for package in found if package.endswith(f"_cu{major}")), found[0] if found else None)
+
+
+@cache
+def _error_types(nixl: ModuleType) -> tuple[type[Exception], ...]:
+    return tuple(each for each in vars(nixl).values() if isinstance(each, type) and issubclass(each, Exception))
