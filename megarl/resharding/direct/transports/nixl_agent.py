@@ -52,8 +52,8 @@ def check_installed() -> None:
     """Raise UserError if no package of NIXL is here."""
     if not is_installed():
         raise UserError(
-            "refit.transport=rdma needs NIXL, which is not installed: pip install nixl-cu12, or nixl-cu13 beside a torch "
-            "for CUDA 13, or set refit.transport to auto or tcp"
+            "refit.transport=rdma needs NIXL, which is not installed: pip install nixl-cu12, or nixl-cu13 beside a "
+            "torch for CUDA 13, or set refit.transport to auto or tcp"
         )
 
 
