@@ -108,6 +108,11 @@ def reaches(other: str) -> bool:
     return visible.get(other, own) == own or torch.cuda.can_device_access_peer(own, visible[other])
 
 
+def cuda_version() -> str:
+    """The CUDA that torch is built for, such as 13.0; empty where it is built for the CPU."""
+    return torch.version.cuda or ""
+
+
 def synchronize() -> None:
     """Wait until the device has done all that was asked of it."""
     if torch.cuda.is_available():

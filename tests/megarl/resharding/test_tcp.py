@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.resharding.direct.transports import tcp
@@ -20,3 +21,16 @@ def test_gloo_listens_where_the_store_is_reached_from(host, monkeypatch):
         dist.ProcessGroupGloo(dist.PrefixStore("default", store), 0, 1, TIMEOUT)
     group = tcp._gloo(store, 0, 1, TIMEOUT)
     assert group.size() == 1
+
+
+def test_a_bucket_that_is_not_on_the_host_goes_by_way_of_it():
+    bucket, on_host = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    wire = tcp.Wire(bucket, on_host)
+    assert wire.filled(6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert on_host.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+    on_host.fill_(9)
+    assert wire.emptied(3) is bucket
+    assert bucket.tolist() == [9, 9, 9, 3, 4, 5, 6, 7]
+    there = tcp.Wire.of(bucket)
+    assert there.on_host is there.bucket is bucket
+    assert there.filled(2).data_ptr() == bucket.data_ptr()

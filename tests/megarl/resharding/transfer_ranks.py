@@ -59,11 +59,18 @@ class Scene:
     replicas: int = 1
     bucket_bytes: int = 700
     transport: str = "shared_memory"
+    ucx_tls: str = ""
+    """The ways that UCX may take, of which it otherwise takes the best."""
     source_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
     timeout_s: float = 20.0
     topology: Topology | None = None
     """With one, what a node needs enters it once, also if it is small."""
+
+    def enter(self):
+        """Set what this scene has in the environment of a rank's process."""
+        if self.ucx_tls:
+            os.environ["UCX_TLS"] = self.ucx_tls
 
     @property
     def architecture(self):
@@ -119,6 +126,7 @@ def without_frames(method):
 
 class SourceRank:
     def __init__(self, scene, rank):
+        scene.enter()
         self._layout, self._rank, dtype = scene.plan.source, rank, scene.source_dtype
         self._tensors = {name: tensor.to(dtype) for name, tensor in shard_of(self._layout, rank, 0).items()}
         self._messages = outgoing(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
@@ -153,6 +161,7 @@ class SourceRank:
 
 class DestinationRank:
     def __init__(self, scene, rank):
+        scene.enter()
         worker = rank % scene.workers
         self._layout, self._worker, self._dtype, self._rank = scene.plan.destination, worker, scene.dtype, rank
         self._tensors = {
@@ -288,6 +297,10 @@ class Stage:
         process.start()
         self.processes.append(process)
         return getattr(process, kind)(self.scene, rank)
+
+    def replace_destination(self, rank):
+        """Let another process be this rank."""
+        self.destinations[rank] = self._start("destination", rank)
 
     def begin(self, ranks, method, *arguments):
         return [self._pool.submit(getattr(rank, method), *arguments) for rank in ranks]

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
+from megatron_ext import device
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
@@ -182,9 +182,9 @@ def _bindings() -> ModuleType:
 
 def _package() -> str | None:
     """The package for torch's CUDA, where there are several."""
-    major = (torch.version.cuda or "").partition(".")[0]
+    ending = f"_cu{device.cuda_version().partition('.')[0]}"
     found = [package for package in _PACKAGES if find_spec(package)]
-    return next((package for package in found if package.endswith(f"_cu{major}")), found[0] if found else None)
+    return next((package for package in found if package.endswith(ending)), found[0] if found else None)
 
 
 @cache

@@ -26,7 +26,7 @@ class RdmaSendEndpoint:
         self._memory = self._agent.register(self.buckets)
 
     def offer(self) -> RemoteMemory:
-        """What a destination has to know to read the buckets."""
+        """The buckets, as a destination has to know them."""
         return self._memory
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:

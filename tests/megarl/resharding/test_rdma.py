@@ -1,0 +1,75 @@
+"""One-sided reads of NIXL, between endpoints of this process."""
+
+import time
+
+import pytest
+import torch
+
+from converters.errors import UserError
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.transports import between_machines, nixl_agent
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.transports.rdma import RDMA
+
+RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, timeout_s=20.0)
+SIZE = 1000
+
+
+@pytest.fixture
+def ends():
+    """A source and a destination that has taken up its offer."""
+    source, destination = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE), RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE)
+    destination.connect(3, source.offer())
+    yield source, destination
+    destination.close()
+    source.close()
+
+
+def test_two_reads_are_under_way_at_once(ends):
+    source, destination = ends
+    for version in range(3):
+        for bucket in range(2):
+            source.buckets[bucket].copy_(torch.arange(SIZE) + version + bucket)
+        reads = [destination.pull(3, bucket, SIZE - bucket) for bucket in range(2)]
+        for bucket, read in enumerate(reads):
+            size = SIZE - bucket
+            assert torch.equal(read()[:size], source.buckets[bucket][:size])
+
+
+def test_nothing_is_read_beyond_a_bucket_or_after_its_end(ends):
+    source, destination = ends
+    own = torch.zeros(SIZE + 1, dtype=torch.uint8)
+    agent = destination._agent
+    agent.register([own])
+    with pytest.raises(TransferError, match="^reading from trainer rank 3 failed: NIXL_ERR_NOT_FOUND"):
+        agent.begin_read(own, source.offer(), 0, "trainer rank 3", "trainer rank 3")
+    source.close()
+    with pytest.raises(TransferError, match="^reading from trainer rank 3 failed"):
+        destination.pull(3, 0, SIZE)()
+
+
+def test_a_rank_between_two_refits_computes_nothing(ends):
+    began, before = time.monotonic(), time.process_time()
+    time.sleep(0.5)
+    # The two threads of NIXL's own agents would take all that this process gets.
+    assert time.process_time() - before < 0.1 * (time.monotonic() - began)
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch):
+    assert between_machines() == "rdma"
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ())
+    with pytest.raises(
+        UserError, match=r"^refit\.transport=rdma needs NIXL, .*: pip install nixl-cu12, .* auto or tcp$"
+    ):
+        RDMA.send_endpoint(RENDEZVOUS, 0, SIZE)
+    assert between_machines() == "tcp"
+
+
+def test_of_two_packages_that_for_the_cuda_of_torch_is_taken(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert nixl_agent._package() == "nixl_cu13"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert nixl_agent._package() == "nixl_cu12"
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: None)
+    assert nixl_agent._package() is None
