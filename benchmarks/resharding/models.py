@@ -30,30 +30,39 @@ _COMMON: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
+_QWEN3_MOE: Mapping[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 4096,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     # The widths of Qwen3-30B-A3B: 2 of its 48 layers, 16 of its 128 experts, 4,096 of its words.
-    "qwen3_moe": {
-        **_COMMON,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 4096,
-        "max_position_embeddings": 40960,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 16,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
+    "qwen3_moe": _QWEN3_MOE,
+    # The same at half the hidden size, with 6 experts and 2,048 words.
+    "qwen3_moe_100mb": {
+        **_QWEN3_MOE,
+        "hidden_size": 1024,
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "vocab_size": 2048,
     },
     # The widths of Moonlight-16B-A3B, and DeepSeek-V3's latent queries: a dense layer and one of 8 experts.
     "deepseek_v3": {
@@ -87,4 +96,4 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": None,
     },
 }
-"""config.json of about 400 MB in bf16, multi-token prediction off."""
+"""config.json of about 400 MB in bf16, or of 100, multi-token prediction off."""

@@ -13,12 +13,17 @@ from resharding.contenders.table import (
     DIRECT,
     DIRECT_GLOO,
     DIRECT_GLOO_TO_MEGATRON,
+    DIRECT_RDMA,
+    DIRECT_RDMA_SOCKETS,
+    DIRECT_RDMA_WITHOUT_CHECKSUMS,
     DIRECT_TO_MEGATRON,
     DIRECT_WITHOUT_CHECKSUMS,
     GATHERED_BROADCAST,
     GATHERED_SHARED,
     MEGATRON_CORE,
     MEMCPY,
+    NIXL_READ,
+    NIXL_READ_SOCKETS,
 )
 from resharding.rounds import Facts, Run
 
@@ -34,9 +39,16 @@ _COLUMNS = (
     "extra MB of a trainer rank",
     "of a worker",
 )
+_BARE = (MEMCPY, NIXL_READ, NIXL_READ_SOCKETS)
 _COMPARED = (
     (DIRECT, MEMCPY, "at most 1.5"),
     (DIRECT_WITHOUT_CHECKSUMS, MEMCPY, None),
+    (NIXL_READ, MEMCPY, None),
+    (DIRECT_RDMA, NIXL_READ, "at most 1.15"),
+    (DIRECT_RDMA_WITHOUT_CHECKSUMS, NIXL_READ, None),
+    (DIRECT_RDMA_SOCKETS, NIXL_READ_SOCKETS, "at most 1.15"),
+    (DIRECT_GLOO, DIRECT_RDMA, None),
+    (DIRECT_GLOO, DIRECT_RDMA_SOCKETS, None),
     (GATHERED_BROADCAST, DIRECT, "at least 3"),
     (GATHERED_SHARED, DIRECT, "at least 3"),
     (GATHERED_BROADCAST, DIRECT_GLOO, None),
@@ -106,8 +118,8 @@ def table(results: Results) -> Table:
             f"{ratio.median:.2f}" if ratio else "-",
             f"{results.cpu_seconds(name):.3f}",
             f"{facts.moved_bytes / results.needed_bytes:.2f}",
-            # Memcpy copies between buffers that only it has.
-            *(["-"] * 2 if name == MEMCPY else _megabytes(facts.trainer_extra_bytes, facts.worker_extra_bytes)),
+            # These move buffers that only they have.
+            *(["-"] * 2 if name in _BARE else _megabytes(facts.trainer_extra_bytes, facts.worker_extra_bytes)),
         )
     return made
 

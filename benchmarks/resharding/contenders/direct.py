@@ -10,6 +10,7 @@ from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megatron_ext.loopback import LOOPBACK, open_store
+from resharding.contenders.nixl_read import ways
 from resharding.party import Destination, Party
 from resharding.processes import DEADLINE_S
 
@@ -20,7 +21,13 @@ class Direct:
     """A run goes from the beginning of a refit until all has been received and, with checksums, verified."""
 
     def __init__(
-        self, party: Party, destination: Destination, *, with_checksum: bool, transport: str = "shared_memory"
+        self,
+        party: Party,
+        destination: Destination,
+        *,
+        with_checksum: bool,
+        transport: str = "shared_memory",
+        ucx_tls: str = "",
     ) -> None:
         self._party, self._destination = party, destination
         layout = party.layout(destination)
@@ -31,11 +38,14 @@ class Direct:
         self._run: Callable[[], object]
         if party.is_source:
             sender = Sender(party.number, messages, party.tensors, LOOPBACK)
-            sender.connect(self._rendezvous(transport, sender))
+            rendezvous = self._rendezvous(transport, sender)
+            with ways(ucx_tls):
+                sender.connect(rendezvous)
             self._run = partial(sender.send, _VERSION, with_checksum=with_checksum)
         else:
             receiver = Receiver(party.number, messages, party.written[destination], self._rendezvous(transport, None))
-            receiver.connect()
+            with ways(ucx_tls):
+                receiver.connect()
             self._run = partial(receiver.receive, _VERSION)
 
     def run(self) -> None:

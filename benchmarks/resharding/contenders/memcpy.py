@@ -21,11 +21,11 @@ class Memcpy:
         first = party.sources if party.is_source else 0
         messages = derive(layout, party.number)
         self._cuts = {
-            first + peer: list(_cuts([message.size_bytes for message in each])) for peer, each in messages.items()
+            first + peer: list(cuts([message.size_bytes for message in each])) for peer, each in messages.items()
         }
         self._memory = {peer: torch.zeros(cuts[-1].stop, dtype=torch.uint8) for peer, cuts in self._cuts.items()}
         for memory in self._memory.values():
-            memory.fill_(_byte(party.place.rank))
+            memory.fill_(byte_of(party.place.rank))
         self._pipes = party.place.pipes
         self._is_source = party.is_source
         self._first = party.number
@@ -60,7 +60,7 @@ class Memcpy:
         """The sources of which other bytes came than they have."""
         if self._is_source:
             return []
-        return [f"bytes of rank {peer}" for peer, memory in self._memory.items() if not (memory == _byte(peer)).all()]
+        return [f"bytes of rank {peer}" for peer, memory in self._memory.items() if not (memory == byte_of(peer)).all()]
 
     def _send(self) -> None:
         readers: list[Connection | None] = [None] * BUCKETS
@@ -96,7 +96,8 @@ class Memcpy:
                     yield peer, self._cuts[peer][number]
 
 
-def _cuts(sizes: list[int]) -> Iterator[slice]:
+def cuts(sizes: list[int]) -> Iterator[slice]:
+    """Cut a buffer into parts of these sizes."""
     start = 0
     for size in sizes:
         yield slice(start, start + size)
@@ -108,5 +109,6 @@ def _copy(into: Tensor, out_of: Tensor) -> None:
     into.view(torch.int64).copy_(out_of.view(torch.int64))
 
 
-def _byte(rank: int) -> int:
+def byte_of(rank: int) -> int:
+    """The byte that all of a source's have."""
     return rank + 1

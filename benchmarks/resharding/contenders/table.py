@@ -9,6 +9,7 @@ from resharding.contenders.gathered import Gathered
 from resharding.contenders.hand_over import Broadcast, InSharedMemory
 from resharding.contenders.megatron_core import MegatronCore
 from resharding.contenders.memcpy import Memcpy
+from resharding.contenders.nixl_read import SOCKETS, NixlRead
 from resharding.party import Party
 
 
@@ -29,9 +30,14 @@ class Contender(Protocol):
 
 
 MEMCPY = "memcpy"
+NIXL_READ = "NIXL read"
+NIXL_READ_SOCKETS = "NIXL read (sockets)"
 DIRECT = "direct, checksums"
 DIRECT_WITHOUT_CHECKSUMS = "direct, no checksums"
 DIRECT_GLOO = "direct, checksums (gloo)"
+DIRECT_RDMA = "direct, checksums (rdma)"
+DIRECT_RDMA_WITHOUT_CHECKSUMS = "direct, no checksums (rdma)"
+DIRECT_RDMA_SOCKETS = "direct, checksums (rdma, sockets)"
 DIRECT_TO_MEGATRON = "direct, checksums, to Megatron"
 DIRECT_GLOO_TO_MEGATRON = "direct, checksums (gloo), to Megatron"
 MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
@@ -39,9 +45,14 @@ GATHERED_BROADCAST = "all-gather, broadcast (gloo)"
 GATHERED_SHARED = "all-gather (gloo), shared memory"
 CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
+    NIXL_READ: NixlRead,
+    NIXL_READ_SOCKETS: partial(NixlRead, ucx_tls=SOCKETS),
     DIRECT: partial(Direct, destination="engine", with_checksum=True),
     DIRECT_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False),
     DIRECT_GLOO: partial(Direct, destination="engine", with_checksum=True, transport="tcp"),
+    DIRECT_RDMA: partial(Direct, destination="engine", with_checksum=True, transport="rdma"),
+    DIRECT_RDMA_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False, transport="rdma"),
+    DIRECT_RDMA_SOCKETS: partial(Direct, destination="engine", with_checksum=True, transport="rdma", ucx_tls=SOCKETS),
     GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
     GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
     DIRECT_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True),

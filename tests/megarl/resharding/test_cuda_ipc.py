@@ -67,9 +67,7 @@ def test_memory_is_mapped_on_the_gpu_of_the_process_that_maps_it(gpus, gpu):
 
 
 def test_a_gpu_whose_memory_is_out_of_reach_is_named_before_it_is_tried(gpus):
-    with pytest.raises(
-        TransferError, match=r"GPU GPU-cccc does not reach .* GPU-bbbb .* to rdma or tcp$"
-    ):
+    with pytest.raises(TransferError, match=r"GPU GPU-cccc does not reach .* GPU-bbbb .* to rdma or tcp$"):
         map_cuda_segment(handle("GPU-bbbb", b"b"), 64)
     assert Storage.mapped_on == ()
 

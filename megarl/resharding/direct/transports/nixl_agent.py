@@ -89,11 +89,13 @@ class NixlAgent:
         self._peers.append(name)
         return name
 
-    def begin_read(self, into: Tensor, memory: RemoteMemory, region: int, name: str, peer: str) -> "Read":
-        """Begin to fill `into`, which is registered, from the start of a region of the agent with this `name`."""
+    def begin_read(
+        self, into: Tensor, memory: RemoteMemory, region: int, name: str, peer: str, offset: int = 0
+    ) -> "Read":
+        """Begin to fill `into`, which is registered, from a region of the agent with this `name`, at `offset` in it."""
         size = into.numel() * into.element_size()
         own = [(into.data_ptr(), size, max(into.get_device(), 0))]
-        remote = [(memory.addresses[region], size, memory.index)]
+        remote = [(memory.addresses[region] + offset, size, memory.index)]
         nixl = self._nixl
         with self._errors(f"reading from {peer}"):
             handle = self._agent.createXferReq(
