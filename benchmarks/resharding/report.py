@@ -22,8 +22,8 @@ _NOTES = """\
 - **direct** is megarl's refit (`megarl/resharding`): `Sender.send` and `Receiver.receive` from the beginning of a
   version until every message came, was found right by its CRC-32, and was written where it belongs. Work of the engine
   before and after, such as pausing and deriving values anew, is not in it. Rows with "(gloo)" and "(rdma)" go through
-  megarl's transports tcp and rdma, which are for ranks on different machines, the others through shared memory. UCX takes
-  the memory of the machine for rdma where it may, and loopback where "sockets" leaves it nothing else.
+  megarl's transports tcp and rdma, which are for ranks on different machines, the others through shared memory. For
+  rdma UCX takes the memory of the machine where it may, and loopback where "sockets" leaves it nothing else.
 - **NIXL read** is the limit of rdma: as many bytes between the same ranks, in reads of the same sizes, two at once, but
   contiguous at both ends, there from the beginning, and nothing is packed, announced or verified.
 - **all-gather** is what verl and slime do: the ranks of a pipeline stage gather whole HuggingFace tensors over gloo,

@@ -71,6 +71,8 @@ class Receiver:
             source_of = {link: source for source, link in self._links.items()}
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
                 self._endpoint.connect(source_of[link], offer)
+            self._endpoint.all_connected()
+            for link in source_of:
                 link.send(Connected())
 
     def receive(self, version: int) -> None:

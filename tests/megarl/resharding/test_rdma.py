@@ -21,6 +21,7 @@ def ends():
     """A source and a destination that has taken up its offer."""
     source, destination = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE), RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE)
     destination.connect(3, source.offer())
+    destination.all_connected()
     yield source, destination
     destination.close()
     source.close()

@@ -100,7 +100,7 @@ def test_a_rank_that_stands_still_is_given_up(set_up, way, side, point):
 @pytest.mark.parametrize("side", ["sources", "destinations"])
 @pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
 def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):
-    stage = set_up(replace(WAYS[way], timeout_s=1.5))
+    stage = set_up(WAYS[way])
     stage.connect()
     victim = getattr(stage, side)[0]
     victim.break_at("packed" if side == "sources" else "unpacked", 2, "linger")

@@ -39,8 +39,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH"
 
 
 def start_fork_server():
-    """Let all processes be forked from one that has imported this module; its environment is theirs."""
-    multiprocessing.set_forkserver_preload([__name__])
+    """Let all processes be forked from one that has imported this module and UCX; its environment is theirs."""
+    multiprocessing.set_forkserver_preload([__name__, "load_nixl"])
     before = dict(os.environ)
     # Python 3.11.7 forgets the path when it preloads.
     os.environ.update(_ENVIRONMENT)

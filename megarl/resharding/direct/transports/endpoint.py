@@ -63,7 +63,10 @@ class RecvEndpoint(Protocol):
     pulls_at_once: int
 
     def connect(self, source: int, offer: Any) -> None:
-        """Take up the offer of a source."""
+        """Take up the offer of a source, or begin to."""
+
+    def all_connected(self) -> None:
+        """Return when all offers are taken up. Raises TransferError if one cannot be."""
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8)."""

@@ -96,6 +96,9 @@ class MappedRecvEndpoint:
         bucket_bytes, handles = offer
         self._buckets[source] = [self._map(handle, bucket_bytes) for handle in handles]
 
+    def all_connected(self) -> None:
+        """Do nothing."""
+
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:  # noqa: ARG002
         """See `RecvEndpoint.pull`."""
         return lambda: self._buckets[source][bucket]

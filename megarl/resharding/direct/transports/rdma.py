@@ -53,13 +53,20 @@ class RdmaRecvEndpoint:
         self._agent.register(self._buckets)
         self._memory: dict[int, RemoteMemory] = {}
         self._names: dict[int, str] = {}
+        self._first_reads: list[Read] = []
         self._pulls = count()
 
     def connect(self, source: int, offer: RemoteMemory) -> None:
-        """Get to know the source's buckets, and read from one."""
+        """Get to know the source's buckets, and begin to read from one."""
         self._memory[source] = offer
         self._names[source] = self._agent.add(offer, self._peer(source))
-        self._begin_read(source, 0, self._buckets[0][:_FIRST_BYTES]).finish(self._timeout_s)
+        self._first_reads.append(self._begin_read(source, 0, self._buckets[0][:_FIRST_BYTES]))
+
+    def all_connected(self) -> None:
+        """Wait until something was read from each source: then there is a way to all of them."""
+        for read in self._first_reads:
+            read.finish(self._timeout_s)
+        self._first_reads = []
 
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to read."""

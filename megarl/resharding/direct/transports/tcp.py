@@ -66,6 +66,9 @@ class TcpRecvEndpoint:
     def connect(self, source: int, offer: Any) -> None:
         """Do nothing: the group is known."""
 
+    def all_connected(self) -> None:
+        """Do nothing."""
+
     def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
         """Begin to receive."""
         own = self._wires[next(self._pulls) % BUCKETS]
