@@ -44,7 +44,7 @@ _SIZES = ((4, 4), (16, 8), (32, 16), (43, 21))
 
 @dataclass(frozen=True)
 class Observed:
-    """What joining cost one rank; times are those of one clock for all."""
+    """Cost of joining for one rank; times are those of one clock for all."""
 
     begun_s: float
     ended_s: float
