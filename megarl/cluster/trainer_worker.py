@@ -24,6 +24,7 @@ from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
 from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
 from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E402
+from megarl.resharding.direct.transports.nixl_agent import has_port  # noqa: E402
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
@@ -160,6 +161,10 @@ class TrainerWorker:
         host = ray.util.get_node_ip_address()
         self.store = open_store(host, timedelta(seconds=timeout_s))
         return host, self.store.port
+
+    def has_rdma_port(self) -> bool:
+        """Whether this machine has a port of InfiniBand, RoCE or EFA."""
+        return has_port()
 
     def connect_transfer(self, rendezvous: Rendezvous) -> None:
         """Wait for the receivers. See `Sender.connect`."""

@@ -45,6 +45,8 @@ class DirectPath:
         trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
         usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
         self._transport = usual if config.transport == "auto" else config.transport
+        bare = self._transport == "rdma" and not trainer.has_rdma_ports
+        self._restriction = ", by way of sockets: not all machines have InfiniBand" if bare else ""
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -58,8 +60,8 @@ class DirectPath:
 
     @property
     def description(self) -> str:
-        """The path, and what its buckets are."""
-        return f"direct, through {self._transport}"
+        """The path, what its buckets are, and whether they go a slower way than the transport is for."""
+        return f"direct, through {self._transport}{self._restriction}"
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
 from megatron_ext import device
 
+_PORTS = Path("/sys/class/infiniband")
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 # An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
@@ -46,6 +48,11 @@ class RemoteMemory:
 def is_installed() -> bool:
     """Whether a package of NIXL is here."""
     return _package() is not None
+
+
+def has_port() -> bool:
+    """Whether this machine has a port of InfiniBand, RoCE or EFA; without, UCX goes by way of memory and sockets."""
+    return _PORTS.is_dir() and any(_PORTS.iterdir())
 
 
 def check_installed() -> None:
@@ -77,7 +84,7 @@ class NixlAgent:
         index = max(first.get_device(), 0)
         described = [(region.data_ptr(), region.numel() * region.element_size(), index, "") for region in regions]
         registration = self._nixl.nixlRegDList(self._kind(first.device.type), described)
-        with self._errors(f"registering memory of {first.device} for RDMA"):
+        with self._errors(f"registering memory of {first.device} for RDMA (ulimit -l)"):
             self._agent.registerMem(registration)
         self._registered.append(registration)
         return RemoteMemory(self._agent.getLocalMD(), first.device.type, index, [each[0] for each in described])
@@ -149,7 +156,7 @@ class NixlAgent:
             raise TransferError(f"{action} failed: {error}") from error
 
 
-@dataclass
+@dataclass(eq=False)
 class Read:
     """A read that has begun."""
 
