@@ -46,7 +46,7 @@ class DirectPath:
         usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
         self._transport = usual if config.transport == "auto" else config.transport
         bare = self._transport == "rdma" and not trainer.has_rdma_ports
-        self._restriction = ", by way of sockets: not all machines have InfiniBand" if bare else ""
+        self._restriction = ", which not all machines have ports for" if bare else ""
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
