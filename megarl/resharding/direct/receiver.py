@@ -106,13 +106,15 @@ class Receiver:
     def _connect(self) -> None:
         rendezvous, errors = self._rendezvous, []
         key, timeout_s = rendezvous.key, rendezvous.timeout_s
-        for source, messages in self._messages.items():
+        sources = list(self._messages)
+        first = self._rank % max(1, len(sources))
+        # Sources talk to one rank after the other: each rank begins with another one.
+        for source in (*sources[first:], *sources[:first]):
             # Also after an error: those that wait for this rank are to be told.
             try:
                 link = connect(rendezvous.listeners[source], key, f"{rendezvous.senders} {source}", timeout_s)
                 self._links[source] = link
-                # At once: sources talk to one rank after the other.
-                link.send(Hello(self._rank, digest(messages)))
+                link.send(Hello(self._rank, digest(self._messages[source])))
             except TransferError as error:
                 errors.append(error)
         if errors:

@@ -13,7 +13,8 @@ from torch import Tensor
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport, new_buckets
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
 
-# As much as any bucket has: what is read when two ranks meet, so that an error on the way between them shows then.
+# They are read when two ranks meet, so that an error on the way between them shows then. No bucket has less: a rank
+# that nothing comes to has buckets without any bytes, which are not registered everywhere.
 _FIRST_BYTES = 1
 
 
@@ -22,7 +23,7 @@ class RdmaSendEndpoint:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
         self._agent = NixlAgent(f"{rendezvous.senders} {rank}")
-        self.buckets: Sequence[Tensor] = new_buckets(bucket_bytes)
+        self.buckets: Sequence[Tensor] = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._memory = self._agent.register(self.buckets)
 
     def offer(self) -> RemoteMemory:
@@ -49,7 +50,7 @@ class RdmaRecvEndpoint:
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
         self._senders, self._timeout_s = rendezvous.senders, rendezvous.timeout_s
         self._agent = NixlAgent(f"engine worker {rank}")
-        self._buckets = new_buckets(bucket_bytes)
+        self._buckets = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._agent.register(self._buckets)
         self._memory: dict[int, RemoteMemory] = {}
         self._names: dict[int, str] = {}
