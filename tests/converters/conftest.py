@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import tiny
 from safetensors.torch import save_file
 from small_configs import count_up, make_config
 
@@ -45,3 +46,25 @@ def make_model(tmp_path: Path) -> Callable[..., Model]:
         return Model(folder, config, architecture, tensors)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in torch_dist."""
+    return tiny(tmp_path_factory.mktemp("original") / "megatron")
+
+
+@pytest.fixture
+def megatron(original: Path, tmp_path: Path) -> Path:
+    """The same, of which only the table of contents is a copy."""
+    folder = tmp_path / "megatron"
+    (folder / "release").mkdir(parents=True)
+    for path in original.rglob("*"):
+        if path.is_file():
+            target = folder / path.relative_to(original)
+            target.parent.mkdir(exist_ok=True)
+            if path.name == ".metadata":
+                target.write_bytes(path.read_bytes())
+            else:
+                target.symlink_to(path)
+    return folder
