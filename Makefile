@@ -4,7 +4,7 @@ MODEL  ?= qwen3_moe
 ENGINE ?=
 STEPS  ?=
 OUTPUT ?=
-# Processes that run tests. A file stays with one; in their order, the long files are not all at the end.
+# Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
 .PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane clean
@@ -35,7 +35,7 @@ benchmark-setup:
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
 test benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane: export OMP_NUM_THREADS ?= 1
 test: setup
-	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-cuda: setup
 	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda

@@ -33,3 +33,10 @@ def pytest_collection() -> Iterator[None]:
 def pytest_unconfigure() -> None:
     """Let all be freed at the end: Triton's bindings list on standard error what is left."""
     gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests of a file to one process, and those of engines: they share some that take long to start."""
+    for item in items:
+        folder = item.path.parent
+        item.add_marker(pytest.mark.xdist_group(str(folder if folder.name == "rollout" else item.path)))

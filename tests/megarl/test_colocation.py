@@ -1,5 +1,6 @@
 """Trainer and engines that take turns on the same devices: the numbers of a run in which each has its own."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_ext.device_memory import DeviceFullError
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
-STEPS = 2
+STEPS = 3
 MIB = 2**20
 # Trainer and engine have more than half of this each.
 DEVICE_BYTES = 14 * MIB
@@ -30,18 +31,17 @@ SHARED = PoolConfig(["trainer", "engine"], nodes=1, shared=True)
 def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     config = small(tmp_path)
     with open_job(Start.of(config, "train")) as job:
-        expected = steps(job, STEPS)
+        _, *expected = steps(job)
         job.export()
     weights = exported(config)
     config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
     config.output_dir = str(tmp_path / "colocated")
+    # It goes on from the checkpoint of a run that did not take turns.
+    copy_checkpoint(tmp_path / "run", tmp_path / "colocated", step=1)
     capfd.readouterr()
     with open_job(Start.of(config, "train")) as job:
         assert "trainer 0 and engine 0 in turns" in capfd.readouterr().err
-        found = steps(job, 1)
-    # It goes on from the checkpoint.
-    with open_job(Start.of(config, "train")) as job:
-        found += steps(job, STEPS)
+        found = steps(job)
         job.export()
         refuses_both_at_once(job)
     every_peak = []
@@ -62,6 +62,7 @@ def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd
 def small(folder: Path) -> MegarlConfig:
     config = make_config("qwen3", folder)
     config.loop.steps, config.loop.prompts_per_step, config.rollout.max_response_tokens = STEPS, 4, 8
+    config.checkpoint.keep = STEPS
     config.cluster.trainer_ranks, config.megatron["tensor_model_parallel_size"] = 1, 1
     config.rollout.engine_args["kv_cache_memory_bytes"] = 8 * MIB
     config.rollout.engine_args["block_size"] = 32
@@ -69,15 +70,22 @@ def small(folder: Path) -> MegarlConfig:
     return config
 
 
-def steps(job: Job, last: int) -> list[dict[str, Any]]:
-    """The metrics of each step to the `last`, with a checkpoint after it."""
+def steps(job: Job) -> list[dict[str, Any]]:
+    """The metrics of each step to the last, with a checkpoint after it."""
     job.refit(job.state.step)
     clock = Clock()
     metrics = []
-    while job.state.step < last:
+    while job.state.step < STEPS:
         metrics.append(train_step(job, clock))
         job.save()
     return metrics
+
+
+def copy_checkpoint(run: Path, other: Path, step: int) -> None:
+    """Begin another run with a checkpoint of this one."""
+    checkpoint = Path("checkpoints", f"iter_{step:07d}")
+    shutil.copytree(run / checkpoint, other / checkpoint)
+    (other / "metrics.jsonl").write_text("")
 
 
 def refuses_both_at_once(job: Job) -> None:

@@ -71,7 +71,7 @@ def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
 
 
 def repeat_and_lose_a_rank(open_run):
-    with open_run() as job:
+    with open_run("rollout.engine=transformers") as job:
         job.refit(0)
         assert job.refit.description == "direct, through shared_memory"
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")

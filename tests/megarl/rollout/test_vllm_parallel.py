@@ -18,6 +18,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import traced_layout, untraced
+from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.vllm.kind import VLLM
 from megatron_ext.device_memory import CountedMemory
@@ -130,7 +131,7 @@ def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
 def check_greedy(engine, requests, folder, version, assert_greedy):
     for request, (turn,) in zip(requests, engine.generate(requests), strict=True):
         assert_greedy(folder, request.prompt_token_ids, turn)
-        assert set(turn.versions.tolist()) == {version}
+        assert set(here(turn.versions).tolist()) == {version}
 
 
 def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert_greedy):
@@ -152,7 +153,7 @@ def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert
     ((turn,),) = generating.result(60)
     engine.resume()
     assert turn.finish_reason == "abort"
-    versions = turn.versions.tolist()
+    versions = here(turn.versions).tolist()
     switch = versions.index(2)
     assert versions == [1] * switch + [2] * (len(versions) - switch)
     assert_greedy(folders[0], prompt, turn, stop=switch)
@@ -169,7 +170,7 @@ def check_the_fence(served, pool, assert_greedy):
     assert not generating.done()
     served.engine.commit_update(3)
     turn = generating.result(60)
-    assert set(turn.versions.tolist()) == {3}
+    assert set(here(turn.versions).tolist()) == {3}
     assert_greedy(served.folders[0], PROMPTS[1], turn)
 
 

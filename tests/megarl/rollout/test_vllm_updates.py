@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_host import GREEDY, PROMPTS, Weights
 
+from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, UpdateError
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -18,8 +19,8 @@ def test_an_update_in_the_middle_of_a_response(served, half_generated, endless_p
     served.update(served.second, new)
     served.engine.resume()
     ((generation,),) = generating.result(60)
-    assert set(generation.versions) == {old, new}
-    versions = generation.versions.tolist()
+    assert set(here(generation.versions).tolist()) == {old, new}
+    versions = here(generation.versions).tolist()
     switch = versions.index(new)
     assert versions == [old] * switch + [new] * (len(versions) - switch)
     assert_greedy(served.folders[0], endless_prompt, generation, stop=switch)
@@ -47,7 +48,7 @@ def test_an_update_fences_the_engine(served, pool):
     time.sleep(0.5)
     assert not generating.done()
     served.engine.commit_update(new)
-    assert set(generating.result(60).versions) == {new}
+    assert set(here(generating.result(60).versions).tolist()) == {new}
 
 
 def test_updates_in_the_wrong_order_are_refused(served):
@@ -103,7 +104,7 @@ def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, po
     generating = pool.submit(served.greedy, PROMPTS[0])
     served.update(weights, new)
     generation = generating.result(60)
-    assert set(generation.versions) == {new}
+    assert set(here(generation.versions).tolist()) == {new}
     assert_greedy(folder, PROMPTS[0], generation)
 
 
@@ -124,7 +125,7 @@ def test_calls_of_many_threads(served, pool, assert_greedy):
     disturbing.result(60)
     for prompt, generation in zip(PROMPTS * 4, answers, strict=True):
         assert_greedy(served.folders[0], prompt, generation)
-        assert generation.versions.tolist() == sorted(generation.versions)
+        assert here(generation.versions).tolist() == sorted(here(generation.versions).tolist())
 
 
 def test_a_dying_engine_ends_every_call(fresh, half_generated):
