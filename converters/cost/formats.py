@@ -7,57 +7,43 @@ import torch
 
 from converters.architectures import Architecture
 from converters.boxes import Box
-from converters.fp8 import BLOCK, quantised_names
 from converters.layout import Shape
-
-_SCALE_BYTES = 4
+from converters.number_formats import NumberFormat
 
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """The form in which the destination holds an HF tensor of `shape`: in a type of `element_bytes`, or in block FP8.
+    """The form in which the destination holds an HF tensor of `shape`: in a type of `element_bytes`, or quantised.
 
-    A block of FP8 is quantised where its values are, before they travel, unless a cut goes through it: of a piece that
-    is not made of whole blocks the values travel, with `element_bytes` each, and the destination quantises.
+    A block is quantised where its values are, before they travel, unless a cut goes through it: of a piece that is not
+    made of whole blocks the values travel, with `element_bytes` each, and the destination quantises.
     """
 
     shape: Shape
     element_bytes: int
-    block_fp8: bool = False
+    number_format: NumberFormat | None = None
 
     def travelling(self, piece: Box) -> int:
         """Bytes of a piece on its way."""
-        whole = self.block_fp8 and all(
-            start % BLOCK == 0 and (stop % BLOCK == 0 or stop == length)
-            for start, stop, length in zip(piece.start, piece.stop, self.shape, strict=True)
-        )
+        whole = self.number_format is not None and self.number_format.is_whole(piece, self.shape)
         return self.held(piece) if whole else piece.size * self.element_bytes
 
     def held(self, box: Box) -> int:
-        """Bytes of a box where it stays: with a scale, in FP8, for every block that it reaches into."""
-        if not self.block_fp8:
-            return box.size * self.element_bytes
-        blocks = 1
-        for start, stop in zip(box.start, box.stop, strict=True):
-            blocks *= -(-stop // BLOCK) - start // BLOCK
-        return box.size + blocks * _SCALE_BYTES
+        """Bytes of a box where it stays: with a scale, where there are any, for every block that it reaches into."""
+        return self.number_format.held_bytes(box) if self.number_format else box.size * self.element_bytes
 
     def least(self, box: Box) -> int:
-        """Bytes that a box cannot go below, however it is cut: of a scale, in FP8, the share of the elements."""
-        if not self.block_fp8:
-            return box.size * self.element_bytes
-        return box.size + box.size * _SCALE_BYTES // BLOCK**2
+        """Bytes that a box cannot go below, however it is cut."""
+        return self.number_format.least_bytes(box) if self.number_format else box.size * self.element_bytes
 
 
 def formats(
-    architecture: Architecture, *, block_fp8: bool, dtype: torch.dtype = torch.bfloat16
+    architecture: Architecture, *, number_format: NumberFormat | None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, TensorFormat]:
-    """HF name -> format in an engine: `dtype`, but for what stays in float32, and `block_fp8` for the matrices that
-    are released in it (`converters.fp8.quantised_names`).
-    """
+    """HF name -> format in an engine: `dtype`, but for what stays in float32, and for what `number_format` is for."""
     dtypes: Mapping[str, torch.dtype] = architecture.hf_dtypes(dtype)
-    quantised = quantised_names(architecture) if block_fp8 else frozenset()
+    quantised = number_format.quantised_names(architecture) if number_format else frozenset()
     return {
-        name: TensorFormat(shape, dtypes[name].itemsize, name in quantised)
+        name: TensorFormat(shape, dtypes[name].itemsize, number_format if name in quantised else None)
         for name, shape in architecture.hf_shapes.items()
     }

@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Count, predict, replay; print it."""
     from converters.cost import formats, traffic
+    from converters.number_formats import FP8_BLOCK
     from converters.plan import Plan
     from megarl.planning.forecast import Forecast
 
@@ -100,8 +101,8 @@ def run(options: argparse.Namespace) -> int:
         source, destination = refit.layouts()
         topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
         plan = Plan(source, destination, refit.replicas, topology, node_once=refit.node_once)
-        block_fp8 = refit.engine_dtype == "fp8"
-        forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, block_fp8=block_fp8)))
+        number_format = FP8_BLOCK if refit.engine_dtype == "fp8" else None
+        forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, number_format=number_format)))
         if options.plot:
             from megarl.planning.picture import draw_forecast
 

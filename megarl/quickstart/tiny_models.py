@@ -144,6 +144,14 @@ TINY_MODELS: Mapping[str, TinyModel] = {
     ),
 }
 
+_DENSE_IN_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+IN_BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": _DENSE_IN_BLOCKS,
+    "qwen3_moe": {**_DENSE_IN_BLOCKS, "moe_intermediate_size": 128},
+    "deepseek_v3": {"hidden_size": 128, "intermediate_size": 256, "q_lora_rank": 128, "moe_intermediate_size": 128},
+}
+"""Fields with which the sizes of a tiny model are multiples of 128, so that it fits blocks of FP8."""
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A character-level tokenizer with a chat template, 64 tokens."""

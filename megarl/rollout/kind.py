@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
 from megarl.schema import RolloutConfig
 from megatron_ext.dataclass_fields import FieldType, read_fields
 from megatron_ext.supported_options import Refusal, refuse
+
+if TYPE_CHECKING:
+    from converters.architectures import Architecture
+    from converters.number_formats import NumberFormat
 
 Arguments = Mapping[str, Any]
 """`rollout.engine_args`: options of an engine by the engine's own names."""
@@ -46,6 +50,9 @@ class EngineKind:
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
     sizes: Callable[[Arguments], EngineSizes]
     """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
+    quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
+    """Arguments with which an engine holds the model in a number format; None where no engine of this kind can.
+    UserError for arguments that contradict it, and for a model that does not fit."""
     context: Callable[[Arguments], int | None]
     """How many tokens these arguments limit a prompt and its response to, if they do."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1

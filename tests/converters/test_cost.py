@@ -25,6 +25,7 @@ from converters.errors import UserError
 from converters.fp8 import quantised_names
 from converters.layout import Layout, Placement, Shard
 from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.number_formats import FP8_BLOCK
 from converters.plan import Plan
 from converters.topology import Topology
 
@@ -143,7 +144,7 @@ def test_a_rate_that_is_not_positive_is_an_error(rates):
 
 
 def test_a_block_of_fp8_travels_quantised_only_in_one_piece():
-    matrix = TensorFormat((300, 256), 2, block_fp8=True)
+    matrix = TensorFormat((300, 256), 2, FP8_BLOCK)
     size = 128 * 256
     assert matrix.travelling(Box((128, 0), (256, 256))) == size + 2 * 4
     assert matrix.travelling(Box((256, 0), (300, 256))) == 44 * 256 + 2 * 4  # the last blocks are not whole
@@ -155,13 +156,13 @@ def test_a_block_of_fp8_travels_quantised_only_in_one_piece():
 
 def test_formats_are_those_of_released_checkpoints():
     architecture = read_architecture(RELEASED["Moonlight"])
-    found = formats(architecture, block_fp8=True)
-    assert {name for name, each in found.items() if each.block_fp8} == quantised_names(architecture)
+    found = formats(architecture, number_format=FP8_BLOCK)
+    assert {name for name, each in found.items() if each.number_format} == quantised_names(architecture)
     assert {name: each.shape for name, each in found.items()} == architecture.hf_shapes
     correction = "model.layers.3.mlp.gate.e_score_correction_bias"
     assert found[correction].element_bytes == 4
     assert found["model.embed_tokens.weight"] == TensorFormat((163840, 2048), 2)
-    assert not any(each.block_fp8 for each in formats(architecture, block_fp8=False).values())
+    assert not any(each.number_format for each in formats(architecture, number_format=None).values())
 
 
 @given(pairs())
@@ -212,11 +213,11 @@ def small_plan(config, engine: str) -> tuple[Plan, Architecture]:
     return Plan(source, destination, 4, topology, node_once=True), architecture
 
 
-@pytest.mark.parametrize("block_fp8", [False, True])
+@pytest.mark.parametrize("number_format", [None, FP8_BLOCK])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_plan_of_a_mixture_of_experts_is_near_the_floor(engine, block_fp8):
+def test_the_plan_of_a_mixture_of_experts_is_near_the_floor(engine, number_format):
     plan, architecture = small_plan(SMALL_DEEPSEEK, engine)
-    counted = traffic(plan, formats(architecture, block_fp8=block_fp8))
+    counted = traffic(plan, formats(architecture, number_format=number_format))
     assert counted.direct.sum() + counted.relayed.sum() == counted.needed.sum()
     assert transfer_seconds(counted, RATES) <= 1.1 * lower_bound_seconds(counted, RATES)
 
@@ -224,9 +225,9 @@ def test_the_plan_of_a_mixture_of_experts_is_near_the_floor(engine, block_fp8):
 def test_blocks_that_two_workers_share_travel_in_bfloat16():
     """The experts of Moonlight are 1408 = 11 x 128 wide, of which a fourth cuts through a block."""
     plan, architecture = small_plan({**RELEASED["Moonlight"], "num_hidden_layers": 4}, "TP4")
-    types = {name: each for name, each in formats(architecture, block_fp8=True).items() if ".experts." in name}
+    types = {name: each for name, each in formats(architecture, number_format=FP8_BLOCK).items() if ".experts." in name}
     types |= {name: TensorFormat(shape, 0) for name, shape in architecture.hf_shapes.items() if name not in types}
     counted = traffic(plan, types)
-    elements = sum(each.shape[0] * each.shape[1] for each in types.values() if each.block_fp8)
+    elements = sum(each.shape[0] * each.shape[1] for each in types.values() if each.number_format)
     assert counted.direct.sum() == 2 * elements * plan.replicas
     assert counted.unique_needed.sum() == pytest.approx((1 + 4 / 128**2) * elements * plan.replicas)

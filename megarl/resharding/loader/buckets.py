@@ -1,18 +1,23 @@
 """Buckets: the HF tensors of a model, cut into pieces that fit a shared-memory segment."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from converters.boxes import Box
 from converters.errors import UserError
+from converters.number_formats import NUMBER_FORMATS, NumberFormat
 from megarl.resharding.alignment import aligned
 
 
 @dataclass(frozen=True)
 class Entry:
     """One whole HF tensor inside a bucket: contiguous, `offset_bytes` after the start of the segment.
+
+    One that the engine holds in a number format is there as codes and scales, or as the values of which the engine's
+    worker makes them.
 
     Example: `Entry("model.norm.weight", torch.bfloat16, (4096,), offset_bytes=64)`.
     """
@@ -21,6 +26,22 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_bytes: int
+    number_format: str = ""
+    """In which the engine holds the tensor; a name of `NUMBER_FORMATS`, or none."""
+    scales_offset_bytes: int | None = None
+    """Where the scales lie, contiguously, if `dtype` are codes."""
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the entry ends."""
+        if self.scales_offset_bytes is None:
+            return self.offset_bytes + _bytes(self.shape, self.dtype)
+        return self.scales_offset_bytes + _bytes(self.scales_shape, NUMBER_FORMATS[self.number_format].scales)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """The shape of the scales of all codes."""
+        return NUMBER_FORMATS[self.number_format].scales_box(Box.whole(self.shape)).shape
 
 
 @dataclass(frozen=True)
@@ -36,7 +57,21 @@ class Bucket:
     @property
     def size_bytes(self) -> int:
         """The size of the part of the segment that the entries reach over."""
-        return max(entry.offset_bytes + _bytes(entry.shape, entry.dtype) for entry in self.entries)
+        return max(entry.end_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The tensors that an engine holds in a number format.
+
+    Example: all matrices of the layers are `names`, and `as_values` are those of `q_proj`, through whose blocks
+    Megatron's groups of heads cut.
+    """
+
+    number_format: NumberFormat
+    names: Collection[str]
+    as_values: Collection[str] = ()
+    """Those of `names` that no sender can quantise, since each has a part of a block."""
 
 
 def cut_into_buckets(
@@ -44,6 +79,7 @@ def cut_into_buckets(
     hf_dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     segments: int = 2,
+    quantised: Quantised | None = None,
 ) -> list[Bucket]:
     """Cut a model into buckets of at most `bucket_bytes`, in the order of `hf_shapes`.
 
@@ -52,7 +88,6 @@ def cut_into_buckets(
     """
     buckets: list[Bucket] = []
     entries: list[Entry] = []
-    end = 0
 
     def close() -> None:
         if entries:
@@ -60,30 +95,62 @@ def cut_into_buckets(
             entries.clear()
 
     for name, shape in hf_shapes.items():
-        size = _bytes(shape, hf_dtypes[name])
+        size = _entry(name, shape, hf_dtypes[name], 0, quantised).end_bytes
         if size > bucket_bytes:
             raise UserError(
                 f"{name} has {size} bytes and refit.bucket_bytes is {bucket_bytes}: raise refit.bucket_bytes to {size} "
                 "or more"
             )
-        start = aligned(end)
+        start = aligned(entries[-1].end_bytes) if entries else 0
         if start + size > bucket_bytes:
             close()
             start = 0
-        entries.append(Entry(name, hf_dtypes[name], tuple(shape), start))
-        end = start + size
+        entries.append(_entry(name, shape, hf_dtypes[name], start, quantised))
     close()
     return buckets
 
 
+def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, quantised: Quantised | None) -> Entry:
+    if quantised is None or name not in quantised.names:
+        return Entry(name, dtype, tuple(shape), start)
+    number_format = quantised.number_format
+    if name in quantised.as_values:
+        return Entry(name, dtype, tuple(shape), start, number_format.name)
+    scales = start + aligned(_bytes(shape, number_format.codes))
+    return Entry(name, number_format.codes, tuple(shape), start, number_format.name, scales)
+
+
 def views(bucket: Bucket, memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of `bucket` as views of its segment's `memory` (uint8, one dimension), by HF name."""
-    return {
-        entry.name: memory[entry.offset_bytes : entry.offset_bytes + _bytes(entry.shape, entry.dtype)]
-        .view(entry.dtype)
-        .view(entry.shape)
-        for entry in bucket.entries
-    }
+    """The tensors of `bucket` as views of its segment's `memory` (uint8, one dimension), by HF name.
+
+    Scales have the names that they have in a checkpoint.
+    """
+    found = {}
+    for entry in bucket.entries:
+        found[entry.name] = _view(memory, entry.offset_bytes, entry.shape, entry.dtype)
+        if entry.scales_offset_bytes is not None:
+            number_format = NUMBER_FORMATS[entry.number_format]
+            scales = _view(memory, entry.scales_offset_bytes, entry.scales_shape, number_format.scales)
+            found[number_format.scales_name(entry.name)] = scales
+    return found
+
+
+def loadable(bucket: Bucket, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Copies of the tensors of `bucket`, in the forms in which the engine's own loader takes them."""
+    as_values = {entry.name: entry for entry in bucket.entries if entry.number_format}
+    for name, view in views(bucket, memory).items():
+        entry = as_values.get(name)
+        if entry is None or entry.scales_offset_bytes is not None:
+            yield name, view.clone()
+            continue
+        number_format = NUMBER_FORMATS[entry.number_format]
+        codes, scales = number_format.quantise(view)
+        yield name, codes
+        yield number_format.scales_name(name), scales
+
+
+def _view(memory: Tensor, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return memory[offset_bytes : offset_bytes + _bytes(shape, dtype)].view(dtype).view(shape)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

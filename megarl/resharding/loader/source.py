@@ -1,7 +1,7 @@
 """A Megatron rank as a source of weights: its boxes of HF tensors, written where the receivers read them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from converters.architectures import Architecture
 from converters.copying import copy_transfers
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
+from converters.number_formats import NUMBER_FORMATS, NumberFormat
 from converters.plan import Transfer, plan
 from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
@@ -30,6 +31,7 @@ class WeightSource:
         tensors: Mapping[str, Tensor],
         module_names: ModuleNames,
     ) -> None:
+        self._shapes = architecture.hf_shapes
         layout = megatron_layout(architecture, parallel, module_names=module_names)
         transfers = plan(layout, huggingface_layout(architecture.hf_shapes))
         self._tensors = tensors
@@ -43,12 +45,43 @@ class WeightSource:
         """The type of every HF tensor of which this rank sends a part."""
         return {name: self._tensors[sent[0].source_name].dtype for name, sent in self._transfers.items()}
 
+    def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
+        """Those of the HF tensors `names` of which this rank sends a part of a block, and so cannot quantise it."""
+        return {
+            name
+            for name in self._transfers.keys() & names
+            for transfer in self._transfers[name]
+            if not number_format.is_whole(transfer.destination_box, self._shapes[name])
+        }
+
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Map the segments that buckets are written to."""
         self._segments = [map_segment(path, segment_bytes) for path in segments]
 
     def write(self, bucket: Bucket) -> None:
-        """Copy this rank's boxes of the bucket's tensors into the bucket's segment."""
+        """Copy this rank's boxes of the bucket's tensors into the bucket's segment, or their codes and scales.
+
+        Raises ValueError, naming the tensor, for weights that cannot be quantised.
+        """
         destinations = views(bucket, self._segments[bucket.segment])
-        mine = [transfer for name in destinations for transfer in self._transfers.get(name, ())]
-        copy_transfers(mine, self._tensors, destinations)
+        plain: list[Transfer] = []
+        for entry in bucket.entries:
+            mine = self._transfers.get(entry.name, [])
+            if entry.scales_offset_bytes is None:
+                plain += mine
+            else:
+                self._quantise(mine, NUMBER_FORMATS[entry.number_format], destinations)
+        copy_transfers(plain, self._tensors, destinations)
+
+    def _quantise(
+        self, transfers: Sequence[Transfer], number_format: NumberFormat, destinations: Mapping[str, Tensor]
+    ) -> None:
+        for transfer in transfers:
+            box, name = transfer.destination_box, transfer.hf_name
+            weight = self._tensors[transfer.source_name][transfer.source_box.slices()]
+            codes = destinations[name][box.slices()]
+            scales = destinations[number_format.scales_name(name)][number_format.scales_box(box).slices()]
+            try:
+                number_format.quantise_into(weight.detach().cpu(), codes, scales)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error

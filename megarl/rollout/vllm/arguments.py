@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
-from megarl.rollout.vllm import cpu
-from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
+from megarl.rollout.vllm import cpu, cpu_fp8
+from megarl.rollout.vllm.kind import PART_ARGUMENTS, QUANTISATION, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
@@ -93,8 +93,9 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         )
     if device.backend() == "gloo":
         given = cpu.without_sleep_mode(given)
+        cpu_fp8.take_float32_activations()
     required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
-    VLLM.check({name: value for name, value in given.items() if name not in PART_ARGUMENTS})
+    VLLM.check(_own_left_out(given))
     _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
     # vLLM's own choice for a model in fp32 is bfloat16.
@@ -114,6 +115,12 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         return EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     except (ValueError, TypeError, NotImplementedError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses rollout.engine_args={dict(given)} for {model_path}: {error}") from error
+
+
+def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` without what megarl gives itself, and nobody may."""
+    overrides = {name: value for name, value in (given.get("hf_overrides") or {}).items() if name != QUANTISATION}
+    return {**{name: value for name, value in given.items() if name not in PART_ARGUMENTS}, "hf_overrides": overrides}
 
 
 def _check_free(given: Mapping[str, Any], required: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ GPU and multiplied by plain torch.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -221,18 +221,46 @@ def _apply_experts(
     """`CPUUnquantizedExperts.apply`; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K]."""
     if activation.value != "silu" or self.w1_bias is not None or self.w2_bias is not None:
         raise NotImplementedError(f"experts with biases or with activation {activation.value} on a CPU")
+    multiply_by_experts(
+        lambda expert: (w1[expert], w2[expert]),
+        w1.shape[0],
+        output,
+        hidden_states,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )
+
+
+def multiply_by_experts(
+    weights_of: Callable[[int], tuple[Tensor, Tensor]],
+    experts: int,
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    *,
+    apply_router_weight_on_input: bool,
+) -> None:
+    """Write into `output` what each token's `experts` of this rank make of it.
+
+    `weights_of` gives an expert's [2I, H], gate above up, and [H, I]; it is asked for those that have a token.
+    """
     local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     tokens, top_k = local_ids.shape
     # Positions (token, k) sorted by expert, so that each expert sees its tokens as one block; -1 is another rank's.
     order = local_ids.flatten().argsort(stable=True)
-    counts = torch.bincount(local_ids.flatten() + 1, minlength=w1.shape[0] + 1).tolist()
+    counts = torch.bincount(local_ids.flatten() + 1, minlength=experts + 1).tolist()
     rows = hidden_states[order // top_k]
     expanded = torch.zeros_like(rows)
     start = counts[0]
     for expert, count in enumerate(counts[1:]):
         if count:
-            gate, up = F.linear(rows[start : start + count], w1[expert]).chunk(2, -1)
-            expanded[start : start + count] = F.linear(F.silu(gate) * up, w2[expert])
+            gate_up, down = weights_of(expert)
+            gate, up = F.linear(rows[start : start + count], gate_up).chunk(2, -1)
+            expanded[start : start + count] = F.linear(F.silu(gate) * up, down)
             start += count
     unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights

@@ -2,10 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
 from megatron_ext.supported_options import Refusal
+
+if TYPE_CHECKING:
+    from converters.architectures import Architecture
+    from converters.number_formats import NumberFormat
 
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _DATA_PARALLEL = "all ranks of an engine start with it, on its machine, and its requests are spread over them there"
@@ -87,6 +92,21 @@ def _sizes(arguments: Arguments) -> EngineSizes:
     return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
 
 
+QUANTISATION = "quantization_config"
+"""The field of config.json, among `hf_overrides`, by which megarl gives an engine a number format."""
+
+
+def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
+    if arguments.get("quantization") is not None:
+        raise UserError(
+            f"rollout.engine_args.quantization={arguments['quantization']} contradicts rollout.weights, which says what"
+            " the engine's weights are in: give one of the two"
+        )
+    number_format.check(architecture, arguments.get("tensor_parallel_size") or 1)
+    overrides = {**(arguments.get("hf_overrides") or {}), QUANTISATION: number_format.engine_config(architecture)}
+    return {**arguments, "hf_overrides": overrides}
+
+
 def _part(number: int, first: tuple[str, int]) -> Arguments:
     return dict(zip(PART_ARGUMENTS, (number, *first), strict=True))
 
@@ -101,6 +121,7 @@ VLLM = EngineKind(
     sizes=_sizes,
     context=lambda arguments: arguments.get("max_model_len"),
     nodes=lambda arguments: arguments.get("nnodes") or 1,
+    quantised=_quantised,
     part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
     part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megarl.resharding.loader.buckets import Bucket, views
+from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
 
 BACKEND = "shm"
@@ -58,10 +58,9 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
     def receive_weights(self, update_info: BucketWritten) -> None:
         """Load one bucket into the model."""
         bucket = update_info.bucket
-        # Copies, because vLLM keeps the tensors until their layer is complete and the segment is soon overwritten.
-        tensors = [(name, view.clone()) for name, view in views(bucket, self._memories[bucket.segment]).items()]
         with torch.no_grad():
-            self.model.load_weights(tensors)
+            # Copies, because vLLM keeps the tensors until their layer is complete and the segment is soon overwritten.
+            self.model.load_weights(list(loadable(bucket, self._memories[bucket.segment])))
 
     def finish_weight_update(self) -> None:
         """Process what is left: attention layers, and layers that have padding."""

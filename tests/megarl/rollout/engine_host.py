@@ -8,8 +8,10 @@ from multiprocessing.managers import BaseManager, IteratorProxy
 import psutil
 from safetensors.torch import load_file
 
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, read_json
 from megarl.quickstart.tiny_models import END, make_tokenizer
-from megarl.resharding.loader.buckets import cut_into_buckets, views
+from megarl.resharding.loader.buckets import Quantised, cut_into_buckets, views
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
@@ -71,23 +73,30 @@ def running_engines() -> Iterator[HostedEngines]:
 
 
 class Weights:
-    """The tensors of a HuggingFace folder, cut into small buckets."""
+    """The tensors of a HuggingFace folder, cut into small buckets; for an engine in a number format, its codes."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, number_format=None, as_values=()):
         self.tensors = load_file(folder / "model.safetensors")
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
         self.names = list(shapes)
-        self.buckets = cut_into_buckets(shapes, dtypes, SEGMENT_BYTES)
+        quantised = None
+        if number_format is not None:
+            names = number_format.quantised_names(read_architecture(read_json(folder / CONFIG)))
+            quantised = Quantised(number_format, names, as_values)
+            for name in names - set(as_values):
+                codes, scales = number_format.quantise(self.tensors[name])
+                self.tensors |= {name: codes, number_format.scales_name(name): scales}
+        self.buckets = cut_into_buckets(shapes, dtypes, SEGMENT_BYTES, quantised=quantised)
 
 
 class Served:
     """A running engine, connected to two segments, and two models to try it with: `folders`, `first`, `second`."""
 
-    def __init__(self, engine, folders):
+    def __init__(self, engine, folders, number_format=None):
         self.engine = engine
         self.folders = folders
-        self.first, self.second = map(Weights, folders)
+        self.first, self.second = (Weights(folder, number_format) for folder in folders)
         segments = [Segment(SEGMENT_BYTES) for _ in range(2)]
         self._memories = [segment.memory for segment in segments]
         engine.map_segments([segment.handle() for segment in segments], SEGMENT_BYTES)

@@ -1,0 +1,23 @@
+"""Number formats: forms other than the trained one in which engines hold matrices. A file says all of one format."""
+
+from collections.abc import Mapping
+
+from converters.errors import UserError, did_you_mean
+from converters.number_formats.fp8_block import FP8_BLOCK
+from converters.number_formats.number_format import NumberFormat
+
+__all__ = ["AS_TRAINED", "FP8_BLOCK", "NUMBER_FORMATS", "NumberFormat", "number_format"]
+
+AS_TRAINED = "as_trained"
+NUMBER_FORMATS: Mapping[str, NumberFormat] = {each.name: each for each in (FP8_BLOCK,)}
+"""By the names that `rollout.weights` takes, beside `AS_TRAINED`, which is none of them."""
+
+
+def number_format(name: str) -> NumberFormat | None:
+    """The format of this name, None where weights stay as they are trained. Raises UserError for another name."""
+    if name == AS_TRAINED:
+        return None
+    if name not in NUMBER_FORMATS:
+        known = (AS_TRAINED, *NUMBER_FORMATS)
+        raise UserError(f"rollout.weights={name} is none of {', '.join(known)}{did_you_mean(name, known)}")
+    return NUMBER_FORMATS[name]

@@ -1,0 +1,47 @@
+"""Block FP8: e4m3 codes and a float32 scale for every 128 x 128, as DeepSeek-V3 was released (arXiv 2412.19437)."""
+
+import torch
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.fp8 import BLOCK, quantisation_config, quantise_into, quantised_names
+from converters.number_formats.number_format import NumberFormat
+
+_JOINED = ("q_proj", "k_proj", "gate_proj", "up_proj", "q_a_proj")
+"""Engines keep each of these above another matrix, whose blocks begin where its own end."""
+_CUT_IN_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
+_CUT_IN_COLUMNS = ("o_proj", "down_proj")
+"""Matrices that engines cut over tensor-parallel ranks, and the dimension in which."""
+
+
+def _check(architecture: Architecture, tensor_parallel: int) -> None:
+    for name in sorted(quantised_names(architecture)):
+        rows, columns = architecture.hf_shapes[name]
+        matrix = name.rsplit(".", 2)[-2]
+        if matrix in _JOINED and rows % BLOCK:
+            raise UserError(
+                f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and {name} has {rows} rows, on which"
+                f" the engine puts another matrix: take a model of whose sizes each is a multiple of {BLOCK}, or leave"
+                " rollout.weights out"
+            )
+        for cut, length in ((_CUT_IN_ROWS, rows), (_CUT_IN_COLUMNS, columns)):
+            if tensor_parallel > 1 and matrix in cut and (length // tensor_parallel) % BLOCK:
+                raise UserError(
+                    f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and an engine of {tensor_parallel}"
+                    f" tensor-parallel ranks cuts {length} of {name} through them: give it fewer, or leave"
+                    " rollout.weights out"
+                )
+
+
+FP8_BLOCK = NumberFormat(
+    name="fp8_block",
+    title="block FP8",
+    block=(BLOCK, BLOCK),
+    codes=torch.float8_e4m3fn,
+    scales=torch.float32,
+    scales_suffix="_scale_inv",
+    quantised_names=quantised_names,
+    engine_config=quantisation_config,
+    quantise_into=quantise_into,
+    check=_check,
+)

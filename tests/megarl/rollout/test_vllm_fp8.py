@@ -1,0 +1,66 @@
+"""Weights of vLLM in block FP8: its own layers and loaders, and refits by name and straight into its parameters."""
+
+import pytest
+import torch
+from engine_host import GREEDY, PROMPTS, Served, Weights
+from safetensors.torch import load_file, save_file
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, read_json
+from converters.fp8 import dequantise
+from converters.number_formats import FP8_BLOCK
+from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
+from megarl.rollout.protocol import Request
+from megarl.rollout.vllm.kind import VLLM
+
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def block_folders(tmp_path_factory):
+    """Two models of a family, in float32, and each with the weights that its codes in FP8 stand for."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            root = tmp_path_factory.mktemp(f"{name}_in_blocks")
+            made[name] = [
+                (folder := write_tiny_model(name, root / str(seed), seed=seed, fields=IN_BLOCKS[name]), rounded(folder))
+                for seed in (0, 1)
+            ]
+        return made[name]
+
+    return make
+
+
+def rounded(folder):
+    """A copy of a model whose quantised matrices are what transformers would decode from their codes."""
+    copy = folder.parent / f"{folder.name}_rounded"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    for name in FP8_BLOCK.quantised_names(read_architecture(read_json(folder / CONFIG))):
+        weights[name] = dequantise(*FP8_BLOCK.quantise(weights[name]), torch.float32)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def in_blocks(folder, **engine_args):
+    return VLLM.quantised(engine_args, FP8_BLOCK, read_architecture(read_json(folder / CONFIG)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_equals_huggingface_with_the_decoded_weights(host, block_folders, assert_greedy, name):
+    (first, first_rounded), (second, second_rounded) = block_folders(name)
+    served = Served(host.start(first, **in_blocks(first, load_format="dummy")), (first, second), FP8_BLOCK)
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+    for version, weights, expected in (
+        (1, served.second, second_rounded),
+        (2, served.first, first_rounded),
+        # Values, of which the worker makes codes.
+        (3, Weights(second, FP8_BLOCK, as_values=served.second.names), second_rounded),
+    ):
+        served.update(weights, version)
+        for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
+            assert_greedy(expected, prompt, generation)
