@@ -67,9 +67,13 @@ class NumberFormat:
         return name + self.scales_suffix
 
     def checkpoint(
-        self, architecture: Architecture, dtypes: Mapping[str, torch.dtype]
+        self, architecture: Architecture, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
-        """Shapes and types of the tensors of a checkpoint in this format, whose other tensors are of `dtypes`."""
+        """Shapes and types of the tensors of a checkpoint in this format, whose other tensors are of `dtypes`.
+
+        By default these are the types of a model in bfloat16.
+        """
+        dtypes = architecture.hf_dtypes(torch.bfloat16) if dtypes is None else dtypes
         quantised = self.quantised_names(architecture)
         shapes: dict[str, Shape] = {}
         types: dict[str, torch.dtype] = {}

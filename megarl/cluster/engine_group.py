@@ -10,9 +10,12 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import ray
 import torch
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.reservation import Seats
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, results_of, wait
@@ -21,7 +24,8 @@ from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
-from megarl.rollout import engine_kind
+from megarl.rollout import engine_kind, in_number_format
+from megarl.rollout.kind import Arguments
 from megarl.rollout.protocol import Engine, EngineMemory, PauseMode, Request
 from megarl.schema import RolloutConfig
 from megatron_ext.device_memory import CountedMemory
@@ -36,8 +40,15 @@ _CALLS_AT_ONCE = 4
 class Engines:
     """Engines that are alike. Requests go to the least loaded that serves, weights to all."""
 
-    def __init__(self, handles: Sequence[EngineHandle], routing: "Lock | None" = None) -> None:
+    def __init__(
+        self,
+        handles: Sequence[EngineHandle],
+        routing: "Lock | None" = None,
+        number_format: NumberFormat | None = None,
+    ) -> None:
+        """`number_format` is the one in which they hold the weights, if not as these are trained."""
         self.handles = list(handles)
+        self.number_format = number_format
         self._routing = routing or Lock()
 
     def __len__(self) -> int:
@@ -45,7 +56,7 @@ class Engines:
 
     def only(self, *numbers: int) -> "Engines":
         """Some of the engines, to be given weights while the others serve."""
-        return Engines([self.handles[number] for number in numbers], self._routing)
+        return Engines([self.handles[number] for number in numbers], self._routing, self.number_format)
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
         """Begin a call of a method of `Engine` in every engine."""
@@ -184,7 +195,8 @@ class EngineGroup(Engines):
         nodes = self._kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
-        super().__init__([EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)])
+        handles = [EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)]
+        super().__init__(handles, number_format=number_format(config.weights))
 
     def __enter__(self) -> Self:
         self.processes.__enter__()
@@ -202,15 +214,28 @@ class EngineGroup(Engines):
     def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call[None]]:
         """Begin to start all engines; they are up when `wait_started` returns.
 
-        Without `load_weights` their first weights come by a refit.
+        Without `load_weights` their first weights come by a refit. Raises UserError for a model that does not fit the
+        number format of the engines, and where they would have to read weights that are in none.
         """
-        given = self._config.engine_args
-        arguments = given if load_weights else {**given, **self._kind.without_weights}
+        arguments = self._arguments(model_path)
+        if not load_weights:
+            arguments = {**arguments, **self._kind.without_weights}
+        elif self.number_format is not None:
+            raise UserError(
+                f"rollout.weights={self.number_format.name} is for engines whose weights a refit brings, and here they"
+                f" read {model_path} themselves: leave rollout.weights out"
+            )
         # First of all there has to be room for them.
         self.nodes()
         making = [handle.begin_make(self._kind, model_path, arguments) for handle in self.handles]
         wait(list(chain.from_iterable(making)))
         return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
+
+    def _arguments(self, model_path: Path) -> Arguments:
+        given = self._config.engine_args
+        if self.number_format is None:
+            return given
+        return in_number_format(self._config, read_architecture(read_json(model_path / CONFIG)))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
         """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""

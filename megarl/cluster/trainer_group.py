@@ -14,6 +14,7 @@ from torch import Tensor
 
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
+from converters.number_formats import NumberFormat
 from megarl.cluster.batch import Batch
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
@@ -121,6 +122,10 @@ class TrainerGroup(WorkerGroup):
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of the model."""
         return dict(chain.from_iterable(part.items() for part in self.call("weight_dtypes")))
+
+    def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
+        """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
+        return set().union(*self.call("cut_blocks", number_format, frozenset(names)))
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Let every rank map the shared-memory segments of a refit."""

@@ -16,6 +16,7 @@ device.install()  # before anything of Megatron is imported
 from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
+from converters.number_formats import NumberFormat  # noqa: E402
 from megarl.cluster.batch import Batch  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.data.packed_stretches import Packed  # noqa: E402
@@ -139,6 +140,10 @@ class TrainerWorker:
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of which this rank sends a part."""
         return self.weights.dtypes()
+
+    def cut_blocks(self, number_format: NumberFormat, names: frozenset[str]) -> set[str]:
+        """See `WeightSource.cut_blocks`."""
+        return self.weights.cut_blocks(number_format, names)
 
     def map_segments(self, segments: list[str], segment_bytes: int) -> None:
         """Map the shared-memory segments that buckets are written to."""

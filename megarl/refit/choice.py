@@ -29,7 +29,7 @@ def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architect
     It hands over to the direct path where the engines say where they keep every tensor and the configuration does not
     forbid it. Raises UserError where engine and policy are not the same model.
     """
-    path = LoaderPath(trainer, engines, architecture.hf_shapes, config)
+    path = LoaderPath(trainer, engines, architecture, config)
     try:
         direct = DirectPath(trainer, engines, architecture, config)
     except NoDirectPathError as error:

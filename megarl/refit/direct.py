@@ -9,13 +9,15 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
+from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.topology import Topology
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait, wait_together
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces
+from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
+from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
 from megarl.resharding.direct.transports import MAPPED, between_machines
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
@@ -41,7 +43,8 @@ class DirectPath:
         self._engines = engines
         self._config = config
         dtypes = trainer.weight_dtypes()
-        traces = _traces(engines, architecture, dtypes)
+        quantisation = _quantisation(engines, architecture, dtypes)
+        traces = _traces(engines, architecture, dtypes, quantisation)
         trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
         usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
         self._transport = usual if config.transport == "auto" else config.transport
@@ -55,8 +58,12 @@ class DirectPath:
             len(engines),
             _topology(trainer_nodes, worker_nodes),
             config.bucket_bytes,
+            quantisation,
         )
-        self._spec.check(dtypes)
+        try:
+            self._spec.check(dtypes)
+        except CutBlocksError as error:
+            raise NoDirectPathError(str(error)) from error
 
     @property
     def description(self) -> str:
@@ -111,10 +118,28 @@ class DirectPath:
         wait_together([*of_trainer, *of_engines], consequence=TransferError)
 
 
-def _traces(engines: Engines, architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+def _quantisation(
+    engines: Engines, architecture: Architecture, dtypes: Mapping[str, torch.dtype]
+) -> Quantisation | None:
+    if engines.number_format is None:
+        return None
+    (values,) = {dtypes[name] for name in engines.number_format.quantised_names(architecture)}
+    return Quantisation(engines.number_format, values)
+
+
+def _traces(
+    engines: Engines,
+    architecture: Architecture,
+    policy_dtypes: Mapping[str, torch.dtype],
+    quantisation: Quantisation | None,
+) -> list[LoadTrace]:
     """Traces of the workers of one engine; all engines are alike."""
+    shapes: Mapping[str, Shape] = architecture.hf_shapes
+    if quantisation is not None:
+        shapes = quantisation.number_format.checkpoint(architecture)[0]
+    dtypes = held_dtypes(architecture, policy_dtypes, quantisation)
     try:
-        first, *others = engines.trace_layouts(architecture.hf_shapes, dtypes)
+        first, *others = engines.trace_layouts(shapes, dtypes)
     except UserError as error:
         raise NoDirectPathError(str(error)) from error
     # Also for engines that take their weights through their loader.

@@ -1,15 +1,13 @@
 """The loader path: whole HuggingFace tensors, put together in shared memory, read by the engine's own loader."""
 
-from collections.abc import Mapping
-
+from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.layout import Shape
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.path import Path
-from megarl.resharding.loader.buckets import cut_into_buckets
+from megarl.resharding.loader.buckets import Quantised, cut_into_buckets
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
@@ -27,12 +25,18 @@ class LoaderPath:
     is_direct = False
 
     def __init__(
-        self, trainer: TrainerGroup, engines: Engines, hf_shapes: Mapping[str, Shape], config: RefitConfig
+        self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self._config = config
-        self._buckets = cut_into_buckets(hf_shapes, trainer.weight_dtypes(), config.bucket_bytes, segments=_SEGMENTS)
+        self._buckets = cut_into_buckets(
+            architecture.hf_shapes,
+            trainer.weight_dtypes(),
+            config.bucket_bytes,
+            segments=_SEGMENTS,
+            quantised=_quantised(trainer, engines, architecture),
+        )
         self._is_open = False
         self._refusal = ""
         self.candidate: DirectPath | None = None
@@ -104,3 +108,10 @@ class LoaderPath:
     def _map_segments(self, segments: list[str], segment_bytes: int) -> None:
         self._trainer.map_segments(segments, segment_bytes)
         self._engines.map_segments(segments, segment_bytes)
+
+
+def _quantised(trainer: TrainerGroup, engines: Engines, architecture: Architecture) -> Quantised | None:
+    if engines.number_format is None:
+        return None
+    names = engines.number_format.quantised_names(architecture)
+    return Quantised(engines.number_format, names, trainer.cut_blocks(engines.number_format, names))

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.rollout.kind import EngineKind
+from converters.number_formats import number_format
+from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.transformers.kind import TRANSFORMERS
 from megarl.rollout.vllm.kind import VLLM
 from megarl.schema import MegarlConfig, RolloutConfig
@@ -18,6 +20,23 @@ def engine_kind(name: str) -> EngineKind:
     if name not in ENGINES:
         raise UserError(f"rollout.engine={name} is not an engine: use one of {', '.join(sorted(ENGINES))}")
     return ENGINES[name]
+
+
+def in_number_format(rollout: RolloutConfig, architecture: Architecture) -> Arguments:
+    """The engine's arguments, with which it holds the weights as `rollout.weights` says.
+
+    Raises UserError for a format that there is not or that no engine of this kind knows, for arguments that contradict
+    it, and for a model whose sizes it does not fit.
+    """
+    kind, chosen = engine_kind(rollout.engine), number_format(rollout.weights)
+    if chosen is None:
+        return rollout.engine_args
+    if kind.quantised is None:
+        raise UserError(
+            f"rollout.weights={chosen.name} is not for rollout.engine={rollout.engine}, which holds weights as they are"
+            f" trained: leave one of the two out"
+        )
+    return kind.quantised(rollout.engine_args, chosen, architecture)
 
 
 def engine_configuration(config: MegarlConfig) -> RolloutConfig:

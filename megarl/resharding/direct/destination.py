@@ -16,6 +16,7 @@ from megarl.resharding.direct.messages_by_peer import DestinationMessages
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.relay_readiness import RelayReadiness
 from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transports import MAPPED
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Announcement
@@ -30,10 +31,18 @@ class Destination:
     for a relay of something that no source sends.
     """
 
-    def __init__(self, rank: int, messages: DestinationMessages, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        messages: DestinationMessages,
+        tensors: Mapping[str, Tensor],
+        staging: Staging | None = None,
+    ) -> None:
+        """`staging` has the tensors of which values come, and quantises them when all is there."""
         self._rank = rank
         self._messages = messages
-        self._tensors = tensors
+        self._staging = staging
+        self._tensors = tensors = {**tensors, **(staging.tensors if staging else {})}
         self._readiness = RelayReadiness(messages)
         self._to_neighbours = Sender(rank, messages.relays_out, tensors, LOOPBACK)
         self._inside: Rendezvous | None = None
@@ -64,6 +73,8 @@ class Destination:
     def receive(self, version: int) -> None:
         """Write everything that belongs to `version`. Raises TransferError as `Receiver.receive`."""
         self._take(version, lambda receiver: receiver.receive(version))
+        if self._staging is not None:
+            self._staging.quantise()
 
     def compare(self, version: int) -> set[str]:
         """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
@@ -71,8 +82,9 @@ class Destination:
         This rank relays its own elements, right or wrong: a mismatch is reported only on the rank where it starts.
         """
         names: set[str] = set()
-        self._take(version, lambda receiver: names.update(receiver.compare(version)))
-        return names
+        staged = self._staging.tensors if self._staging is not None else {}
+        self._take(version, lambda receiver: names.update(receiver.compare(version, staged)))
+        return names | self._staging.differing() if self._staging is not None else names
 
     def close(self) -> None:
         """End the links and let go of all memory."""

@@ -5,7 +5,7 @@ Sender and receiver derive the same messages from the transfers of their pair an
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,25 @@ import torch
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.plan import Transfer
 from megarl.resharding.alignment import ALIGNMENT_BYTES, aligned
+from megarl.resharding.direct.parcels import Parcel, Scales
+
+
+@dataclass(frozen=True, slots=True)
+class PieceScales:
+    """The scales of a piece that is quantised at its source; they lie after the codes, `offset_bytes` into a bucket."""
+
+    destination_name: str
+    destination_box: Box
+    dtype: torch.dtype
+    offset_bytes: int
+    block: tuple[int, int]
+    """Rows and columns of the piece that share a scale."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Without what aligns the next piece."""
+        return self.destination_box.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +50,20 @@ class Piece:
     destination_box: Box
     dtype: torch.dtype
     offset_bytes: int
+    scales: PieceScales | None = None
+    """Present where `dtype` are codes of the source's values."""
 
     @property
     def size_bytes(self) -> int:
-        """Without what aligns the next piece."""
+        """Without scales, and without what aligns the next piece."""
         return self.source_box.size * self.dtype.itemsize
+
+    @property
+    def end_bytes(self) -> int:
+        """The aligned end of codes and scales in a bucket."""
+        if self.scales is None:
+            return self.offset_bytes + aligned(self.size_bytes)
+        return self.scales.offset_bytes + aligned(self.scales.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +77,11 @@ class Message:
     size_bytes: int
 
 
-def cut_into_messages(
-    transfers: Iterable[Transfer], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
-) -> list[Message]:
-    """Cut the transfers of a pair of ranks, in their order, into messages of at most `bucket_bytes`.
+def cut_into_messages(parcels: Iterable[Parcel], bucket_bytes: int) -> list[Message]:
+    """Cut the parcels of a pair of ranks, in their order, into messages of at most `bucket_bytes`.
 
-    `dtypes` are those of the destination's tensors. A transfer that is larger than a bucket is cut along its first
-    dimensions. Raises UserError if a bucket does not hold a single element.
+    A parcel that is larger than a bucket is cut along its first dimensions, one that is quantised between its blocks.
+    Raises UserError if a bucket does not hold a single element, or block.
     """
     if bucket_bytes < ALIGNMENT_BYTES:
         raise UserError(
@@ -68,18 +92,38 @@ def cut_into_messages(
     messages: list[Message] = []
     pieces: list[Piece] = []
     end = 0
-    for transfer in transfers:
-        dtype = dtypes[transfer.destination_name]
-        for part in parts(transfer.source_box.shape, room // dtype.itemsize):
-            size = aligned(part.size * dtype.itemsize)
-            if end + size > room:
+    for parcel in parcels:
+        for part in _parts_of(parcel, room):
+            piece = _piece(parcel, part, end)
+            if piece.end_bytes > room:
                 messages.append(Message(tuple(pieces), end))
-                pieces, end = [], 0
-            pieces.append(_piece(transfer, part, dtype, end))
-            end += size
+                pieces, piece = [], _piece(parcel, part, 0)
+            pieces.append(piece)
+            end = piece.end_bytes
     if pieces:
         messages.append(Message(tuple(pieces), end))
     return messages
+
+
+def _parts_of(parcel: Parcel, room: int) -> Iterator[Box]:
+    shape = parcel.source_box.shape
+    if parcel.scales is None:
+        yield from parts(shape, room // parcel.dtype.itemsize)
+        return
+    block_bytes = math.prod(parcel.block) * parcel.dtype.itemsize + parcel.scales.dtype.itemsize
+    blocks = (room - 2 * ALIGNMENT_BYTES) // block_bytes
+    if blocks < 1:
+        needed = aligned(block_bytes + 2 * ALIGNMENT_BYTES)
+        raise UserError(f"refit.bucket_bytes is too small for a quantised block: raise it to {2 * needed} or more")
+    yield from parts_of_blocks(shape, parcel.block, blocks)
+
+
+def parts_of_blocks(shape: Shape, block: tuple[int, int], blocks: int) -> Iterator[Box]:
+    """Cut a matrix of `shape` between its blocks into boxes of at most so many, in order."""
+    for part in parts(tuple(-(-length // size) for length, size in zip(shape, block, strict=True)), blocks):
+        start = tuple(at * size for at, size in zip(part.start, block, strict=True))
+        stop = (min(at * size, length) for at, size, length in zip(part.stop, block, shape, strict=True))
+        yield Box(start, tuple(stop))
 
 
 def parts(shape: Shape, elements: int) -> Iterator[Box]:
@@ -108,12 +152,21 @@ def digest(messages: Sequence[Message]) -> str:
     return hashed.hexdigest()
 
 
-def _piece(transfer: Transfer, part: Box, dtype: torch.dtype, offset_bytes: int) -> Piece:
+def _piece(parcel: Parcel, part: Box, offset_bytes: int) -> Piece:
+    size = aligned(part.size * parcel.dtype.itemsize)
     return Piece(
-        transfer.source_name,
-        part.shift(transfer.source_box.start),
-        transfer.destination_name,
-        part.shift(transfer.destination_box.start),
-        dtype,
+        parcel.source_name,
+        part.shift(parcel.source_box.start),
+        parcel.destination_name,
+        part.shift(parcel.destination_box.start),
+        parcel.dtype,
         offset_bytes,
+        _piece_scales(parcel.scales, parcel.block, part, offset_bytes + size) if parcel.scales else None,
     )
+
+
+def _piece_scales(scales: Scales, block: tuple[int, int], part: Box, offset_bytes: int) -> PieceScales:
+    start = (at // size for at, size in zip(part.start, block, strict=True))
+    stop = (-(-at // size) for at, size in zip(part.stop, block, strict=True))
+    box = Box(tuple(start), tuple(stop)).shift(scales.box.start)
+    return PieceScales(scales.name, box, scales.dtype, offset_bytes, block)

@@ -3,12 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import torch
 
 from converters.plan import Plan, Transfer
 from megarl.resharding.direct.messages import Message, cut_into_messages
+from megarl.resharding.direct.parcels import Parcel, plain
+from megarl.resharding.direct.quantised_shard import QuantisedShard
 
 DTypes: TypeAlias = Mapping[str, torch.dtype]
 """Type of each tensor of a destination rank, by its name there."""
@@ -34,16 +37,51 @@ class DestinationMessages:
     """By destination rank: what it relays to that neighbour, a part of what comes directly."""
 
 
-def outgoing(plan: Plan, source_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> MessagesByPeer:
+@dataclass(frozen=True)
+class _Workers:
+    """The workers of a replica: the types of their tensors and, if they hold a number format, where."""
+
+    dtypes: Sequence[DTypes]
+    quantised: Sequence[QuantisedShard]
+
+    def parcels(self, transfer: Transfer) -> Iterable[Parcel]:
+        """The parcels of a transfer from a source."""
+        worker = transfer.destination_rank % len(self.dtypes)
+        if self.quantised:
+            return self.quantised[worker].parcels(transfer, self.dtypes[worker])
+        return [plain(transfer, self.dtypes[worker])]
+
+    def relayed(self, transfer: Transfer) -> Iterable[Parcel]:
+        """The parcels of a relay."""
+        neighbour, worker = (rank % len(self.dtypes) for rank in (transfer.source_rank, transfer.destination_rank))
+        if self.quantised:
+            return self.quantised[worker].relayed(transfer, self.quantised[neighbour], self.dtypes[worker])
+        return [plain(transfer, self.dtypes[worker])]
+
+
+def outgoing(
+    plan: Plan,
+    source_rank: int,
+    dtypes: Sequence[DTypes],
+    bucket_bytes: int,
+    quantised: Sequence[QuantisedShard] = (),
+) -> MessagesByPeer:
     """The messages of a source rank, by destination rank; `dtypes` are those of each worker of a replica.
 
-    Raises as `Plan.transfers_from` and `cut_into_messages`.
+    `quantised` are the workers' tensors, if these are in a number format. Raises as `Plan.transfers_from` and
+    `cut_into_messages`.
     """
     by_destination = _by_peer((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
-    return _messages(by_destination, lambda destination: dtypes[destination % len(dtypes)], bucket_bytes)
+    return _messages(by_destination, _Workers(dtypes, quantised).parcels, bucket_bytes)
 
 
-def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket_bytes: int) -> DestinationMessages:
+def incoming(
+    plan: Plan,
+    destination_rank: int,
+    dtypes: Sequence[DTypes],
+    bucket_bytes: int,
+    quantised: Sequence[QuantisedShard] = (),
+) -> DestinationMessages:
     """The messages that a destination rank gets and relays, the same as its peers have; arguments as `outgoing`.
 
     Raises as `Plan.destination_part` and `cut_into_messages`.
@@ -55,17 +93,14 @@ def incoming(plan: Plan, destination_rank: int, dtypes: Sequence[DTypes], bucket
     def in_order(relays: Iterable[Transfer]) -> list[Transfer]:
         return sorted(relays, key=lambda each: (place[each.hf_name], each.destination_name, each.destination_box.start))
 
-    def dtypes_of(destination: int) -> DTypes:
-        return dtypes[destination % len(dtypes)]
-
-    own = dtypes_of(destination_rank)
+    workers = _Workers(dtypes, quantised)
     direct = _by_peer((transfer.source_rank, transfer) for transfer in part.transfers)
     relays_in = _by_peer((relay.source_rank, relay) for relay in in_order(part.relays_in))
     relays_out = _by_peer((relay.destination_rank, relay) for relay in in_order(part.relays_out))
     return DestinationMessages(
-        _messages(direct, lambda _: own, bucket_bytes),
-        _messages(relays_in, lambda _: own, bucket_bytes),
-        _messages(relays_out, dtypes_of, bucket_bytes),
+        _messages(direct, workers.parcels, bucket_bytes),
+        _messages(relays_in, workers.relayed, bucket_bytes),
+        _messages(relays_out, workers.relayed, bucket_bytes),
     )
 
 
@@ -76,11 +111,12 @@ def largest_bytes(messages: MessagesByPeer) -> int:
 
 def _messages(
     transfers_of: Mapping[int, Sequence[Transfer]],
-    dtypes_of: Callable[[int], DTypes],
+    parcels_of: Callable[[Transfer], Iterable[Parcel]],
     bucket_bytes: int,
 ) -> MessagesByPeer:
     return {
-        peer: cut_into_messages(transfers, dtypes_of(peer), bucket_bytes) for peer, transfers in transfers_of.items()
+        peer: cut_into_messages(chain.from_iterable(map(parcels_of, transfers)), bucket_bytes)
+        for peer, transfers in transfers_of.items()
     }
 
 

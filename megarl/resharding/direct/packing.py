@@ -1,6 +1,7 @@
 """Packs a message into a bucket and unpacks it: views that are made once and copied in every refit by the kernels."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from converters.boxes import Box
-from megarl.resharding.direct.messages import Message, Piece, parts
-from megarl.resharding.kernels import Block, gather, scatter
+from converters.layout import Shape
+from megarl.resharding.direct.messages import Message, Piece, PieceScales, parts, parts_of_blocks
+from megarl.resharding.kernels import Block, Quantised, gather, scatter
 
 _End: TypeAlias = Literal["source", "destination"]
 
@@ -27,7 +29,8 @@ def blocks(message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end:
     """
     on_host = bucket.device.type == "cpu"
     of_block, of_box = (_HOST_BLOCK_BYTES,) * 2 if on_host else (message.size_bytes, _DEVICE_BOX_BYTES)
-    return [_block(boxes, bucket) for boxes in _runs(_boxes(message.pieces, tensors, end, of_box), of_block)]
+    stretches = _stretches(message.pieces, bucket, tensors, end, of_box)
+    return [_block(run, bucket) for run in _runs(stretches, of_block)]
 
 
 def pack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
@@ -40,11 +43,13 @@ def unpack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
     return _one_after_the_other(scatter, message, with_checksum)
 
 
-def differing(message: Sequence[Block]) -> Iterator[str]:
-    """The names of local tensors in which a byte is not that of the bucket; nothing is written."""
+def differing(message: Sequence[Block], written: Collection[str] = ()) -> Iterator[str]:
+    """The names of local tensors in which a byte is not that of the bucket; nothing but the tensors `written` is."""
     for block in message:
         for name, packed, local in zip(block.names, block.packed, block.local, strict=True):
-            if not torch.equal(_as_bytes(packed), _as_bytes(local)):
+            if name in written:
+                local.copy_(packed)
+            elif not torch.equal(_as_bytes(packed), _as_bytes(local)):
                 yield name
 
 
@@ -59,46 +64,95 @@ def _one_after_the_other(
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalBox:
-    name: str
-    view: Tensor
-    dtype: torch.dtype
+class _Stretch:
+    """A stretch of a bucket, and what becomes of it: it is copied, or quantised into, or it is there already."""
+
     start: int
     stop: int
+    name: str = ""
+    view: Tensor | None = None
+    dtype: torch.dtype | None = None
+    quantised: Quantised | None = None
 
 
-def _boxes(pieces: Iterable[Piece], tensors: Mapping[str, Tensor], end: _End, limit: int) -> Iterator[_LocalBox]:
+def _stretches(
+    pieces: Iterable[Piece], bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
+) -> Iterator[_Stretch]:
+    """Cut the pieces, in the order of their bytes, into the same stretches at both ends."""
     for piece in pieces:
         name, box = (
             (piece.source_name, piece.source_box)
             if end == "source"
             else (piece.destination_name, piece.destination_box)
         )
-        if box.intersect(Box.whole(tensors[name].shape)) != box:
-            raise ValueError(f"{box} leads out of {name}, which has shape {list(tensors[name].shape)}")
-        start, size = piece.offset_bytes, piece.dtype.itemsize
-        for part in parts(box.shape, limit // size):
-            stop = start + part.size * size
-            yield _LocalBox(name, tensors[name][part.shift(box.start).slices()], piece.dtype, start, stop)
+        _check_inside(name, box, tensors)
+        if piece.scales is not None:
+            yield from _quantised(piece, piece.scales, bucket, tensors, end, limit)
+            continue
+        start = piece.offset_bytes
+        for part in parts(box.shape, limit // piece.dtype.itemsize):
+            stop = start + part.size * piece.dtype.itemsize
+            yield _Stretch(start, stop, name, tensors[name][part.shift(box.start).slices()], piece.dtype)
             start = stop
 
 
-def _runs(boxes: Iterable[_LocalBox], limit: int) -> Iterator[list[_LocalBox]]:
+def _quantised(
+    piece: Piece, scales: PieceScales, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
+) -> Iterator[_Stretch]:
+    """The stretches of codes, then that of the scales, which the source has written with the codes."""
+    there = _packed(bucket, scales.offset_bytes, scales.dtype, scales.destination_box.shape)
+    own, first = tensors[piece.source_name if end == "source" else piece.destination_name], piece.offset_bytes
+    origin = (piece.source_box if end == "source" else piece.destination_box).start
+    blocks = max(1, limit // (math.prod(scales.block) * piece.dtype.itemsize), there.shape[1])
+    for part in parts_of_blocks(piece.source_box.shape, scales.block, blocks):
+        stop = first + part.size * piece.dtype.itemsize
+        view = own[part.shift(origin).slices()]
+        if end == "destination":
+            yield _Stretch(first, stop, piece.destination_name, view, piece.dtype)
+        else:
+            codes = _packed(bucket, first, piece.dtype, part.shape)
+            rows = slice(part.start[0] // scales.block[0], -(-part.stop[0] // scales.block[0]))
+            yield _Stretch(first, stop, quantised=Quantised(piece.source_name, view, codes, there[rows]))
+        first = stop
+    start, stop = scales.offset_bytes, scales.offset_bytes + scales.size_bytes
+    if end == "destination":
+        name = scales.destination_name
+        _check_inside(name, scales.destination_box, tensors)
+        yield _Stretch(start, stop, name, tensors[name][scales.destination_box.slices()], scales.dtype)
+    else:
+        yield _Stretch(start, stop)
+
+
+def _check_inside(name: str, box: Box, tensors: Mapping[str, Tensor]) -> None:
+    if box.intersect(Box.whole(tensors[name].shape)) != box:
+        raise ValueError(f"{box} leads out of {name}, which has shape {list(tensors[name].shape)}")
+
+
+def _packed(bucket: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    return bucket[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _runs(stretches: Iterable[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
     """Neighbours that together reach over `limit` bytes at most."""
-    run: list[_LocalBox] = []
-    for box in boxes:
-        if run and box.stop - run[0].start > limit:
+    run: list[_Stretch] = []
+    for stretch in stretches:
+        if run and stretch.stop - run[0].start > limit:
             yield run
             run = []
-        run.append(box)
+        run.append(stretch)
     if run:
         yield run
 
 
-def _block(boxes: Sequence[_LocalBox], bucket: Tensor) -> Block:
-    packed = [bucket[box.start : box.stop].view(box.dtype).view(box.view.shape) for box in boxes]
-    memory = bucket[boxes[0].start : boxes[-1].stop]
-    return Block(memory, packed, [box.view for box in boxes], [box.name for box in boxes])
+def _block(run: Sequence[_Stretch], bucket: Tensor) -> Block:
+    memory = bucket[run[0].start : run[-1].stop]
+    packed, local, names = [], [], []
+    for each in run:
+        if each.view is not None and each.dtype is not None:
+            packed.append(bucket[each.start : each.stop].view(each.dtype).view(each.view.shape))
+            local.append(each.view)
+            names.append(each.name)
+    return Block(memory, packed, local, names, [each.quantised for each in run if each.quantised])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The receiving side: takes a rank's messages from all sources as they come, straight into its tensors."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -83,10 +83,14 @@ class Receiver:
         """
         self._take_all(version, self._write)
 
-    def compare(self, version: int) -> set[str]:
-        """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`."""
+    def compare(self, version: int, written: Collection[str] = ()) -> set[str]:
+        """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
+
+        But the tensors `written` are written, and not compared.
+        """
         names: set[str] = set()
-        self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming))))
+        self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming), written)))
+        self._stream.synchronize()
         return names
 
     def abort(self, reason: str) -> None:

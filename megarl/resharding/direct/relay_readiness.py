@@ -65,6 +65,8 @@ def _needs(messages: DestinationMessages) -> Mapping[MessageId, set[MessageId]]:
         for number, message in enumerate(from_source):
             for piece in message.pieces:
                 coming[piece.destination_name].append((piece.destination_box, (source, number)))
+                if piece.scales:
+                    coming[piece.scales.destination_name].append((piece.scales.destination_box, (source, number)))
     needs: dict[MessageId, set[MessageId]] = {}
     for destination, to_neighbour in messages.relays_out.items():
         for number, message in enumerate(to_neighbour):

@@ -10,12 +10,14 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
+from converters.layout import Layout
 from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
 from converters.layouts.traced_layout import LoadTrace, traced_layout
 from converters.plan import Plan
 from converters.topology import Topology
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.messages_by_peer import DestinationMessages, MessagesByPeer, incoming, outgoing
+from megarl.resharding.direct.quantised_shard import Quantisation, QuantisedShard
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class TransferSpec:
     replicas: int
     topology: Topology
     bucket_bytes: int
+    quantisation: Quantisation | None = None
+    """Present where the engines hold a number format; `traces` are of a checkpoint in it."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Each rank makes the plan itself, in less time than it takes to send it.
@@ -43,14 +47,32 @@ class TransferSpec:
     @cached_property
     def plan(self) -> Plan:
         """The plan. Raises UserError where engine and policy are not the same model."""
-        shards = [trace.shard for trace in self.traces]
         return Plan(
             source=megatron_layout(self.architecture, self.parallel, module_names=self.module_names),
-            destination=traced_layout(shards, self.architecture.hf_shapes),
+            destination=self._destination,
             replicas=self.replicas,
             topology=self.topology,
             node_once=self.node_once,
         )
+
+    @cached_property
+    def quantised(self) -> list[QuantisedShard]:
+        """The tensors of each worker, where these are in a number format. Raises CutBlocksError as `QuantisedShard`."""
+        if self.quantisation is None:
+            return []
+        names = self.quantisation.number_format.quantised_names(self.architecture)
+        shapes = self.architecture.hf_shapes
+        return [QuantisedShard(trace.shard, self.quantisation, names, shapes) for trace in self.traces]
+
+    @property
+    def _destination(self) -> Layout:
+        shards = [trace.shard for trace in self.traces]
+        if self.quantisation is None:
+            return traced_layout(shards, self.architecture.hf_shapes)
+        # Whole with scales; what the plan moves are tensors of the policy, with which their scales go.
+        traced_layout(shards, self.quantisation.number_format.checkpoint(self.architecture)[0])
+        without_scales = [shard.without_scales for shard in self.quantised]
+        return Layout(len(shards), self.architecture.hf_shapes, without_scales.__getitem__)
 
     @property
     def node_once(self) -> bool:
@@ -64,11 +86,11 @@ class TransferSpec:
 
     def outgoing(self, source_rank: int) -> MessagesByPeer:
         """The messages of a source rank, by destination rank."""
-        return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes)
+        return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes, self.quantised)
 
     def incoming(self, destination_rank: int) -> DestinationMessages:
         """The messages that a destination rank gets and relays."""
-        return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes)
+        return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes, self.quantised)
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
@@ -76,7 +98,7 @@ class TransferSpec:
         `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_traces`.
         """
         _ = self.plan
-        check_traces(self.traces, policy_dtypes)
+        check_traces(self.traces, held_dtypes(self.architecture, policy_dtypes, self.quantisation))
 
     @property
     def _dtypes(self) -> list[Mapping[str, torch.dtype]]:
@@ -87,6 +109,15 @@ class TransferSpec:
         # A worker that relays has two buckets more; all four together take the memory of two.
         half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
         return half if self.node_once else self.bucket_bytes
+
+
+def held_dtypes(
+    architecture: Architecture, policy_dtypes: Mapping[str, torch.dtype], quantisation: Quantisation | None
+) -> Mapping[str, torch.dtype]:
+    """The types of the tensors of a checkpoint as the engines hold it."""
+    if quantisation is None:
+        return policy_dtypes
+    return quantisation.number_format.checkpoint(architecture, policy_dtypes)[1]
 
 
 def check_traces(traces: Sequence[LoadTrace], policy_dtypes: Mapping[str, torch.dtype]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from converters.layouts.traced_layout import local_tensors
 from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.destination import Destination
+from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Failure
@@ -45,7 +46,9 @@ class WeightReceiver:
         self.close()
         rank = replica * len(spec.traces) + self._worker
         tensors = local_tensors(self._model.loaded_parameters(), spec.traces[self._worker].shard)
-        self._destination = Destination(rank, spec.incoming(rank), tensors)
+        messages = spec.incoming(rank)
+        staging = Staging(spec.quantised[self._worker] if spec.quantised else None, messages, tensors)
+        self._destination = Destination(rank, messages, tensors, staging)
         return self._destination.address
 
     def connect(self, rendezvous: Rendezvous) -> None:

@@ -71,7 +71,7 @@ class Quantised:
     number_format: NumberFormat
     names: Collection[str]
     as_values: Collection[str] = ()
-    """Those of `names` that no sender can quantise, since each has a part of a block."""
+    """The ones among `names` that no sender can quantise, since each has a part of a block."""
 
 
 def cut_into_buckets(

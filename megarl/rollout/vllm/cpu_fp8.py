@@ -24,10 +24,13 @@ def install() -> None:
 def multiply_codes_in_torch() -> None:
     """Run linear layers in block FP8 as dequantise-and-multiply on any CPU.
 
-    `CPUFp8BlockScaledMMKernel` of vLLM 0.32.0 refuses a CPU without AMX, and packs the weight on others.
+    `CPUFp8BlockScaledMMKernel` of vLLM 0.32.0 refuses a CPU without AMX, and packs the weight on others; on one with
+    AMX-FP8 another class, which packs as well, would come first.
     """
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8W8A8BlockScaledMMKernel as FirstOnAmxFp8
 
+    FirstOnAmxFp8.is_supported = classmethod(lambda _cls, compute_capability=None: (False, "packs"))  # noqa: ARG005
     Kernel.is_supported = classmethod(lambda _cls, compute_capability=None: (True, None))  # noqa: ARG005
     Kernel.process_weights_after_loading = lambda *_: None
     Kernel.apply_weights = _multiply

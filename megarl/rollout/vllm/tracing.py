@@ -13,16 +13,21 @@ import torch.nn.functional as F
 import vllm
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace, fill_padding, trace_loading
-from megarl.rollout.vllm import cpu
+from megarl.rollout.vllm import cpu, cpu_fp8
 from megarl.rollout.vllm.kind import VLLM
 
 
@@ -42,10 +47,32 @@ def _keeps_experts(module: Any) -> str | None:
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
 
+def _keeps_codes(module: Any) -> str | None:
+    kernel = type(module.quant_method.fp8_linear)
+    # Both on a GPU only; the class of the CPU is stock vLLM's, which packs, unless it was corrected.
+    if kernel in (TritonFp8BlockScaledMMKernel, CutlassFp8BlockScaledMMKernel):
+        return None
+    if kernel is CPUFp8BlockScaledMMKernel and cpu_fp8.codes_are_kept():
+        return None
+    return f"the kernel {kernel.__name__} may keep it in an order of its own"
+
+
+def _keeps_codes_of_experts(module: Any) -> str | None:
+    backend = module.quant_method.fp8_backend
+    if module.moe_config.moe_parallel_config.enable_eplb:
+        return "the load balancer of the experts moves them"
+    kept = backend in (Fp8MoeBackend.TRITON, Fp8MoeBackend.BATCHED_TRITON)
+    if kept or (backend is Fp8MoeBackend.CPU and cpu_fp8.codes_are_kept()):
+        return None
+    return f"the expert kernel {backend.value} may keep it in an order of its own"
+
+
 _KEPT: Mapping[type, Callable[[Any], str | None]] = {
     UnquantizedLinearMethod: _multiplies_raw_weight,
     UnquantizedEmbeddingMethod: _multiplies_raw_weight,
     UnquantizedFusedMoEMethod: _keeps_experts,
+    Fp8LinearMethod: _keeps_codes,
+    Fp8MoEMethod: _keeps_codes_of_experts,
 }
 """`quant_method` of a module -> why the module's parameters are not what was loaded into them; None if they are."""
 

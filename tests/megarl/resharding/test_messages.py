@@ -13,6 +13,7 @@ from converters.layout import Layout, Placement, Shard
 from converters.plan import plan
 from megarl.resharding.direct.messages import ALIGNMENT_BYTES, cut_into_messages, digest, parts
 from megarl.resharding.direct.packing import blocks, differing, pack, unpack
+from megarl.resharding.direct.parcels import plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NARROW = {torch.float32: [torch.float32, torch.bfloat16], torch.bfloat16: [torch.bfloat16, torch.float32]}
@@ -35,6 +36,10 @@ def pairs(draw):
     dtypes = {f"d.{name}": draw(st.sampled_from(NARROW[source_dtypes[f"s.{name}"]])) for name in hf_shapes}
     source, destination = (_cut(hf_shapes, prefix, axis) for prefix, axis in (("s", 0), ("d", 1)))
     return source, destination, source_dtypes, dtypes
+
+
+def cut_plain(transfers, dtypes, bucket_bytes):
+    return cut_into_messages((plain(transfer, dtypes) for transfer in transfers), bucket_bytes)
 
 
 def _cut(hf_shapes, prefix, axis):
@@ -66,7 +71,7 @@ def _filled(shapes, dtypes, seed):
 def test_messages_carry_what_a_copy_of_each_transfer_would(made, bucket_bytes, with_checksum):
     source, destination, source_dtypes, dtypes = made
     transfers = plan(source, destination)
-    messages = cut_into_messages(transfers, dtypes, bucket_bytes)
+    messages = cut_plain(transfers, dtypes, bucket_bytes)
     sources = _filled(source.local_shapes(0), source_dtypes, 0)
     expected = _filled(destination.local_shapes(0), dtypes, 1)
     copy_transfers(transfers, sources, expected)
@@ -89,7 +94,7 @@ def test_messages_carry_what_a_copy_of_each_transfer_would(made, bucket_bytes, w
 @given(pairs(), st.sampled_from([64, 130, 1000]))
 def test_messages_are_as_full_as_their_pieces_allow(made, bucket_bytes):
     source, destination, _, dtypes = made
-    messages = cut_into_messages(plan(source, destination), dtypes, bucket_bytes)
+    messages = cut_plain(plan(source, destination), dtypes, bucket_bytes)
     for message, following in pairwise(messages):
         assert message.size_bytes + following.pieces[0].size_bytes > bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
@@ -99,7 +104,7 @@ def test_a_tensor_larger_than_a_block_is_checksummed_whole():
     layout = Layout(
         1, shapes, lambda rank: Shard(shapes, [Placement("t", *[Box.whole((700, 1100)), "t"], Box.whole((700, 1100)))])
     )
-    (message,) = cut_into_messages(plan(layout, layout), {"t": torch.float32}, 2**22)
+    (message,) = cut_plain(plan(layout, layout), {"t": torch.float32}, 2**22)
     tensors = {"t": torch.randn(700, 1100)}
     bucket = torch.zeros(message.size_bytes, dtype=torch.uint8)
     packed = blocks(message, bucket, tensors, "source")
@@ -117,7 +122,7 @@ def test_differing_names_the_tensor_and_writes_nothing():
     shapes = {"a": (4, 4), "b": (4, 4)}
     whole = Box.whole((4, 4))
     layout = Layout(1, shapes, lambda rank: Shard(shapes, [Placement(name, whole, name, whole) for name in shapes]))
-    (message,) = cut_into_messages(plan(layout, layout), dict.fromkeys(shapes, torch.float32), 1024)
+    (message,) = cut_plain(plan(layout, layout), dict.fromkeys(shapes, torch.float32), 1024)
     tensors = {name: torch.randn(4, 4) for name in shapes}
     tensors["a"][0, 0] = torch.nan
     bucket = torch.zeros(message.size_bytes, dtype=torch.uint8)
@@ -137,24 +142,24 @@ def test_digests_tell_messages_apart():
     layout = Layout(1, shapes, lambda rank: Shard(shapes, [Placement("a", whole, "a", whole)]))
     transfers = plan(layout, layout)
     found = {
-        digest(cut_into_messages(transfers, {"a": dtype}, size))
+        digest(cut_plain(transfers, {"a": dtype}, size))
         for dtype in (torch.float16, torch.bfloat16)
         for size in (64, 1024)
     }
     # 32 bytes: the bucket's size makes no difference to what is sent.
     assert len(found) == 2
-    assert digest(cut_into_messages(transfers, {"a": torch.float32}, 64)) not in found
+    assert digest(cut_plain(transfers, {"a": torch.float32}, 64)) not in found
 
 
 def test_a_bucket_for_not_even_one_element_is_refused():
     with pytest.raises(UserError, match=r"refit.bucket_bytes is 63, and the smallest piece of a message takes 64"):
-        cut_into_messages([], {}, 63)
+        cut_plain([], {}, 63)
 
 
 def test_a_box_outside_its_tensor_is_refused():
     shapes = {"a": (4, 4)}
     whole = Box.whole((4, 4))
     layout = Layout(1, shapes, lambda rank: Shard(shapes, [Placement("a", whole, "a", whole)]))
-    (message,) = cut_into_messages(plan(layout, layout), {"a": torch.float32}, 64)
+    (message,) = cut_plain(plan(layout, layout), {"a": torch.float32}, 64)
     with pytest.raises(ValueError, match=r"leads out of a, which has shape \[4, 3\]"):
         blocks(message, torch.zeros(64, dtype=torch.uint8), {"a": torch.zeros(4, 3)}, "source")

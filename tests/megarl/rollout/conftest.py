@@ -170,6 +170,6 @@ def half_generated(pool, endless_prompt):
 def make_trainer(pool):
     start_fork_server()
     made = []
-    yield lambda engine, folder: made.append(Trainer(engine, folder, pool)) or made[-1]
+    yield lambda *arguments: made.append(Trainer(*arguments[:2], pool, *arguments[2:])) or made[-1]
     for trainer in made:
         trainer.end()

@@ -51,16 +51,31 @@ def in_blocks(folder, **engine_args):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_equals_huggingface_with_the_decoded_weights(host, block_folders, assert_greedy, name):
+def test_greedy_equals_huggingface_with_the_decoded_weights(host, block_folders, make_trainer, assert_greedy, name):
     (first, first_rounded), (second, second_rounded) = block_folders(name)
     served = Served(host.start(first, **in_blocks(first, load_format="dummy")), (first, second), FP8_BLOCK)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
-    for version, weights, expected in (
-        (1, served.second, second_rounded),
-        (2, served.first, first_rounded),
-        # Values, of which the worker makes codes.
-        (3, Weights(second, FP8_BLOCK, as_values=served.second.names), second_rounded),
-    ):
-        served.update(weights, version)
+
+    def check(folder):
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
-            assert_greedy(expected, prompt, generation)
+            assert_greedy(folder, prompt, generation)
+
+    served.update(served.second, 1)
+    check(second_rounded)
+    # Values, of which the worker makes codes.
+    served.update(Weights(first, FP8_BLOCK, as_values=served.first.names), 2)
+    check(first_rounded)
+
+    # Straight into the parameters, byte for byte what vLLM's own loader has put there.
+    trainer = make_trainer(served.engine, first, FP8_BLOCK)
+    trainer.connect()
+    trainer.load(first)
+    assert trainer.compare(3) == set()
+    trainer.load(second)
+    assert any(found.endswith("weight_scale_inv") for found in trainer.compare(4))
+    trainer.update(5)
+    check(second_rounded)
+    served.update(served.first, 6)
+    check(first_rounded)
+    trainer.update(7)
+    check(second_rounded)

@@ -12,8 +12,9 @@ from converters.copying import read_into
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
+from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transfer_spec import TransferSpec, held_dtypes
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 
@@ -53,13 +54,16 @@ _Process.register("rank", TrainerRank)
 class Trainer:
     """The ranks, each in a process, and the spec to `engine`, which is of the model in `folder`."""
 
-    def __init__(self, engine, folder, pool):
+    def __init__(self, engine, folder, pool, number_format=None):
         self._engine, self._pool, self._processes = engine, pool, []
         architecture = read_architecture(read_json(folder / CONFIG))
         shapes, dtypes = architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
-        traces = engine.trace_layout(shapes, dtypes)
+        quantisation = Quantisation(number_format, torch.float32) if number_format else None
+        if number_format:
+            shapes = number_format.checkpoint(architecture)[0]
+        traces = engine.trace_layout(shapes, held_dtypes(architecture, dtypes, quantisation))
         topology = Topology.apart(RANKS.world_size, len(traces))
-        self.spec = TransferSpec(architecture, RANKS, "local", traces, 1, topology, bucket_bytes=20_000)
+        self.spec = TransferSpec(architecture, RANKS, "local", traces, 1, topology, 20_000, quantisation)
         self.spec.check(dtypes)
         self.ranks = [self._start(rank) for rank in range(RANKS.world_size)]
 

@@ -1,0 +1,41 @@
+"""Parcels: the transfers of a plan as they travel, in which type and with which scales."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from converters.boxes import Box
+from converters.plan import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The box of a destination's tensor in which the scales of some codes lie."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A box of a source's tensor on its way into a box of a destination's, in `dtype`.
+
+    With `scales` it is quantised at the source: `dtype` are codes then, and the scales travel with them.
+    """
+
+    source_name: str
+    source_box: Box
+    destination_name: str
+    destination_box: Box
+    dtype: torch.dtype
+    scales: Scales | None = None
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns that share a scale."""
+
+
+def plain(transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Parcel:
+    """The parcel of a transfer whose elements stay numbers; `dtypes` are those of the destination's tensors."""
+    name = transfer.destination_name
+    return Parcel(transfer.source_name, transfer.source_box, name, transfer.destination_box, dtypes[name])

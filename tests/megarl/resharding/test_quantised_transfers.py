@@ -1,0 +1,227 @@
+"""Transfers into engines that hold a number format, without processes: every message is packed here and unpacked."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from small_configs import make_config
+from transfer_ranks import shard_of
+
+from converters.architectures import read_architecture
+from converters.boxes import Box
+from converters.cost import formats, traffic
+from converters.errors import UserError
+from converters.layout import Placement, Shard
+from converters.layouts.huggingface import huggingface_layout
+from converters.layouts.megatron import ParallelSizes
+from converters.layouts.traced_layout import LoadTrace
+from converters.number_formats import FP8_BLOCK
+from converters.topology import Topology
+from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.packing import blocks, differing, pack, unpack
+from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
+from megarl.resharding.direct.relay_readiness import RelayReadiness
+from megarl.resharding.direct.staging import Staging
+from megarl.resharding.direct.transfer_spec import TransferSpec
+
+# Megatron's two groups of heads have 128 rows of queries each, and 64 of keys: half a block.
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+BUCKET_BYTES = 100_000
+ONE = ParallelSizes(world_size=1)
+TENSOR = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+EXPERT = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+
+
+@cache
+def architecture_of(family):
+    return read_architecture(make_config(family, **SIZES, **(EXPERTS if family == "qwen3_moe" else {})))
+
+
+def worker_trace(architecture, worker, workers):
+    """An engine's worker: gate above up, rows of all others cut over the workers, but for those that are replicated."""
+    shapes, dtypes = FP8_BLOCK.checkpoint(architecture)
+    local_shapes, local_dtypes, placements, lengths = {}, {}, [], {}
+    for name, shape in shapes.items():
+        whole = Box.whole(shape)
+        is_cut = len(shape) == 2 and name.removesuffix("_scale_inv") in FP8_BLOCK.quantised_names(architecture)
+        is_cut = is_cut and "k_proj" not in name and "v_proj" not in name and shape[0] % workers == 0
+        if is_cut:
+            rows = shape[0] // workers
+            whole = Box((worker * rows, 0), ((worker + 1) * rows, shape[1]))
+        local = name.replace("gate_proj", "gate_up").replace("up_proj", "gate_up")
+        start = lengths.get(local, 0)
+        lengths[local] = start + whole.shape[0]
+        box = Box((start, *(0 for _ in shape[1:])), (lengths[local], *shape[1:]))
+        local_shapes[local], local_dtypes[local] = (lengths[local], *shape[1:]), dtypes[name]
+        placements.append(Placement(name, whole, local, box))
+    return LoadTrace(Shard(local_shapes, placements), local_dtypes, [], {})
+
+
+def make_spec(family, source, workers, replicas, topology=None):
+    architecture = architecture_of(family)
+    traces = [worker_trace(architecture, worker, workers) for worker in range(workers)]
+    topology = topology or Topology.apart(source.world_size, workers * replicas)
+    quantisation = Quantisation(FP8_BLOCK, torch.bfloat16)
+    return TransferSpec(architecture, source, "local", traces, replicas, topology, BUCKET_BYTES, quantisation)
+
+
+SPECS = {
+    "one rank to one worker": ("qwen3", ONE, 1, 1),
+    "two ranks to two workers": ("qwen3", TENSOR, 2, 1),
+    "experts to two engines": ("qwen3_moe", EXPERT, 1, 2),
+    "two engines whose workers relay": ("qwen3_moe", TENSOR, 2, 2, Topology.separate(2, 4, gpus_per_node=4)),
+}
+
+
+def values_of(spec, rank):
+    tensors = shard_of(spec.plan.source, rank, version=3)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+
+
+def expected_of(spec, worker):
+    """The worker's tensors, of codes that were made of the whole HuggingFace tensors."""
+    shapes = spec.architecture.hf_shapes
+    hf = shard_of(huggingface_layout(shapes), 0, version=3)
+    quantised = FP8_BLOCK.quantised_names(spec.architecture)
+    checkpoint = {}
+    for name, values in hf.items():
+        checkpoint[name] = values.to(torch.bfloat16)
+        if name in quantised:
+            checkpoint[name], checkpoint[f"{name}_scale_inv"] = FP8_BLOCK.quantise(checkpoint[name])
+    trace = spec.traces[worker]
+    tensors = empty(trace)
+    for hf_name, hf_box, name, box in trace.shard.placements:
+        tensors[name][box.slices()] = checkpoint[hf_name][hf_box.slices()]
+    return tensors
+
+
+def empty(trace):
+    return {name: torch.zeros(shape, dtype=trace.dtypes[name]) for name, shape in trace.shard.local_shapes.items()}
+
+
+def move(messages, tensors_from, tensors_to, compared=None):
+    for message in messages:
+        bucket = torch.zeros(message.size_bytes, dtype=torch.uint8)
+        sent = pack(blocks(message, bucket, tensors_from, "source"), with_checksum=True)
+        there = blocks(message, bucket, tensors_to, "destination")
+        if compared is not None:
+            compared.update(differing(there, [name for name in tensors_to if name.startswith("values of ")]))
+        else:
+            assert unpack(there, with_checksum=True) == sent
+
+
+def raw(tensors):
+    return {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
+
+
+def equal(found, expected):
+    found, expected = raw(found), raw(expected)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_workers_get_the_codes_of_whole_tensors_wherever_they_were_cut(name):
+    spec = make_spec(*SPECS[name])
+    workers, ranks = len(spec.traces), spec.plan.destination_ranks
+    sent = [spec.outgoing(rank) for rank in range(spec.parallel.world_size)]
+    got = [spec.incoming(rank) for rank in range(ranks)]
+    tensors = [empty(spec.traces[rank % workers]) for rank in range(ranks)]
+    staging = [Staging(spec.quantised[rank % workers], got[rank], tensors[rank]) for rank in range(ranks)]
+    everything = [{**own, **staged.tensors} for own, staged in zip(tensors, staging, strict=True)]
+    assert any(each.tensors for each in staging), "no cut goes through a block"
+    for rank, by_destination in enumerate(sent):
+        values = values_of(spec, rank)
+        for destination, messages in by_destination.items():
+            assert digest(messages) == digest(got[destination].direct[rank])
+            assert all(message.size_bytes <= BUCKET_BYTES for message in messages)
+            move(messages, values, everything[destination])
+    relayed = 0
+    for rank, messages in enumerate(got):
+        RelayReadiness(messages)
+        for neighbour, relays in messages.relays_out.items():
+            assert digest(relays) == digest(got[neighbour].relays_in[rank])
+            move(relays, everything[rank], everything[neighbour])
+            relayed += len(relays)
+    assert bool(relayed) == spec.node_once
+    for rank in range(ranks):
+        staging[rank].quantise()
+        assert equal(tensors[rank], expected_of(spec, rank % workers))
+        assert staging[rank].differing() == set()
+
+
+def test_a_comparison_names_codes_and_scales_that_differ():
+    spec = make_spec(*SPECS["one rank to one worker"])
+    (messages,) = spec.outgoing(0).values()
+    tensors = expected_of(spec, 0)
+    staging = Staging(spec.quantised[0], spec.incoming(0), tensors)
+    cut, whole = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    for expected in (set(), {cut, f"{whole}_scale_inv"}):
+        found = set()
+        move(messages, values_of(spec, 0), {**tensors, **staging.tensors}, found)
+        assert found | staging.differing() == expected
+        tensors[cut].view(torch.uint8)[5, 7] ^= 1
+        tensors[f"{whole}_scale_inv"][0, 0] *= 2
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_plan_counts_the_bytes_that_travel(name):
+    spec = make_spec(*SPECS[name])
+    counted = traffic(spec.plan, formats(spec.architecture, number_format=FP8_BLOCK))
+    for rank in range(spec.parallel.world_size):
+        for destination, messages in spec.outgoing(rank).items():
+            assert bytes_of(messages) == counted.direct[rank, destination]
+    for rank in range(spec.plan.destination_ranks):
+        for neighbour, messages in spec.incoming(rank).relays_out.items():
+            assert bytes_of(messages) == counted.relayed[rank, neighbour]
+
+
+def bytes_of(messages):
+    """Without what aligns pieces in a bucket."""
+    pieces = [piece for message in messages for piece in message.pieces]
+    return sum(piece.size_bytes + (piece.scales.size_bytes if piece.scales else 0) for piece in pieces)
+
+
+def move_and_quantise(messages, values, tensors, staging):
+    move(messages, values, {**tensors, **staging.tensors})
+    staging.quantise()
+
+
+def test_weights_that_have_no_codes_are_named():
+    spec = make_spec(*SPECS["one rank to one worker"])
+    (messages,) = spec.outgoing(0).values()
+    got = spec.incoming(0)
+    for name, box, says in (
+        ("decoder.layers.0.mlp.linear_fc2.weight", (3, 4), "decoder.layers.0.mlp.linear_fc2.weight: block 0, 0"),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", (-1, -1), "v_proj.weight: block 0, 1"),
+    ):
+        values, tensors = values_of(spec, 0), empty(spec.traces[0])
+        values[name][box] = torch.nan
+        staging = Staging(spec.quantised[0], got, tensors)
+        with pytest.raises(ValueError, match=rf"{says} holds a weight that is NaN"):
+            move_and_quantise(messages, values, tensors, staging)
+
+
+def test_an_engine_that_cuts_through_blocks_and_a_bucket_without_room_are_refused():
+    spec = make_spec(*SPECS["one rank to one worker"])
+    with pytest.raises(UserError, match=r"refit\.bucket_bytes is too small for a quantised block: raise it to 33"):
+        replace(spec, bucket_bytes=16_000).outgoing(0)
+    (trace,) = spec.traces
+    moved = [
+        each._replace(hf_box=each.hf_box.shift((64, 0))) if "o_proj.weight" in each.hf_name else each
+        for each in trace.shard.placements
+    ]
+    cut = replace(trace, shard=replace(trace.shard, placements=moved))
+    with pytest.raises(
+        CutBlocksError, match=r"the engine cuts model\.layers\.[01]\.self_attn\.o_proj\.weight through its"
+    ):
+        _ = replace(spec, traces=[cut]).quantised
