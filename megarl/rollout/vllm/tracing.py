@@ -121,9 +121,21 @@ def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
     """Compute anew what vLLM derives from weights, after they were written straight into the parameters."""
     with torch.no_grad():
         for module in model.modules():
+            if isinstance(getattr(module, "quant_method", None), Fp8MoEMethod):
+                _read_scales_from_parameters(module)
             for kind, derive in _DERIVED.items():
                 if isinstance(module, kind):
                     derive(module, config)
+
+
+def _read_scales_from_parameters(experts: Any) -> None:
+    """Let the kernel of experts in FP8 multiply by the scales that are the module's parameters.
+
+    vLLM 0.32's reload makes the kernel with tensors of its own, then puts the parameters of before back in their place:
+    the kernel would go on with the scales of that reload.
+    """
+    scales = experts.quant_method.moe_quant_config
+    scales._w1.scale, scales._w2.scale = experts.w13_weight_scale_inv, experts.w2_weight_scale_inv
 
 
 def _excluded(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
