@@ -2,6 +2,7 @@
 PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
 ENGINE ?=
+WEIGHTS ?=
 STEPS  ?=
 OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
@@ -10,7 +11,7 @@ TEST_WORKERS ?= 2
 .PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|transformers] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|transformers] [WEIGHTS=fp8_block] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
@@ -56,7 +57,7 @@ docs: setup
 
 quickstart: setup
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
-		$(if $(ENGINE),--engine $(ENGINE)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
+		$(if $(ENGINE),--engine $(ENGINE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
 
 benchmark: benchmark-setup
 	$(PYTHON) benchmarks/step.py

@@ -15,9 +15,7 @@ NUMBER_FORMATS: Mapping[str, NumberFormat] = {each.name: each for each in (FP8_B
 
 def number_format(name: str) -> NumberFormat | None:
     """The format of this name, None where weights stay as they are trained. Raises UserError for another name."""
-    if name == AS_TRAINED:
-        return None
-    if name not in NUMBER_FORMATS:
-        known = (AS_TRAINED, *NUMBER_FORMATS)
-        raise UserError(f"rollout.weights={name} is none of {', '.join(known)}{did_you_mean(name, known)}")
-    return NUMBER_FORMATS[name]
+    known = (AS_TRAINED, *NUMBER_FORMATS)
+    if name not in known:
+        raise UserError(f"weights in {name!r}: it is none of {', '.join(known)}{did_you_mean(name, known)}")
+    return NUMBER_FORMATS.get(name)

@@ -83,5 +83,8 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
+    from converters.number_formats import AS_TRAINED
+
     sizes = engine_kind(config.rollout.engine).sizes(config.rollout.engine_args)
-    return {"engine_tp": sizes.tensor, "engine_ep": sizes.expert, "engine_dtype": sizes.dtype}
+    dtype = sizes.dtype if config.rollout.weights == AS_TRAINED else "fp8"
+    return {"engine_tp": sizes.tensor, "engine_ep": sizes.expert, "engine_dtype": dtype}

@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   megarl quickstart
   megarl quickstart --model smollm2
   megarl quickstart --engine transformers
+  megarl quickstart --weights fp8_block
   megarl quickstart --model deepseek_v3 --steps 20 --output-dir runs/mine
 """
 TAKES_OVERRIDES = False
@@ -26,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", choices=MODELS, default=MODELS[0], help="family of the tiny model, or smollm2 (%(default)s)"
     )
     parser.add_argument("--engine", metavar="NAME", help="engine that samples (default: that of rollout.engine)")
+    parser.add_argument(
+        "--weights",
+        metavar="NAME",
+        default="as_trained",
+        help="what the engine holds the weights in: as_trained, or fp8_block, for which the tiny models are a little"
+        " larger and in bf16 (%(default)s)",
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="steps of GRPO (default: those of the recipe)")
     parser.add_argument(
         "--output-dir", metavar="DIR", help="where everything is written (default: runs/quickstart_MODEL)"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
+from converters.number_formats import AS_TRAINED, NUMBER_FORMATS
 from megarl.algorithms import PreferenceObjective
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
@@ -25,6 +26,7 @@ from megarl.tracking import LOGGERS
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
     "rollout.engine": ENGINES,
+    "rollout.weights": (AS_TRAINED, *NUMBER_FORMATS),
     "refit.path": ("auto", "direct", "loader"),
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),

@@ -10,10 +10,12 @@ from converters.copying import check_checkpoint, check_distributed
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import megatron_layout
 from converters.manifest import manifest_of, require_files
-from megarl.schema import ModelConfig
+from megarl.rollout import in_number_format
+from megarl.schema import ModelConfig, RolloutConfig
 from megatron_ext.options import MegatronOptions
 from megatron_ext.supported_options import without_model_fields
 
@@ -81,6 +83,16 @@ def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
     """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")
     without_model_fields(architecture, options.transformer)
+
+
+def check_held(model: Model, rollout: RolloutConfig) -> None:
+    """Raise UserError if engines cannot hold the weights that are trained as `rollout.weights` says."""
+    if is_block_fp8(read_json(model.folder / CONFIG)):
+        raise UserError(
+            f"{model.folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by"
+            " megarl convert and megarl export, and set rollout.weights=fp8_block to sample in FP8"
+        )
+    in_number_format(rollout, model.architecture)
 
 
 def check_loadable(model: Model, machines: int) -> None:

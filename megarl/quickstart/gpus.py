@@ -4,11 +4,12 @@ from megarl.rollout import engine_kind
 from megarl.schema import RolloutConfig
 
 # Float32 is what makes results on a CPU repeat; a GPU's kernels are made for bf16.
-_BF16 = ("model.dtype=bf16", "rollout.engine_args.dtype=bfloat16")
+BF16 = ("model.dtype=bf16", "rollout.engine_args.dtype=bfloat16")
 _ONE_RANK = ("cluster.trainer_ranks=1", "megatron.expert_model_parallel_size=1")
 _SHARE = 0.4
 ACCURACY_TOLERANCE = 0.02
-"""By how much the accuracy of the export may differ on GPUs: in bf16 an answer depends on what it is batched with."""
+"""By how much the accuracy of the export may differ on GPUs, where an answer depends on what it is batched with, and
+from that of an engine in a number format."""
 
 
 def overrides_for(gpus: int, engine: str = RolloutConfig.engine) -> tuple[str, ...]:
@@ -18,5 +19,5 @@ def overrides_for(gpus: int, engine: str = RolloutConfig.engine) -> tuple[str, .
     if gpus == 1:
         arguments = engine_kind(engine).gpu_share(_SHARE)
         shared = (f"rollout.engine_args.{name}={value}" for name, value in arguments.items())
-        return (*_BF16, *_ONE_RANK, f"cluster.gpu_share={_SHARE}", *shared)
-    return (*_BF16, *_ONE_RANK) if gpus == 2 else _BF16
+        return (*BF16, *_ONE_RANK, f"cluster.gpu_share={_SHARE}", *shared)
+    return (*BF16, *_ONE_RANK) if gpus == 2 else BF16

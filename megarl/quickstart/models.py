@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from converters.number_formats import AS_TRAINED
 from megarl.quickstart.arithmetic import ArithmeticFiles, write_arithmetic
+from megarl.quickstart.gpus import BF16
 from megarl.quickstart.questions import QuestionFiles, write_questions
 from megarl.quickstart.smollm2 import write_smollm2
-from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,24 @@ class QuickstartModel:
     recipe: str = "quickstart"
     overrides: tuple[str, ...] = ()
     warm_up: WarmUp | None = None
+    write_in_blocks: Callable[[Path], Path] | None = None
+    """Writes it with sizes that fit the blocks of number formats; without, it is as it is, and may not fit."""
+
+    def write(self, folder: Path, weights: str) -> Path:
+        """Write the model for engines that hold the weights in the format of this name."""
+        if weights == AS_TRAINED or self.write_in_blocks is None:
+            return self.write_model(folder)
+        return self.write_in_blocks(folder)
+
+
+def in_format(weights: str) -> tuple[str, ...]:
+    """Overrides for engines that hold the weights in the format of this name: the trainer's are in bf16 then.
+
+    Tokens are weighed by how likely the trainer finds them, as engine and trainer are not quite the same policy.
+    """
+    if weights == AS_TRAINED:
+        return ()
+    return (*BF16, f"rollout.weights={weights}", "algorithm.corrections=[{kind: token_importance, high: 2.0}]")
 
 
 def _tiny(name: str, overrides: tuple[str, ...] = (), warm_up: tuple[str, ...] = ()) -> QuickstartModel:
@@ -37,6 +57,7 @@ def _tiny(name: str, overrides: tuple[str, ...] = (), warm_up: tuple[str, ...] =
         write_data=write_arithmetic,
         overrides=overrides,
         warm_up=WarmUp(warm_up),
+        write_in_blocks=partial(write_tiny_model, name, fields=IN_BLOCKS[name]),
     )
 
 

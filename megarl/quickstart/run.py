@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from converters.errors import UserError
+from converters.number_formats import AS_TRAINED, number_format
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.validate import validate
@@ -21,8 +22,8 @@ from megarl.evaluate import evaluate_model
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
-from megarl.quickstart.gpus import ACCURACY_TOLERANCE, overrides_for
-from megarl.quickstart.models import MODELS, QuickstartModel
+from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
+from megarl.quickstart.models import MODELS, QuickstartModel, in_format
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
@@ -42,6 +43,7 @@ _TABLE_WIDTH = 120
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
     engine_kind(options.engine or RolloutConfig.engine)
+    number_format(options.weights)
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
     with sole_writer(output):
         return _run(options, output)
@@ -55,11 +57,11 @@ def _run(options: argparse.Namespace, output: Path) -> int:
 
     chosen = MODELS[options.model]
     with _phase(console, seconds, "model and data", chosen.about):
-        folder = chosen.write_model(output / "model")
+        folder = chosen.write(output / "model", options.weights)
         files = chosen.write_data(output / "data")
-    warm_up = _warm_up_config(chosen, output, folder, files)
+    warm_up = _warm_up_config(chosen, output, folder, files, options.weights)
     policy = folder if warm_up is None else output / "warm_up" / EXPORT
-    job = _job_config(chosen, output, policy, files, options.engine or RolloutConfig.engine, options.steps)
+    job = _job_config(chosen, output, policy, files, options)
     with ray_cluster(job.cluster):
         if warm_up is not None:
             told = "supervised, until about a third of the held-out answers are right"
@@ -89,7 +91,7 @@ def _prepare(output: Path) -> None:
 
 
 def _warm_up_config(
-    chosen: QuickstartModel, output: Path, model: Path, files: ArithmeticFiles | QuestionFiles
+    chosen: QuickstartModel, output: Path, model: Path, files: ArithmeticFiles | QuestionFiles, weights: str
 ) -> MegarlConfig | None:
     if chosen.warm_up is None:
         return None
@@ -99,6 +101,7 @@ def _warm_up_config(
         [
             *chosen.warm_up.overrides,
             *overrides_for(device.gpus()),
+            *(BF16 if weights != AS_TRAINED else ()),
             f"output_dir='{output / 'warm_up'}'",
             f"model.path='{model}'",
             f"sft.train_files=['{files.sft_train}']",
@@ -114,20 +117,21 @@ def _job_config(
     output: Path,
     model: Path,
     files: ArithmeticFiles | QuestionFiles,
-    engine: str,
-    steps: int | None,
+    options: argparse.Namespace,
 ) -> MegarlConfig:
+    engine = options.engine or RolloutConfig.engine
     return compose(
         chosen.recipe,
         [
             *chosen.overrides,
             *overrides_for(device.gpus(), engine),
+            *in_format(options.weights),
             f"rollout.engine={engine}",
             f"output_dir='{output}'",
             f"model.path='{model}'",
             f"data.train_files=['{files.train}']",
             f"data.eval_files=['{files.eval}']",
-            *([f"loop.steps={steps}"] if steps else []),
+            *([f"loop.steps={options.steps}"] if options.steps else []),
         ],
     )
 
@@ -150,7 +154,8 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
 def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float, seconds: Mapping[str, float]) -> int:
     history = read_history(output)
     accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
-    agrees = abs(confirmed - accuracies[-1]) <= (ACCURACY_TOLERANCE if device.gpus() else 0)
+    is_exact = not device.gpus() and job.rollout.weights == AS_TRAINED
+    agrees = abs(confirmed - accuracies[-1]) <= (0 if is_exact else ACCURACY_TOLERANCE)
     results: dict[str, Any] = {
         "first accuracy": accuracies[0],
         "last accuracy": accuracies[-1],

@@ -21,7 +21,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
-from megarl.models.policy import Model, check_layout, read_model
+from megarl.models.policy import Model, check_held, check_layout, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export
 from megarl.output.places import EXPORT, LOGS
 from megarl.process.phase import phase
@@ -32,6 +32,9 @@ from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext.device_memory import CountedMemory
 from megatron_ext.options import MegatronOptions
+
+_WITH_ENGINES = ("train", "spin")
+"""The commands whose policy is refitted into engines."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Start:
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_layout(model.architecture, options)
+            if command in _WITH_ENGINES:
+                check_held(model, config.rollout)
             start = cls(config, command, model, options, latest_checkpoint(config, command))
         if start.checkpoint is None:
             check_that_none_is_lost(start.exports)

@@ -38,8 +38,8 @@ class RolloutConfig:
     replicas: int = 1
     """How many engines serve side by side."""
     weights: str = "as_trained"
-    """What the engines hold the weights in: as_trained, or the number format fp8_block, in which the matrices of the
-    layers are e4m3 codes with a scale for every 128 x 128. Weights are quantised on their way, in every refit."""
+    """Form in which the engines hold the weights: as_trained, or the number format fp8_block, in which the matrices of
+    the layers are e4m3 codes with a scale for every 128 x 128. Every refit quantises them on their way."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; evaluation is greedy."""
     top_p: float = 1.0

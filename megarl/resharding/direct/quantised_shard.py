@@ -1,7 +1,7 @@
 """A worker's tensors in a number format: what of a transfer travels as codes and scales, and what as values.
 
-A box of whole blocks is quantised at its source. Of a block that a cut of the source goes through, values travel, into
-a staging tensor of the worker, which quantises the block when all of it is there (`staging`). Both make the same bits.
+A box of whole blocks is quantised at its source. A block that a cut of the source goes through travels as values into a
+staging tensor of the worker, which quantises the block when all of it is there (`staging`). Both make the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.vllm import cpu
+from converters.fp8 import dequantise, quantise
+from megarl.rollout.vllm import cpu, cpu_fp8
 
 
 def _linear_weights():
@@ -118,3 +119,54 @@ def test_unknown_expert_activations_are_refused():
             None,
             False,
         )
+
+
+def _codes():
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    def state():
+        supported = CPUFp8BlockScaledMMKernel.is_supported()[0], CPUExpertsFp8._supports_current_device()
+        return supported, torch.float32 in Fp8Config.get_supported_act_dtypes(), cpu_fp8.codes_are_kept()
+
+    stock = state()
+    cpu_fp8.install()
+    cpu_fp8.take_float32_activations()
+    kernel = CPUFp8BlockScaledMMKernel.__new__(CPUFp8BlockScaledMMKernel)
+    weight, x = torch.randn(130, 256), torch.randn(3, 256)
+    codes, scales = quantise(weight)
+    layer = SimpleNamespace(
+        weight=torch.nn.Parameter(codes.clone(), False), weight_scale_inv=torch.nn.Parameter(scales)
+    )
+    kernel.process_weights_after_loading(layer)
+    kept = torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+    product = kernel.apply_weights(layer, x, torch.ones(130))
+    expected = x @ dequantise(codes, scales, torch.float32).T + 1
+    return torch.cpu._is_amx_tile_supported(), stock, state(), kept, torch.allclose(product, expected, atol=1e-5)
+
+
+def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu(vllm_process):
+    amx, stock, corrected, kept, right = vllm_process(_codes)
+    assert stock == ((amx, amx), False, False)
+    assert corrected == ((True, True), True, True)
+    assert kept
+    assert right
+
+
+@given(experts=st.integers(1, 4), tokens=st.integers(1, 5), seed=st.integers(0, 99))
+def test_experts_in_fp8_are_those_of_the_decoded_weights(experts, tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    w1, w2 = (torch.randn(shape, generator=generator) for shape in ((experts, 256, 130), (experts, 130, 128)))
+    hidden = torch.randn(tokens, 130, generator=generator)
+    ids = torch.randint(experts, (tokens, 2), generator=generator)
+    weights = torch.rand(tokens, 2, generator=generator)
+    coded = [[quantise(each) for each in stacked] for stacked in (w1, w2)]
+    (codes1, scales1), (codes2, scales2) = ([torch.stack(part) for part in zip(*each, strict=True)] for each in coded)
+    decoded = [torch.stack([dequantise(*each, torch.float32) for each in stacked]) for stacked in coded]
+    of_codes, of_values = torch.empty(tokens, 130), torch.empty(tokens, 130)
+    routed = weights, ids, SimpleNamespace(value="silu"), None, False
+    kernel = SimpleNamespace(w1_scale=scales1, w2_scale=scales2)
+    cpu_fp8._apply_experts(kernel, of_codes, hidden, codes1, codes2, *routed)
+    cpu._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
+    assert torch.equal(of_codes, of_values)

@@ -1,0 +1,73 @@
+"""Engines that hold the weights in a number format: what they are told, and what is refused before they start."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from converters.fp8 import quantisation_config
+from converters.number_formats import FP8_BLOCK
+from megarl.models.policy import check_held, read_model
+from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
+from megarl.rollout import in_number_format
+from megarl.schema import ModelConfig, RolloutConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3", fields=IN_BLOCKS["qwen3"])
+
+
+def test_an_engine_is_told_what_stays_in_high_precision(folder):
+    architecture = read_architecture(read_json(folder / CONFIG))
+    given = {"max_model_len": 64, "hf_overrides": {"head_dtype": "float32"}}
+    rollout = RolloutConfig(weights="fp8_block", engine_args=given)
+    arguments = in_number_format(rollout, architecture)
+    told = arguments["hf_overrides"].pop("quantization_config")
+    assert (told["quant_method"], told["modules_to_not_convert"]) == ("fp8", ["lm_head", "model.embed_tokens"])
+    assert arguments == given
+    assert in_number_format(RolloutConfig(engine_args=given), architecture) is given
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says"),
+    [
+        (
+            {"engine": "transformers"},
+            "rollout.weights=fp8_block is not for rollout.engine=transformers, which holds weights as they are trained",
+        ),
+        (
+            {"engine_args": {"quantization": "fp8_per_tensor"}},
+            "rollout.engine_args.quantization=fp8_per_tensor contradicts rollout.weights",
+        ),
+        (
+            {"engine_args": {"tensor_parallel_size": 8}},
+            "an engine of 8 tensor-parallel ranks cuts 256 of model.layers.0.mlp.down_proj.weight through them",
+        ),
+    ],
+)
+def test_engines_that_cannot_hold_the_format_are_refused(folder, rollout, says):
+    model = read_model(ModelConfig(str(folder)), [])
+    with pytest.raises(UserError) as refusal:
+        check_held(model, RolloutConfig(weights="fp8_block", **rollout))
+    assert says in str(refusal.value)
+
+
+def test_a_model_that_is_in_fp8_already_is_refused(folder, tmp_path):
+    architecture = read_architecture(read_json(folder / CONFIG))
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    for name in FP8_BLOCK.quantised_names(architecture):
+        weights[name], weights[FP8_BLOCK.scales_name(name)] = FP8_BLOCK.quantise(weights[name].to(torch.bfloat16))
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = {**read_json(folder / CONFIG), "quantization_config": quantisation_config(architecture)}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    model = read_model(ModelConfig(str(tmp_path)), [])
+    for weights_in in ("as_trained", "fp8_block"):
+        with pytest.raises(UserError, match=r"is in FP8, and the weights that are trained are not: make a folder in"):
+            check_held(model, RolloutConfig(weights=weights_in))
