@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import ray
 import torch
 
-from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
@@ -215,16 +214,10 @@ class EngineGroup(Engines):
         """Begin to start all engines; they are up when `wait_started` returns.
 
         Without `load_weights` their first weights come by a refit. Raises UserError for a model that does not fit the
-        number format of the engines, and where they would have to read weights that are in none.
+        number format of the engines.
         """
-        arguments = self._arguments(model_path)
-        if not load_weights:
-            arguments = {**arguments, **self._kind.without_weights}
-        elif self.number_format is not None:
-            raise UserError(
-                f"rollout.weights={self.number_format.name} is for engines whose weights a refit brings, and here they"
-                f" read {model_path} themselves: leave rollout.weights out"
-            )
+        given = self._arguments(model_path)
+        arguments = given if load_weights else {**given, **self._kind.without_weights}
         # First of all there has to be room for them.
         self.nodes()
         making = [handle.begin_make(self._kind, model_path, arguments) for handle in self.handles]
@@ -232,10 +225,9 @@ class EngineGroup(Engines):
         return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
 
     def _arguments(self, model_path: Path) -> Arguments:
-        given = self._config.engine_args
         if self.number_format is None:
-            return given
-        return in_number_format(self._config, read_architecture(read_json(model_path / CONFIG)))
+            return self._config.engine_args
+        return in_number_format(self._config, read_json(model_path / CONFIG))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
         """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""

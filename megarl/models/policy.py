@@ -87,12 +87,13 @@ def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
 
 def check_held(model: Model, rollout: RolloutConfig) -> None:
     """Raise UserError if engines cannot hold the weights that are trained as `rollout.weights` says."""
-    if is_block_fp8(read_json(model.folder / CONFIG)):
+    config = read_json(model.folder / CONFIG)
+    if is_block_fp8(config):
         raise UserError(
             f"{model.folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by"
             " megarl convert and megarl export, and set rollout.weights=fp8_block to sample in FP8"
         )
-    in_number_format(rollout, model.architecture)
+    in_number_format(rollout, config)
 
 
 def check_loadable(model: Model, machines: int) -> None:

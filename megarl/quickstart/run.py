@@ -147,6 +147,7 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
     check = compose("eval", overrides)
     check.rollout.engine = job.rollout.engine
     check.rollout.engine_args = dict(job.rollout.engine_args)
+    check.rollout.weights = job.rollout.weights
     check.cluster = job.cluster
     return check
 

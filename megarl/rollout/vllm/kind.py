@@ -94,6 +94,9 @@ def _sizes(arguments: Arguments) -> EngineSizes:
 
 QUANTISATION = "quantization_config"
 """The field of config.json, among `hf_overrides`, by which megarl gives an engine a number format."""
+NUMBER_FORMAT = "megarl_number_format"
+"""A field of that, with the name of the format: its weights are quantised when they are read. vLLM passes it over."""
+_READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
@@ -102,9 +105,14 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
             f"rollout.engine_args.quantization={arguments['quantization']} contradicts rollout.weights, which says what"
             " the engine's weights are in: give one of the two"
         )
+    if (load_format := arguments.get("load_format") or "auto") not in _READ_IN_FORMATS:
+        raise UserError(
+            f"rollout.engine_args.load_format={load_format} is not supported with rollout.weights={number_format.name}:"
+            f" what it reads could not be quantised; use one of {', '.join(_READ_IN_FORMATS)}"
+        )
     number_format.check(architecture, arguments.get("tensor_parallel_size") or 1)
-    overrides = {**(arguments.get("hf_overrides") or {}), QUANTISATION: number_format.engine_config(architecture)}
-    return {**arguments, "hf_overrides": overrides}
+    quantisation = {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
+    return {**arguments, "hf_overrides": {**(arguments.get("hf_overrides") or {}), QUANTISATION: quantisation}}
 
 
 def _part(number: int, first: tuple[str, int]) -> Arguments:

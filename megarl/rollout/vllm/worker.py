@@ -16,12 +16,13 @@ from vllm.platforms import current_platform
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
-from megarl.rollout.vllm import cpu, cpu_fp8, processes, routers, tracing, weight_transfer
+from megarl.rollout.vllm import cpu, cpu_fp8, processes, quantised_load, routers, tracing, weight_transfer
 from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
 processes.listen_where_asked()
 routers.keep_logits_in_float32()
+quantised_load.quantise_what_is_read()
 if current_platform.is_cpu():
     cpu.install()
     cpu_fp8.install()

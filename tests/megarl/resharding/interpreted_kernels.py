@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
 
 from converters.fp8 import LARGEST_WEIGHT, quantise
-from megarl.resharding.kernels import host, on_gpu
+from megarl.resharding.kernels import Block, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
@@ -70,6 +70,16 @@ def test_without_a_checksum_the_same_is_moved():
     found, expected = (block([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], []) for _ in range(2))
     assert on_gpu.gather(found, None) is host.gather(expected, None) is None
     assert torch.equal(found.memory, expected.memory)
+
+
+def test_codes_and_scales_that_stay_so_are_counted_as_where_they_were_made():
+    found = block([], [Matrix((130, 256), torch.bfloat16, 0, False, 1.0), PLAIN])
+    packed = [part for each in found.quantised for part in (each.codes, each.scales)]
+    local = [torch.zeros_like(part) for part in packed]
+    sent = on_gpu.gather(found, 7)
+    assert on_gpu.scatter(Block(found.memory, packed, local, ["codes", "scales"] * 2), 7) == sent
+    for here, there in zip(local, packed, strict=True):
+        assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
 
 
 @pytest.mark.parametrize("value", [torch.nan, LARGEST_WEIGHT * 1.01])

@@ -53,13 +53,15 @@ def in_blocks(folder, **engine_args):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_equals_huggingface_with_the_decoded_weights(host, block_folders, make_trainer, assert_greedy, name):
     (first, first_rounded), (second, second_rounded) = block_folders(name)
-    served = Served(host.start(first, **in_blocks(first, load_format="dummy")), (first, second), FP8_BLOCK)
+    served = Served(host.start(first, **in_blocks(first)), (first, second), FP8_BLOCK)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
 
     def check(folder):
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
             assert_greedy(folder, prompt, generation)
 
+    # As vLLM has read it: a checkpoint in float32.
+    check(first_rounded)
     served.update(served.second, 1)
     check(second_rounded)
     # Values, of which the worker makes codes.

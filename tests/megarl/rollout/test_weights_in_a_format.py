@@ -23,14 +23,14 @@ def folder(tmp_path_factory):
 
 
 def test_an_engine_is_told_what_stays_in_high_precision(folder):
-    architecture = read_architecture(read_json(folder / CONFIG))
+    config = read_json(folder / CONFIG)
     given = {"max_model_len": 64, "hf_overrides": {"head_dtype": "float32"}}
     rollout = RolloutConfig(weights="fp8_block", engine_args=given)
-    arguments = in_number_format(rollout, architecture)
+    arguments = in_number_format(rollout, config)
     told = arguments["hf_overrides"].pop("quantization_config")
     assert (told["quant_method"], told["modules_to_not_convert"]) == ("fp8", ["lm_head", "model.embed_tokens"])
     assert arguments == given
-    assert in_number_format(RolloutConfig(engine_args=given), architecture) is given
+    assert in_number_format(RolloutConfig(engine_args=given), config) is given
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,10 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
         (
             {"engine_args": {"quantization": "fp8_per_tensor"}},
             "rollout.engine_args.quantization=fp8_per_tensor contradicts rollout.weights",
+        ),
+        (
+            {"engine_args": {"load_format": "runai_streamer"}},
+            "rollout.engine_args.load_format=runai_streamer is not supported with rollout.weights=fp8_block",
         ),
         (
             {"engine_args": {"tensor_parallel_size": 8}},
@@ -71,3 +75,6 @@ def test_a_model_that_is_in_fp8_already_is_refused(folder, tmp_path):
     for weights_in in ("as_trained", "fp8_block"):
         with pytest.raises(UserError, match=r"is in FP8, and the weights that are trained are not: make a folder in"):
             check_held(model, RolloutConfig(weights=weights_in))
+    # Where nothing is trained, an engine serves it as it is.
+    with pytest.raises(UserError, match="and model.path is in FP8 already: leave rollout.weights out"):
+        in_number_format(RolloutConfig(weights="fp8_block"), config)
