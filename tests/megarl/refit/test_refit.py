@@ -12,15 +12,18 @@ import transfer_ranks
 from transfer_ranks import break_at
 
 from converters.architectures import read_architecture
+from converters.cost import formats, traffic
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
+from converters.number_formats import FP8_BLOCK
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
-from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.refit.choice import loader_path
 from megarl.refit.log_prob_check import LogProbMismatchError
 from megarl.refit.refit import Refit
+from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
@@ -33,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("shared_cluster")
 
 @pytest.fixture
 def open_run(tmp_path):
-    def make(*overrides):
-        model = write_tiny_model("qwen3", tmp_path / "model")
+    def make(*overrides, fields=None):
+        model = write_tiny_model("qwen3", tmp_path / "model", fields=fields)
         files = write_arithmetic(tmp_path / "data", held_out=16)
         config = compose(
             "quickstart",
@@ -56,6 +59,29 @@ def open_run(tmp_path):
         return open_job(Start.of(config, "train"))
 
     return make
+
+
+def test_a_run_whose_engine_is_in_fp8(open_run):
+    with open_run("rollout.weights=fp8_block", fields=IN_BLOCKS["qwen3"]) as job:
+        assert job.refit(0)["refit/direct"] == 0
+        # Compared byte by byte with what the engine's loader made of it.
+        assert job.refit.description == "direct, through shared_memory"
+        metrics = train_step(job, Clock())
+        assert metrics["refit/direct"] == 1
+        counted = traffic(job.refit._path._spec.plan, formats_of(job))
+        beyond = metrics["refit/bytes"] - counted.direct.sum()
+        assert 0 <= beyond < 2 * ALIGNMENT_BYTES * counted.pieces
+        assert beyond + counted.direct.sum() < 0.5 * sum(each.numel() * 4 for each in weights_of(job))
+        assert 1e-4 < metrics["log_prob_difference/mean"] < 0.1
+        assert 1e-4 < train_step(job, Clock())["log_prob_difference/mean"] < 0.1
+
+
+def formats_of(job):
+    return formats(job.model.architecture, number_format=FP8_BLOCK, dtype=torch.float32)
+
+
+def weights_of(job):
+    return [torch.empty(shape, device="meta") for shape in job.model.architecture.hf_shapes.values()]
 
 
 def run_in(group, worker, function, *arguments):

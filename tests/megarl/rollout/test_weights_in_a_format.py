@@ -76,5 +76,5 @@ def test_a_model_that_is_in_fp8_already_is_refused(folder, tmp_path):
         with pytest.raises(UserError, match=r"is in FP8, and the weights that are trained are not: make a folder in"):
             check_held(model, RolloutConfig(weights=weights_in))
     # Where nothing is trained, an engine serves it as it is.
-    with pytest.raises(UserError, match="and model.path is in FP8 already: leave rollout.weights out"):
+    with pytest.raises(UserError, match=r"and model\.path is in FP8 already: leave rollout\.weights out"):
         in_number_format(RolloutConfig(weights="fp8_block"), config)
