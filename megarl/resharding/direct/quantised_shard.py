@@ -5,7 +5,7 @@ staging tensor of the worker, which quantises the block when all of it is there 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import sub
 from typing import NamedTuple
@@ -91,8 +91,7 @@ class QuantisedShard:
             yield Parcel(*source, place.staging_name, piece.relative_to(place.hf_box), self.quantisation.values)
             return
         scales = Scales(place.scales_name, self._scales_of(place, piece), self._number_format.scales)
-        codes = transfer.destination_name, transfer.destination_box, self._number_format.codes
-        yield Parcel(*source, *codes, scales, self._number_format.block)
+        yield replace(plain(transfer, dtypes), scales=scales, block=self._number_format.block)
 
     def relayed(
         self, transfer: Transfer, neighbour: "QuantisedShard", dtypes: Mapping[str, torch.dtype]
@@ -116,7 +115,7 @@ class QuantisedShard:
         by_name: dict[str, list[Placement]] = {}
         for placement in self._shard.placements:
             by_name.setdefault(placement.hf_name, []).append(placement)
-        for name in self._names & by_name.keys():
+        for name in (name for name in by_name if name in self._names):
             scales = by_name.get(self._number_format.scales_name(name), [])
             boxes = [self._number_format.scales_box(placement.hf_box) for placement in by_name[name]]
             if [each.hf_box for each in scales] != boxes:

@@ -91,10 +91,8 @@ def _apply_experts(
         raise NotImplementedError(f"experts in FP8 with activation {activation.value} on a CPU")
 
     def weights_of(expert: int) -> tuple[Tensor, Tensor]:
-        return tuple(
-            dequantise(codes[expert].data, scales[expert].data, hidden_states.dtype)
-            for codes, scales in ((w1, self.w1_scale), (w2, self.w2_scale))
-        )
+        gate_up = dequantise(w1[expert].data, self.w1_scale[expert].data, hidden_states.dtype)
+        return gate_up, dequantise(w2[expert].data, self.w2_scale[expert].data, hidden_states.dtype)
 
     multiply_by_experts(
         weights_of,

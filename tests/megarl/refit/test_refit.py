@@ -71,7 +71,7 @@ def test_a_run_whose_engine_is_in_fp8(open_run):
         counted = traffic(job.refit._path._spec.plan, formats_of(job))
         beyond = metrics["refit/bytes"] - counted.direct.sum()
         assert 0 <= beyond < 2 * ALIGNMENT_BYTES * counted.pieces
-        assert beyond + counted.direct.sum() < 0.5 * sum(each.numel() * 4 for each in weights_of(job))
+        assert beyond + counted.direct.sum() < 0.6 * sum(each.numel() * 4 for each in weights_of(job))
         assert 1e-4 < metrics["log_prob_difference/mean"] < 0.1
         assert 1e-4 < train_step(job, Clock())["log_prob_difference/mean"] < 0.1
 
