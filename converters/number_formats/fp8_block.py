@@ -14,7 +14,7 @@ _CUT_IN_COLUMNS = ("o_proj", "down_proj")
 """Matrices that engines cut over tensor-parallel ranks, and the dimension in which."""
 
 
-def _check(architecture: Architecture, tensor_parallel: int) -> None:
+def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
     for name in sorted(quantised_names(architecture)):
         rows, columns = architecture.hf_shapes[name]
         matrix = name.rsplit(".", 2)[-2]
@@ -24,12 +24,12 @@ def _check(architecture: Architecture, tensor_parallel: int) -> None:
                 f" the engine puts another matrix: take a model of whose sizes each is a multiple of {BLOCK}, or leave"
                 " rollout.weights out"
             )
+        ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel
         for cut, length in ((_CUT_IN_ROWS, rows), (_CUT_IN_COLUMNS, columns)):
-            if tensor_parallel > 1 and matrix in cut and (length // tensor_parallel) % BLOCK:
+            if ranks > 1 and matrix in cut and (length // ranks) % BLOCK:
                 raise UserError(
-                    f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and an engine of {tensor_parallel}"
-                    f" tensor-parallel ranks cuts {length} of {name} through them: give it fewer, or leave"
-                    " rollout.weights out"
+                    f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and an engine that cuts {name} over"
+                    f" {ranks} ranks cuts its {length} through them: give it fewer, or leave rollout.weights out"
                 )
 
 

@@ -39,8 +39,8 @@ class NumberFormat:
     """The `quantization_config` by which an engine knows the format and what stays in high precision."""
     quantise_into: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the codes and scales of whole blocks; ValueError for what has none."""
-    check: Callable[[Architecture, int], None]
-    """Raises UserError for a model whose blocks an engine would cut, if it cuts the model over so many ranks."""
+    check: Callable[[Architecture, int, int], None]
+    """Raises UserError where an engine that cuts the model, and each expert, over so many ranks cuts through blocks."""
 
     def is_whole(self, box: Box, shape: Shape) -> bool:
         """Whether a box of a matrix of `shape` is made of whole blocks, so that it can be quantised by itself."""

@@ -63,19 +63,27 @@ def test_the_rule_is_that_of_checkpoints():
     [
         ({"head_dim": 32}, 1, r"layers\.0\.self_attn\.k_proj\.weight has 64 rows, on which the engine puts another"),
         ({"intermediate_size": 192}, 1, r"layers\.0\.mlp\.gate_proj\.weight has 192 rows"),
-        ({}, 2, r"an engine of 2 tensor-parallel ranks cuts 128 of model\.layers\.0\.self_attn\.k_proj\.weight"),
-        ({"num_key_value_heads": 4}, 4, r"4 tensor-parallel ranks cuts 256 of model\.layers\.0\.self_attn\.k_proj"),
+        ({}, 2, r"cuts model\.layers\.0\.self_attn\.k_proj\.weight over 2 ranks cuts its 128"),
+        ({"num_key_value_heads": 4}, 4, r"self_attn\.k_proj\.weight over 4 ranks cuts its 256 through them"),
     ],
 )
 def test_a_model_whose_blocks_an_engine_would_cut_is_refused(fields, tensor_parallel, says):
     architecture = read_architecture(make_config("qwen3", **{**HEADS, **fields}))
     with pytest.raises(UserError, match=f"^rollout.weights=fp8_block needs blocks of 128 x 128, and .*{says}"):
-        FP8_BLOCK.check(architecture, tensor_parallel)
+        FP8_BLOCK.check(architecture, tensor_parallel, tensor_parallel)
 
 
 @pytest.mark.parametrize(("fields", "tensor_parallel"), [({}, 1), ({"num_key_value_heads": 4}, 2)])
 def test_a_model_that_fits_is_not(fields, tensor_parallel):
-    FP8_BLOCK.check(read_architecture(make_config("qwen3", **{**HEADS, **fields})), tensor_parallel)
+    FP8_BLOCK.check(read_architecture(make_config("qwen3", **{**HEADS, **fields})), tensor_parallel, tensor_parallel)
+
+
+def test_experts_that_are_not_cut_fit():
+    experts = {"num_experts": 2, "moe_intermediate_size": 128, "num_key_value_heads": 4}
+    architecture = read_architecture(make_config("qwen3_moe", **{**HEADS, **experts}))
+    FP8_BLOCK.check(architecture, 2, 1)
+    with pytest.raises(UserError, match=r"experts\.0\.down_proj\.weight over 2 ranks cuts its 128"):
+        FP8_BLOCK.check(architecture, 2, 2)
 
 
 def test_formats_by_name():

@@ -110,7 +110,8 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
             f"rollout.engine_args.load_format={load_format} is not supported with rollout.weights={number_format.name}:"
             f" what it reads could not be quantised; use one of {', '.join(_READ_IN_FORMATS)}"
         )
-    number_format.check(architecture, arguments.get("tensor_parallel_size") or 1)
+    tensor, data = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data"))
+    number_format.check(architecture, tensor, 1 if arguments.get("enable_expert_parallel") else tensor * data)
     quantisation = {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
     return {**arguments, "hf_overrides": {**(arguments.get("hf_overrides") or {}), QUANTISATION: quantisation}}
 

@@ -50,7 +50,7 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
         ),
         (
             {"engine_args": {"tensor_parallel_size": 8}},
-            "an engine of 8 tensor-parallel ranks cuts 256 of model.layers.0.mlp.down_proj.weight through them",
+            "an engine that cuts model.layers.0.mlp.down_proj.weight over 8 ranks cuts its 256 through them",
         ),
     ],
 )
