@@ -23,8 +23,9 @@ from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
-from megarl.rollout import engine_kind, in_number_format
+from megarl.rollout import engine_kind
 from megarl.rollout.kind import Arguments
+from megarl.rollout.number_format import in_number_format
 from megarl.rollout.protocol import Engine, EngineMemory, PauseMode, Request
 from megarl.schema import RolloutConfig
 from megatron_ext.device_memory import CountedMemory

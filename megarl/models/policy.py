@@ -14,7 +14,7 @@ from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import megatron_layout
 from converters.manifest import manifest_of, require_files
-from megarl.rollout import in_number_format
+from megarl.rollout.number_format import in_number_format
 from megarl.schema import ModelConfig, RolloutConfig
 from megatron_ext.options import MegatronOptions
 from megatron_ext.supported_options import without_model_fields

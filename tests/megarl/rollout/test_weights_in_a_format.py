@@ -13,7 +13,7 @@ from converters.fp8 import quantisation_config
 from converters.number_formats import FP8_BLOCK
 from megarl.models.policy import check_held, read_model
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
-from megarl.rollout import in_number_format
+from megarl.rollout.number_format import in_number_format
 from megarl.schema import ModelConfig, RolloutConfig
 
 
