@@ -173,6 +173,8 @@ def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pyt
     assert plan(capsys, *own) == plan(capsys, *same, "--replicas", "3")
     changed = ["--pipeline-model-parallel-size", "1", "rollout.replicas=1"]
     assert plan(capsys, *own, "--replicas", "2", "--pp", "1") == plan(capsys, *own, *changed, "--replicas", "2")
+    in_fp8 = plan(capsys, *own, "rollout.weights=fp8_block")
+    assert in_fp8 == plan(capsys, *same, "--replicas", "3", "--engine-dtype", "fp8") != plan(capsys, *own)
     apart = plan(capsys, *own, DATA_PARALLEL[0])
     assert apart == plan(capsys, *same[:-3], "4", *same[-2:], "--replicas", "3")
 
