@@ -21,11 +21,12 @@ from converters.formats.safetensors import (
     write_index,
 )
 from converters.formats.torch_dist import METADATA, TorchDistCheckpoint
-from converters.fp8 import add_scales, quantisation_config, quantised_names, scales_of
+from converters.fp8 import quantisation_config, quantised_names, scales_of
 from converters.hf_to_megatron import COPIES, HUGGINGFACE
 from converters.layout import Shape
 from converters.layouts.torch_dist import Piece, stored_pieces
 from converters.manifest import MANIFEST, Manifest, manifest_of, require_files, write_manifest
+from converters.number_formats import FP8_BLOCK
 from converters.output_folder import OutputFolder
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
@@ -127,7 +128,7 @@ def plan_export(
     shapes = {name: architecture.hf_shapes[architecture.hf_copies.get(name, name)] for name in parts}
     dtypes = {name: _dtype(source, parts[name]) for name in parts}
     if fp8:
-        shapes, dtypes = add_scales(shapes, dtypes, quantised_names(architecture))
+        shapes, dtypes = FP8_BLOCK.with_scales(shapes, dtypes, quantised_names(architecture))
     scales = scales_of(Path(), shapes, dtypes)
     files = cut_into_files(shapes, dtypes, shard_size_bytes)
     headers: dict[str, bytes] = {}

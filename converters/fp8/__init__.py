@@ -2,7 +2,7 @@
 
 from converters.fp8.blocks import BLOCK, LARGEST_WEIGHT, Scratch, scales_shape
 from converters.fp8.dequantise import dequantise, dequantise_into
-from converters.fp8.names import add_scales, quantised_names, scales_of
+from converters.fp8.names import quantised_names, scales_of
 from converters.fp8.quantisation_config import is_block_fp8, quantisation_config
 from converters.fp8.quantise import quantise, quantise_into
 
@@ -10,7 +10,6 @@ __all__ = [
     "BLOCK",
     "LARGEST_WEIGHT",
     "Scratch",
-    "add_scales",
     "dequantise",
     "dequantise_into",
     "is_block_fp8",

@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint are in block FP8, and what their scales are called."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,22 +31,6 @@ def quantised_names(architecture: Architecture) -> frozenset[str]:
             for expert in range(architecture.num_experts if parameter.is_expert else 1):
                 names.update(name.format(layer=layer, expert=expert) for name in matrices)
     return frozenset(names)
-
-
-def add_scales(
-    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], quantised: Set[str]
-) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
-    """The shapes and types of the tensors of a checkpoint in which the weights `quantised` are in FP8.
-
-    The scales of a weight follow it.
-    """
-    new_shapes, new_dtypes = {}, {}
-    for name, shape in shapes.items():
-        new_shapes[name], new_dtypes[name] = shape, dtypes[name]
-        if name in quantised:
-            new_dtypes[name] = CODES
-            new_shapes[name + _SCALES], new_dtypes[name + _SCALES] = scales_shape(shape), torch.float32
-    return new_shapes, new_dtypes
 
 
 def scales_of(folder: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The shape of a number format: codes in blocks, each block with a scale, and what a checkpoint in it looks like."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,15 +74,20 @@ class NumberFormat:
         By default these are the types of a model in bfloat16.
         """
         dtypes = architecture.hf_dtypes(torch.bfloat16) if dtypes is None else dtypes
-        quantised = self.quantised_names(architecture)
-        shapes: dict[str, Shape] = {}
-        types: dict[str, torch.dtype] = {}
-        for name, shape in architecture.hf_shapes.items():
-            shapes[name], types[name] = shape, dtypes[name]
+        return self.with_scales(architecture.hf_shapes, dtypes, self.quantised_names(architecture))
+
+    def with_scales(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], quantised: Collection[str]
+    ) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
+        """Shapes and types where the weights `quantised` are codes; the scales of a weight follow it."""
+        new_shapes: dict[str, Shape] = {}
+        new_dtypes: dict[str, torch.dtype] = {}
+        for name, shape in shapes.items():
+            new_shapes[name], new_dtypes[name] = shape, dtypes[name]
             if name in quantised:
-                types[name], scales = self.codes, self.scales_name(name)
-                shapes[scales], types[scales] = self.scales_box(Box.whole(shape)).shape, self.scales
-        return shapes, types
+                new_dtypes[name], scales = self.codes, self.scales_name(name)
+                new_shapes[scales], new_dtypes[scales] = self.scales_box(Box.whole(shape)).shape, self.scales
+        return new_shapes, new_dtypes
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales of a whole matrix. Raises ValueError as `quantise_into`."""

@@ -9,7 +9,8 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
-from converters.fp8 import add_scales, is_block_fp8, quantisation_config, quantised_names, scales_of
+from converters.fp8 import is_block_fp8, quantisation_config, quantised_names, scales_of
+from converters.number_formats import FP8_BLOCK
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -104,7 +105,7 @@ def test_other_quantisations_are_refused(fields, message):
 def test_scales_follow_their_weights(config):
     architecture = read_architecture(config("deepseek_v3", hidden_size=300))
     names = quantised_names(architecture)
-    shapes, dtypes = add_scales(architecture.hf_shapes, architecture.hf_dtypes(BF16), names)
+    shapes, dtypes = FP8_BLOCK.with_scales(architecture.hf_shapes, architecture.hf_dtypes(BF16), names)
     weight, scales = "model.layers.0.self_attn.kv_b_proj.weight", "model.layers.0.self_attn.kv_b_proj.weight_scale_inv"
     o_proj = "model.layers.4.self_attn.o_proj.weight"
     assert list(shapes).index(scales) == list(shapes).index(weight) + 1
