@@ -48,6 +48,7 @@ class Observed:
 
     begun_s: float
     ended_s: float
+    cpu_s: float
     sockets: int
     extra_bytes: int
 
@@ -73,14 +74,14 @@ class Rank:
     def connect(self, rendezvous: Rendezvous) -> Observed:
         """Meet all of the other side."""
         before, sockets = _anonymous_bytes(), _sockets()
-        begun = time.monotonic()
+        begun, cpu = time.monotonic(), time.process_time()
         if isinstance(self._side, Sender):
             self._side.connect(rendezvous)
         else:
             self._side = Receiver(self._rank, self._messages, self._tensors, rendezvous)
             self._side.connect()
         ended = time.monotonic()
-        return Observed(begun, ended, _sockets() - sockets, _anonymous_bytes() - before)
+        return Observed(begun, ended, time.process_time() - cpu, _sockets() - sockets, _anonymous_bytes() - before)
 
     def refit(self, version: int) -> tuple[float, float]:
         """Send or receive everything; when that began and ended."""
@@ -179,6 +180,7 @@ class Meeting:
     """All ranks of a transport have met, and made one refit and then another."""
 
     join_s: float
+    cpu_s: float
     refit_s: float
     sockets_of_a_source: int
     sockets_of_a_destination: int
@@ -201,6 +203,7 @@ def meet(transport: str, sources: int, destinations: int) -> Meeting:
     of_sources, of_destinations = met[:sources], met[sources:]
     return Meeting(
         max(each.ended_s for each in met) - min(each.begun_s for each in met),
+        sum(each.cpu_s for each in met),
         max(ended for _, ended in times) - min(begun for begun, _ in times),
         max(each.sockets for each in of_sources),
         max(each.sockets for each in of_destinations),
@@ -214,7 +217,7 @@ def _table(found: Mapping[tuple[str, int, int], Sequence[Meeting]]) -> Table:
         "transport",
         "sources x destinations",
         "s to join",
-        "ms a pair",
+        "CPU ms a pair",
         "s of a refit",
         "sockets of a source",
         "of a destination",
@@ -225,12 +228,12 @@ def _table(found: Mapping[tuple[str, int, int], Sequence[Meeting]]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for (transport, sources, destinations), meetings in found.items():
-        join_s = median(each.join_s for each in meetings)
+        cpu_s = median(each.cpu_s for each in meetings)
         table.add_row(
             transport,
             f"{sources} x {destinations}",
-            f"{join_s:.2f}",
-            f"{1e3 * join_s / (sources * destinations):.2f}",
+            f"{median(each.join_s for each in meetings):.2f}",
+            f"{1e3 * cpu_s / (sources * destinations):.2f}",
             f"{median(each.refit_s for each in meetings):.3f}",
             str(max(each.sockets_of_a_source for each in meetings)),
             str(max(each.sockets_of_a_destination for each in meetings)),

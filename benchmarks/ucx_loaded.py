@@ -2,4 +2,4 @@
 
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent
 
-NixlAgent("nobody").close()
+NixlAgent("nobody", is_read=False).close()

@@ -5,16 +5,23 @@ from typing import Any
 
 from converters.layouts.parallel_sizes import ParallelSizes
 
-TRAINER = ParallelSizes(
-    world_size=4,
-    tensor_model_parallel_size=2,
-    pipeline_model_parallel_size=2,
-    expert_model_parallel_size=2,
-    expert_tensor_parallel_size=1,
-)
-"""TP2 x EP2 x PP2 with whole experts: four ranks."""
-ENGINE = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
-"""An engine at TP2, experts cut too."""
+TRAINERS: Mapping[str, ParallelSizes] = {
+    "TP2 x EP2 x PP2": ParallelSizes(
+        world_size=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    ),
+    "one rank": ParallelSizes(world_size=1),
+}
+"""Trainers with whole experts."""
+ENGINES: Mapping[str, ParallelSizes] = {
+    f"TP{workers}": ParallelSizes(world_size=workers, tensor_model_parallel_size=workers) for workers in (2, 1, 4)
+}
+"""Engines, experts cut too."""
+TRAINER = "TP2 x EP2 x PP2"
+ENGINE = "TP2"
 
 _COMMON: Mapping[str, Any] = {
     "hidden_act": "silu",

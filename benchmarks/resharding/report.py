@@ -7,8 +7,8 @@ from resharding.tables import Results, markdown, sentences
 _NOTES = """\
 ## What is compared
 
-- A trainer of four ranks, TP2 x EP2 x PP2 with whole experts (ETP1), gives its weights to an engine of two workers at
-  TP2. Every rank is a process of its own, with one thread for tensors; the values are bf16 (a router's bias fp32).
+- A trainer with whole experts (ETP1) gives its weights to an engine, which cuts them. Every rank and every worker is a
+  process of its own, with one thread for tensors; the values are bf16 (a router's bias fp32).
 - The models have the widths of Qwen3-30B-A3B and of Moonlight-16B-A3B (DeepSeek-V3's architecture, here with its latent
   queries too), and few layers, experts and words. There are no layers of multi-token prediction.
 - All contenders run in the same processes and take turns, each round beginning with another. Seconds go from the
@@ -31,10 +31,10 @@ _NOTES = """\
   or in shared memory that the workers map, as where trainer and engine share GPUs. It is kinder than they are: nothing
   is gathered that two ranks hold, only the rank that gives puts the tensors together, views are made once, and the
   stages work side by side. gloo goes through the loopback device, since it has no shared memory.
-- **megatron.core.resharding** is that of the installed megatron-core, through its own gloo service, to two ranks of
-  Megatron at TP2; beside it megarl's refit to the same ranks, through shared memory and through gloo. It has no
-  checksums and takes memory for all that a rank receives. It is given modules with Transformer Engine's parameter
-  names, of which it needs names, shapes and marks only. Its plan is made before the rounds.
+- **megatron.core.resharding** is that of the installed megatron-core, through its own gloo service, to ranks of
+  Megatron that are cut as the engine; beside it megarl's refit to the same ranks, through shared memory and through
+  gloo. It has no checksums and takes memory for all that a rank receives. It is given modules with Transformer Engine's
+  parameter names, of which it needs names, shapes and marks only. Its plan is made before the rounds.
 - Extra memory is RssAnon and RssShmem at their most, sampled every 3 ms from the opening of a contender to the end of
   its second run, over what the process held before. Shared memory counts for the trainer rank that made it.
 """

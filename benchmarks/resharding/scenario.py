@@ -11,10 +11,11 @@ from converters.architectures import Architecture, read_architecture
 from converters.layout import Layout
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
+from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace, traced_layout
 from converters.plan import Plan
 from megarl.resharding.direct.messages_by_peer import DTypes, MessagesByPeer, incoming, outgoing
-from resharding.models import ENGINE, TRAINER
+from resharding.models import ENGINE, ENGINES, TRAINER, TRAINERS
 
 DTYPE = torch.bfloat16
 
@@ -28,6 +29,18 @@ class Scenario:
     traces: Sequence[LoadTrace] | None
     """Traces of the engine's workers; without them the engine is cut like Megatron at its sizes."""
     bucket_bytes: int
+    trainer_name: str = TRAINER
+    engine_name: str = ENGINE
+
+    @property
+    def trainer_sizes(self) -> ParallelSizes:
+        """How the trainer cuts the model."""
+        return TRAINERS[self.trainer_name]
+
+    @property
+    def engine_sizes(self) -> ParallelSizes:
+        """How the engine cuts it."""
+        return ENGINES[self.engine_name]
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -37,7 +50,7 @@ class Scenario:
     @cached_property
     def trainer(self) -> Layout:
         """Layout of the source ranks, with Transformer Engine's names, which megatron.core.resharding understands."""
-        return megatron_layout(self.architecture, TRAINER, module_names="te")
+        return megatron_layout(self.architecture, self.trainer_sizes, module_names="te")
 
     @cached_property
     def engine(self) -> Layout:
@@ -49,7 +62,7 @@ class Scenario:
     @cached_property
     def megatron_engine(self) -> Layout:
         """Layout of destination ranks that run Megatron, at the engine's sizes."""
-        return megatron_layout(self.architecture, ENGINE, module_names="te")
+        return megatron_layout(self.architecture, self.engine_sizes, module_names="te")
 
     @cached_property
     def huggingface(self) -> Layout:

@@ -10,7 +10,7 @@ from resharding import values
 from resharding.contenders.table import DIRECT, MEMCPY
 from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_bytes
 from resharding.memory import Growth, held_by
-from resharding.models import MODELS, TRAINER
+from resharding.models import ENGINES, MODELS, TRAINERS
 from resharding.party import Party
 from resharding.processes import Place, RankFailed, Timed, _answer, hear, running, say
 from resharding.rounds import Facts, Run
@@ -24,12 +24,18 @@ from converters.plan import Plan
 SMALL = Scenario(make_config("qwen3_moe"), None, 700)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_have_their_size_and_no_byte_moves_that_is_not_needed(name):
-    scenario = Scenario(MODELS[name], None, 16_000_000)
+@pytest.mark.parametrize(
+    ("name", "trainer", "engine"),
+    [
+        *((name, "TP2 x EP2 x PP2", "TP2") for name in MODELS),
+        *(("qwen3_moe", "one rank", engine) for engine in ENGINES),
+    ],
+)
+def test_models_have_their_size_and_no_byte_moves_that_is_not_needed(name, trainer, engine):
+    scenario = Scenario(MODELS[name], None, 16_000_000, trainer, engine)
     assert scenario.model_bytes() == pytest.approx(100e6 if name.endswith("_100mb") else 400e6, rel=0.05)
     destination = scenario.engine
-    sent = [scenario.outgoing(destination, rank) for rank in range(TRAINER.world_size)]
+    sent = [scenario.outgoing(destination, rank) for rank in range(TRAINERS[trainer].world_size)]
     sizes = [message.size_bytes for streams in sent for stream in streams.values() for message in stream]
     assert max(sizes) <= 16_000_000
     assert scenario.needed_bytes(destination) <= sum(sizes) < 1.0001 * scenario.needed_bytes(destination)

@@ -17,7 +17,6 @@ from megarl.resharding.direct.transports.endpoint import BUCKETS
 from resharding.contenders import whole_tensors
 from resharding.contenders.hand_over import HandOver, Makes
 from resharding.contenders.whole_tensors import NO_COPIES, Bucket, Copies, box_of, packed, packed_bytes
-from resharding.models import TRAINER
 from resharding.party import Party
 
 
@@ -138,7 +137,7 @@ def _stages(party: Party) -> list[list[int]]:
     """The ranks of each pipeline stage."""
     stages: dict[int, list[int]] = {}
     for rank in range(party.sources):
-        stages.setdefault(TRAINER.coordinates(rank).pipeline, []).append(rank)
+        stages.setdefault(party.scenario.trainer_sizes.coordinates(rank).pipeline, []).append(rank)
     return list(stages.values())
 
 

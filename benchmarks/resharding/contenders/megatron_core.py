@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from converters.architectures import Architecture, Kind, Parameter
 from converters.layouts.parallel_sizes import ParallelSizes
 from megatron_ext import device
-from resharding.models import ENGINE, TRAINER
 from resharding.party import Party
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)$")
@@ -32,8 +31,8 @@ class MegatronCore:
         written = {} if party.is_source else party.written["megatron"]
         self._party = party
         self._models = (
-            _model(architecture, TRAINER, party.number, party.tensors, groups.of_trainer),
-            _model(architecture, ENGINE, party.number, written, groups.of_engine),
+            _model(architecture, party.scenario.trainer_sizes, party.number, party.tensors, groups.of_trainer),
+            _model(architecture, party.scenario.engine_sizes, party.number, written, groups.of_engine),
         )
         self._reshard, self._service = reshard, get_service("gloo")
         self.run()
@@ -70,8 +69,8 @@ class _Groups:
     """The process groups that a rank's parameters belong to, on either side."""
 
     def __init__(self, party: Party) -> None:
-        self.of_trainer = _collection(TRAINER, 0, party.place.rank)
-        self.of_engine = _collection(ENGINE, party.sources, party.place.rank)
+        self.of_trainer = _collection(party.scenario.trainer_sizes, 0, party.place.rank)
+        self.of_engine = _collection(party.scenario.engine_sizes, party.sources, party.place.rank)
 
 
 def _collection(parallel: ParallelSizes, first: int, own_rank: int) -> SimpleNamespace:

@@ -36,7 +36,7 @@ class NixlRead:
         self.moved_bytes = moved if party.is_source else 0
         self._pipes, self._is_source = party.place.pipes, party.is_source
         with ways(ucx_tls):
-            self._agent = NixlAgent(f"bare {party.place.rank}")
+            self._agent = NixlAgent(f"bare {party.place.rank}", is_read=party.is_source)
         peers = list(self._memory)
         registered = self._agent.register([self._memory[peer] for peer in peers])
         said = party.exchange((registered, {peer: number for number, peer in enumerate(peers)}))

@@ -50,7 +50,7 @@ def test_nothing_is_read_beyond_a_bucket(ends):
 def test_a_rank_between_two_refits_computes_nothing(ends):
     began, before = time.monotonic(), time.process_time()
     time.sleep(0.5)
-    # The two threads of NIXL's own agents would take all that this process gets.
+    # The thread of an agent that NIXL's own class makes would take all that this process gets.
     assert time.process_time() - before < 0.1 * (time.monotonic() - began)
 
 

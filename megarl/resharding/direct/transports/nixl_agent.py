@@ -65,15 +65,16 @@ def check_installed() -> None:
 
 
 class NixlAgent:
-    """An agent, with a thread of NIXL's that sleeps while nothing happens. `name` is unique among its peers'.
+    """An agent; `name` is unique among its peers'. After `close` nothing reads or writes its memory any more.
 
-    After `close` nothing reads or writes its memory any more.
+    One that `is_read` has a thread of NIXL's, which answers where the way is not one-sided by itself, as sockets are,
+    and sleeps while nothing happens. One that only reads does all in the calls of its methods.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_read: bool) -> None:
         check_installed()
         self._nixl = _bindings()
-        self._agent = _create_agent(self._nixl, name)
+        self._agent = _create_agent(self._nixl, name, with_thread=is_read)
         self._registered: list[Any] = []
         self._peers: list[str] = []
         self._reads: list[Read] = []
@@ -170,15 +171,15 @@ class Read:
         self.agent.finish(self, timeout_s)
 
 
-def _create_agent(nixl: ModuleType, name: str) -> Any:
-    """An agent whose thread sleeps until UCX has something to do.
+def _create_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:
+    """An agent whose thread, if it has one, sleeps until UCX has something to do.
 
     The thread of an agent that `nixl_agent` of nixl 1.5 makes asks UCX without a pause, at the cost of a core of every
     rank, since it sets `pthrDelay` to 0 and has no argument for it: hence the classes below it. In microseconds, it is
     how long the thread sleeps where no event of UCX's wakes it.
     """
     config = nixl.nixlAgentConfig()
-    config.useProgThread, config.pthrDelay = True, _PROGRESS_US
+    config.useProgThread, config.pthrDelay = with_thread, _PROGRESS_US
     agent = nixl.nixlAgent(name, config)
     agent.createBackend("UCX", _UCX)
     return agent

@@ -22,7 +22,7 @@ class RdmaSendEndpoint:
     """Two buckets that destinations read."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
-        self._agent = NixlAgent(f"{rendezvous.senders} {rank}")
+        self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True)
         self.buckets: Sequence[Tensor] = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._memory = self._agent.register(self.buckets)
 
@@ -49,7 +49,7 @@ class RdmaRecvEndpoint:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
         self._senders, self._timeout_s = rendezvous.senders, rendezvous.timeout_s
-        self._agent = NixlAgent(f"engine worker {rank}")
+        self._agent = NixlAgent(f"engine worker {rank}", is_read=False)
         self._buckets = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._agent.register(self._buckets)
         self._memory: dict[int, RemoteMemory] = {}
