@@ -285,7 +285,7 @@ _NOTES = """\
   most do not ([plan_671b.md](plan_671b.md) counts those that do).
 - Seconds to join go from the first rank that begins to the last that has met all others, medians of the rounds. The
   ranks share the cores of this machine, so that the seconds grow with the pairs; on machines of their own, with those
-  of one rank.
+  of one rank. CPU ms a pair are those of all ranks together, the start of an agent of NIXL in each among them.
 - Seconds of a refit are those of the second, of these small messages: what announcing and acknowledging them costs.
 - Sockets and memory (RssAnon) are what a process has more when it has met all others than before.
 """
