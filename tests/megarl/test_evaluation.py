@@ -1,4 +1,4 @@
-"""`megarl eval` on a real engine: what it says is what transformers' own greedy answers are worth."""
+"""`megarl eval`: what it says is what transformers' own greedy answers are worth."""
 
 import json
 from pathlib import Path
@@ -33,6 +33,7 @@ def test_the_accuracy_is_that_of_greedy_answers(tmp_path, capsys):
         function,
         "--max-response-tokens",
         str(LENGTH),
+        "rollout.engine=transformers",
     ]
     assert main([*words, "--output-dir", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
