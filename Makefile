@@ -8,14 +8,15 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane clean
+.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|transformers] [WEIGHTS=fp8_block] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
+	@echo "make test-sglang [ARGS=...]   the tests that run SGLang's own server"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
-	@echo "make setup [CUDA=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install"
+	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it"
 	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
@@ -29,6 +30,7 @@ help:
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
+	$(if $(SGLANG),@$(MAKE) --no-print-directory .venv-sglang)
 
 benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
@@ -40,6 +42,10 @@ test: setup
 
 test-cuda: setup
 	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda
+
+test-sglang: export OMP_NUM_THREADS ?= 1
+test-sglang: setup .venv-sglang
+	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout
 
 lint: setup
 	$(PYTHON) -m ruff format --check .
@@ -55,7 +61,14 @@ docs: setup
 	$(PYTHON) -m megarl.diagnostics.reference docs/metrics.md
 	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
-quickstart: setup
+# What SGLang needs in other versions than .venv has lies beside it, and only its server sees it.
+.venv-sglang: constraints/sglang.txt | setup
+	rm -rf $@ $@.partial
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.partial --requirement $<
+	mv $@.partial $@
+	touch $@
+
+quickstart: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang)
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
 		$(if $(ENGINE),--engine $(ENGINE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
 
@@ -99,4 +112,4 @@ benchmark-data-plane: setup
 	$(PYTHON) benchmarks/data_plane.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-sglang .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from converters.errors import UserError
 from megarl.rollout.kind import EngineKind
+from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.transformers.kind import TRANSFORMERS
 from megarl.rollout.vllm.kind import VLLM
 from megarl.schema import MegarlConfig, RolloutConfig
 
-ENGINES: Mapping[str, EngineKind] = {"vllm": VLLM, "transformers": TRANSFORMERS}
+ENGINES: Mapping[str, EngineKind] = {"vllm": VLLM, "sglang": SGLANG, "transformers": TRANSFORMERS}
 """Kinds of engines, by the name that `rollout.engine` has for them."""
 
 

@@ -120,7 +120,7 @@ class OwnedEngine(ABC):
             raise UpdateError(f"update {version} is not newer than the weights of version {self._version}")
         if self._update is not None:
             self._abandon_update()
-        self._hold()
+        self._fence()
         self._update = WeightUpdate(version, names)
 
     @by_owner
@@ -156,6 +156,7 @@ class OwnedEngine(ABC):
         update.check_complete()
         if update.loads_by_name:
             self._finish_loading()
+        self._finish_update(version)
         self._forget()
         self._version = version
         self._update = None
@@ -202,6 +203,10 @@ class OwnedEngine(ABC):
     def _hold(self) -> None:  # noqa: B027 - an engine that looks before each step has nothing to do
         """Let no step begin."""
 
+    def _fence(self) -> None:
+        """Let no step begin, and weights be written."""
+        self._hold()
+
     def _release(self) -> None:
         """Let steps begin again, unless something else is in the way."""
         self._queue_step()
@@ -214,6 +219,9 @@ class OwnedEngine(ABC):
 
     def _finish_loading(self) -> None:  # noqa: B027 - as above
         """Derive what follows from weights that have all come by name."""
+
+    def _finish_update(self, version: int) -> None:  # noqa: B027 - as above
+        """Take the weights as whole: they are those of `version`."""
 
     def _end(self) -> None:
         self._death = self._death or RuntimeError("it was closed")

@@ -13,6 +13,7 @@ from distributions import canonical, read_lock
 from packaging.requirements import Requirement
 
 from megarl.rollout import ENGINES
+from megarl.rollout.sglang.kind import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,10 +68,18 @@ def test_what_megarl_names_has_one_version_on_both_devices() -> None:
 
 
 def test_the_engines_are_of_versions_whose_layouts_are_known() -> None:
-    cpu, cuda = read_lock(setup_environment.LOCK), read_lock(setup_environment.CUDA_LOCK)
+    beside = read_lock(setup_environment.ROOT / "constraints" / "sglang.txt")
+    cpu, cuda = ({**read_lock(lock), **beside} for lock in (setup_environment.LOCK, setup_environment.CUDA_LOCK))
     for kind in ENGINES.values():
         assert kind.knows_layouts_of(cpu[kind.packages["cpu"]])
         assert kind.knows_layouts_of(cuda[kind.packages["cuda"]])
+
+
+def test_sglang_has_only_what_differs_and_neither_torch_nor_what_is_built_on_it() -> None:
+    cpu, beside = read_lock(setup_environment.LOCK), read_lock(setup_environment.ROOT / "constraints" / "sglang.txt")
+    assert not {"torch", "transformers", "triton", "numpy"} & beside.keys()
+    assert [name for name in beside if cpu.get(name) == beside[name]] == []
+    assert beside["sglang"] in VERSIONS
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
+from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.transformers.engine import TransformersEngine
 from megarl.rollout.vllm.arguments import prepare_environment
 
@@ -28,6 +29,21 @@ def transformers_engines():
     engines = Engines(TransformersEngine, max_model_len=512)
     yield engines
     engines.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_engines():
+    engines = Engines(SglangEngine, context_length=514, max_total_tokens=16384)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def sglang_served(_shared, sglang_engines, folders):
+    """An engine over SGLang's own server, the one that other tests use, too."""
+    if "sglang" not in _shared or _shared["sglang"].engine is not sglang_engines.running:
+        _shared["sglang"] = Served(sglang_engines.start(folders[0], **_SMALL_BATCHES["sglang"]), folders)
+    return _shared["sglang"]
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +81,11 @@ def _without_leftovers(served):
 
 
 # So that many requests, or many samples of one, need several.
-_SMALL_BATCHES = {"vllm": {"max_num_batched_tokens": 512}, "transformers": {"max_num_seqs": 30}}
+_SMALL_BATCHES = {
+    "vllm": {"max_num_batched_tokens": 512},
+    "sglang": {"max_running_requests": 30},
+    "transformers": {"max_num_seqs": 30},
+}
 
 
 @pytest.fixture
@@ -77,7 +97,8 @@ def kind():
 @pytest.fixture
 def host(kind, request):
     """Starts engines of this kind, one at a time."""
-    return request.getfixturevalue({"vllm": "engines", "transformers": "transformers_engines"}[kind])
+    engines = {"vllm": "engines", "sglang": "sglang_engines", "transformers": "transformers_engines"}
+    return request.getfixturevalue(engines[kind])
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 
-pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+pytestmark = pytest.mark.parametrize("kind", ["vllm", SGLANG, "transformers"])
 
 
 def test_greedy_tokens_are_those_that_transformers_generates(served):

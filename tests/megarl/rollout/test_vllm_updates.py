@@ -9,7 +9,8 @@ from engine_host import GREEDY, PROMPTS, Weights
 from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, UpdateError
 
-pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+pytestmark = pytest.mark.parametrize("kind", ["vllm", SGLANG, "transformers"])
 
 
 def test_an_update_in_the_middle_of_a_response(served, half_generated, endless_prompt, assert_greedy):

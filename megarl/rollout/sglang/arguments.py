@@ -1,0 +1,70 @@
+"""SGLang's own arguments, by their own names: megarl's defaults, what is given, and what has to be."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError, did_you_mean
+from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang.kind import SGLANG, VERSIONS
+from megatron_ext import device
+
+_DEFAULTS: Mapping[str, Any] = {
+    "log_level": "warning",
+    "random_seed": 0,
+}
+
+_REQUIRED: Mapping[str, Any] = {
+    "host": "127.0.0.1",
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    # The others cannot draw by the seed of a sample.
+    "sampling_backend": "pytorch",
+}
+
+
+def check_version(installed: str) -> None:
+    """Raise UserError if this is not a version of SGLang that the code here was compared with."""
+    if installed not in VERSIONS:
+        raise UserError(
+            f"SGLang {installed} is installed, and rollout.engine=sglang knows {' and '.join(VERSIONS)} alone: install"
+            " that, with make setup SGLANG=1"
+        )
+
+
+def check_names(arguments: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UserError for an argument that is not among those that the installed SGLang has."""
+    for name in arguments:
+        if name not in known:
+            advice = did_you_mean(name, known, "rollout.engine_args.{}")
+            raise UserError(f"rollout.engine_args.{name}: the installed SGLang has no such option{advice}")
+
+
+def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key: str) -> dict[str, Any]:
+    """Fields of SGLang's ServerArgs for a server of the model in `model_path` with the arguments `given`.
+
+    Raises UserError for a refused value and for what must stay as it is; names are checked by the server.
+    """
+    SGLANG.check(given)
+    hf_config = json.loads((model_path / "config.json").read_text())
+    required = {**_REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
+    for name in given:
+        if name in required and given[name] != required[name]:
+            raise UserError(f"rollout.engine_args.{name} is set by megarl, because the rollout relies on it: remove it")
+    on_device = cpu.ARGUMENTS if device.backend() == "gloo" else {}
+    if device.backend() == "gloo":
+        # What lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
+        given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
+    version = "-1" if given.get("load_format") == "dummy" else "0"
+    return {
+        **_DEFAULTS,
+        # SGLang's own choice for a model in fp32 is a half-precision type.
+        "dtype": hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto",
+        # For top-p without top-k, whose log-probs come with the tokens that are kept.
+        "sampling_mask_max_tokens": hf_config["vocab_size"],
+        **on_device,
+        **given,
+        **required,
+        "weight_version": version,
+    }

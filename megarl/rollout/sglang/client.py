@@ -1,0 +1,107 @@
+"""A client of SGLang's HTTP server: calls from any thread, each answered when the server has answered."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
+
+import aiohttp
+
+R = TypeVar("R")
+
+
+class ServerGoneError(RuntimeError):
+    """The server does not answer any more."""
+
+
+class CallRefusedError(RuntimeError):
+    """The server refused a call; the message is its own."""
+
+
+class Client:
+    """Calls to the server at `url`, whose key is `key`, from a thread with an event loop of its own."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="SGLang client", daemon=True)
+        self._thread.start()
+        self._session = self.begin(_session(key)).result()
+
+    def begin(self, work: Coroutine[Any, Any, R]) -> Future[R]:
+        """Begin `work` in the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def soon(self, action: Any, *arguments: Any) -> None:
+        """Call `action` in the event loop, before any work that is begun later."""
+        self._loop.call_soon_threadsafe(action, *arguments)
+
+    def get(self, path: str) -> Any:
+        """The answer to a question. Raises as `post`."""
+        return self.begin(self._ask("GET", path, None)).result()
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The answer to a call. Raises CallRefusedError if the server refuses it, ServerGoneError if it is gone."""
+        return self.begin(self.ask(path, body)).result()
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """`post`, in the event loop."""
+        return await self._ask("POST", path, body)
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The answers to a call that has several, in the event loop. Raises as `post`."""
+        try:
+            async with self._session.post(self._url + path, json=body) as response:
+                await _check(path, response)
+                async for line in response.content:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        answer = json.loads(line[len(b"data: ") :])
+                        if "error" in answer:
+                            raise CallRefusedError(f"{path}: {_message(answer)}")
+                        yield answer
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerGoneError(f"the server does not answer: {type(error).__name__} {error}") from error
+
+    def close(self) -> None:
+        """End what is under way, and the thread."""
+        self.begin(self._session.close()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            async with self._session.request(method, self._url + path, json=body) as response:
+                await _check(path, response)
+                text = await response.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerGoneError(f"the server does not answer: {type(error).__name__} {error}") from error
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+
+async def _session(key: str) -> aiohttp.ClientSession:
+    # As many connections as there are requests: the server queues them, and a limit here would be a second queue.
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=2**24,
+        headers={"Authorization": f"Bearer {key}"},
+        trust_env=False,
+    )
+
+
+async def _check(path: str, response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        text = await response.text()
+        try:
+            message = _message(json.loads(text))
+        except ValueError:
+            message = text.strip()
+        raise CallRefusedError(f"{path}: {message or response.reason} ({response.status})")
+
+
+def _message(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)

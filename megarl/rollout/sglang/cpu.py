@@ -1,0 +1,110 @@
+"""Everything that is different about SGLang on a CPU (0.5.23), one function each. Nothing here runs on a GPU.
+
+SGLang's kernels are published for CUDA alone. Its CPU platform computes in plain torch where the operator
+`convert_weight_packed` is missing, so that beside these kernels' names little is needed.
+"""
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.rollout.worker_memory import WorkerMemory
+
+ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # The first generation would spend seconds, and a compiler, on the sampler.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+ARGUMENTS: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    # By default it takes a share of the machine's memory.
+    "max_total_tokens": 65536,
+    "max_running_requests": 64,
+    "disable_overlap_schedule": True,
+}
+"""Defaults of SGLang's ServerArgs on a CPU."""
+
+
+def install() -> None:
+    """Apply all corrections to this process; before anything of SGLang is imported."""
+    stand_in_for_kernels()
+    import_torchvision_without_cuda()
+
+
+def stand_in_for_kernels() -> None:
+    """Have a package `sgl_kernel` that has the two operators which the CPU path calls; others raise when called.
+
+    Neither may it have `convert_weight_packed`, whose presence makes SGLang pack weights for AMX.
+    """
+    kernels = types.ModuleType("sgl_kernel")
+    kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    kernels.__version__ = "0.4.10"  # type: ignore[attr-defined]
+    kernels.assign_req_to_token_pool_cpu = _assign_to_pool  # type: ignore[attr-defined]
+    kernels.assign_extend_cache_locs_cpu = _take_from_pool  # type: ignore[attr-defined]
+    kernels.__getattr__ = _missing  # type: ignore[method-assign]
+    sys.modules["sgl_kernel"] = kernels
+    # Looked up when modules of SGLang are imported, and called by models with pictures alone.
+    _define("sgl_kernel", "apply_rotary_pos_emb_cpu", "flash_attn_varlen_func", "conv3d_embed_cpu")
+
+
+def import_torchvision_without_cuda() -> None:
+    """Let torchvision, which SGLang imports, be imported beside a CPU torch.
+
+    Its compiled part needs CUDA's libraries and does not load; the Python part asks for two operators of it.
+    """
+    _define("torchvision", "nms", "qnms")
+
+
+def memory_of(runner: Any) -> WorkerMemory:
+    """The weights and the KV cache of a worker, to be moved: SGLang's own call answers that it did, and does nothing.
+
+    `runner` is SGLang's ModelRunner.
+    """
+    if not hasattr(runner, "megarl_memory"):
+        pool = runner.token_to_kv_pool
+        runner.megarl_memory = WorkerMemory(runner.model, lambda: [*pool.k_buffer, *pool.v_buffer])
+    return runner.megarl_memory
+
+
+_libraries: list[torch.library.Library] = []
+"""Operators are forgotten with the library that defined them."""
+
+
+def _define(namespace: str, *names: str) -> None:
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for name in names:
+        library.define(f"{name}(Tensor x) -> Tensor")
+    _libraries.append(library)
+
+
+def _missing(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"SGLang's kernel {name} is not there on a CPU")
+
+    return refuse
+
+
+def _assign_to_pool(rows: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, places: Tensor, _length: int) -> None:
+    """Write each request's places in the KV cache, which follow each other, into its row of the pool."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        pool[row, start:end] = places[done : done + end - start].to(pool.dtype)
+        done += end - start
+
+
+def _take_from_pool(rows: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, places: Tensor, _length: int) -> None:
+    """Read what `_assign_to_pool` wrote, into `places`."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        places[done : done + end - start] = pool[row, start:end].to(places.dtype)
+        done += end - start

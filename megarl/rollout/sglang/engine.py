@@ -1,0 +1,299 @@
+"""SGLang as an engine: a client of its server behind the protocols of an engine."""
+
+import base64
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar, TypeVarTuple, get_args
+
+import torch
+
+from converters.layout import Shape
+from converters.layouts.traced_layout import LoadTrace
+from megarl.data import Turn
+from megarl.resharding.direct.weight_receiver import WeightReceiver, results
+from megarl.resharding.loader.buckets import Bucket
+from megarl.rollout.owned_engine import OwnedEngine, by_owner
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
+from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.sglang.calls import LOAD_FORMAT
+from megarl.rollout.sglang.client import ServerGoneError
+from megarl.rollout.sglang.in_flight import InFlight
+from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.process import Server
+from megarl.rollout.sglang.samples import Limits
+from megarl.rollout.worker_memory import require
+from megatron_ext import device
+from megatron_ext.device_memory import CountedMemory
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+_NOTHING = base64.b64encode(pickle.dumps([])).decode()
+"""An update without tensors, as the server reads it."""
+_POLL_S = 0.1
+_ABORT_S = 10.0
+_TAGS: Mapping[str, str] = {"weights": "weights", "kv_cache": "kv_cache"}
+
+
+class SglangEngine(OwnedEngine):
+    """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of SGLang's ServerArgs by their own names.
+
+    The server steps by itself. It is held in one of two ways: `in_place`, where it goes on as it was, or `retract`,
+    where what it serves waits without keys and values, to be computed from its first token on. Weights change in the
+    second alone.
+    """
+
+    title = "SGLang"
+
+    def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
+        super().__init__(model_path, engine_args)
+        self._server: Server | None = None
+        self._in_flight: InFlight
+        self._held: Literal["in_place", "retract"] | None = None
+        self._in_session = False
+        """Whether the server expects weights."""
+        self._is_ending = False
+
+    @by_owner
+    def start(self) -> None:
+        """See `Generator.start`."""
+        self._server = Server(self._model_path, self._engine_args)
+        try:
+            about = self._server.start()
+        except BaseException:
+            self._end_server()
+            raise
+        # As the server computes it (`init_req_max_new_tokens`): the last token has no successor, and one is spare.
+        tokens = about["max_req_input_len"] + 4
+        vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
+        self._in_flight = InFlight(self._server.client, Limits(tokens, vocabulary), self._fails)
+        self._version = int(about["weight_version"])
+        threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
+
+    @by_owner
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+        """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
+        from megarl.rollout.sglang import worker
+
+        require(self._away, "weights")
+        return self._workers(worker.trace_layout, dict(hf_shapes), dict(hf_dtypes))
+
+    @by_owner
+    def worker_parts(self) -> list[int]:
+        """See `LayoutSource.worker_parts`."""
+        return [0] * self._worker_count()
+
+    @by_owner
+    def sleep(self) -> None:
+        """See `Sleeper.sleep`."""
+        from megarl.rollout.sglang import worker
+
+        self._hold()
+        self._abort()
+        if device.backend() == "gloo":
+            self._workers(worker.sleep)
+        else:
+            self._forget()
+            self._post("/release_memory_occupation", tags=list(_TAGS.values()))
+        self._away = frozenset(get_args(EngineMemory))
+        self._release()
+
+    @by_owner
+    def wake_up(self, parts: Sequence[EngineMemory]) -> None:
+        """See `Sleeper.wake_up`."""
+        from megarl.rollout.sglang import worker
+
+        if wanted := sorted(self._away.intersection(parts)):
+            if device.backend() == "gloo":
+                self._workers(worker.wake_up, wanted)
+            else:
+                self._post("/resume_memory_occupation", tags=[_TAGS[part] for part in wanted])
+            self._away -= frozenset(wanted)
+            if "kv_cache" in wanted:
+                self._forget()
+
+    @by_owner
+    def count_memory(self, memory: CountedMemory) -> None:
+        """See `Sleeper.count_memory`."""
+        from megarl.rollout.sglang import worker
+
+        self._workers(worker.count_memory, memory)
+
+    @by_owner
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """See `WeightTarget.map_segments`."""
+        from megarl.rollout.sglang import worker
+
+        self._workers(worker.map_segments, list(segments), segment_bytes)
+
+    @by_owner
+    def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
+        """See `WeightTarget.call_receivers`."""
+        return self._receivers(method, *arguments)
+
+    # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
+
+    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+        return self._in_flight.add(requests, listener)
+
+    def _can_step(self) -> bool:
+        return False
+
+    def _compute(self) -> None:
+        raise AssertionError("the server steps by itself")
+
+    def _hold(self) -> None:
+        if self._held is None:
+            self._in_flight.hold()
+            self._pause("in_place")
+
+    def _fence(self) -> None:
+        self._hold()
+        self._retract()
+        self._post("/begin_weight_update")
+        self._in_session = True
+
+    def _release(self) -> None:
+        if self._held and not self._paused and self._update is None:
+            self._continue()
+            self._in_flight.release()
+
+    def _abort(self) -> None:
+        self._in_flight.abort_waiting()
+        deadline = time.monotonic() + _ABORT_S
+        # One that runs gives its tokens with its next step. While weights change there is none: each gives what it
+        # told of last.
+        can_go_on = self._update is None and not self._away
+        if can_go_on and self._in_flight.asked():
+            self._continue()
+        while self._in_flight.asked() and (can_go_on or time.monotonic() < deadline):
+            self._post("/abort_request", abort_all=True)
+            self._in_flight.wait(_POLL_S)
+        self._in_flight.abort_asked()
+        if self._held is None:
+            self._pause("in_place")
+
+    def _fail(self, error: EngineDiedError) -> None:
+        if hasattr(self, "_in_flight"):
+            self._in_flight.fail(error)
+
+    def _forget(self) -> None:
+        was_held = self._held
+        if was_held is None:
+            self._hold()
+        self._retract()
+        self._post("/flush_cache")
+        if was_held is None:
+            self._release()
+
+    def _abandon_update(self) -> None:
+        self._end_session()
+
+    def _load(self, bucket: Bucket) -> None:
+        from megarl.rollout.sglang import worker
+
+        self._workers(worker.load_bucket, bucket)
+
+    def _receive(self, version: int) -> None:
+        self._receivers(WeightReceiver.receive, version)
+
+    def _finish_update(self, version: int) -> None:
+        self._end_session()
+        self._post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+
+    def _close(self) -> None:
+        if self._server is not None:
+            if hasattr(self, "_in_flight"):
+                self._in_flight.fail(self._closed())
+            self._end_server()
+
+    # Calls of the server.
+
+    def _running(self) -> Server:
+        if self._server is None:
+            raise RuntimeError("the SGLang engine was not started")
+        return self._server
+
+    def _post(self, path: str, **body: Any) -> Any:
+        try:
+            return self._running().client.post(path, **body)
+        except ServerGoneError as error:
+            raise EngineDiedError(f"the SGLang engine died: {error}") from error
+
+    def _pause(self, mode: Literal["in_place", "retract"]) -> None:
+        self._post("/pause_generation", mode=mode)
+        self._held = mode
+
+    def _retract(self) -> None:
+        if self._held != "retract":
+            self._pause("retract")
+
+    def _continue(self) -> None:
+        self._post("/continue_generation", torch_empty_cache=False)
+        self._held = None
+
+    def _end_session(self) -> None:
+        if self._in_session:
+            self._in_session = False
+            self._post("/end_weight_update")
+
+    def _worker_count(self) -> int:
+        return SGLANG.workers(self._engine_args)
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Let the server take an update: the one under way, or one of its own without weights."""
+        if self._in_session:
+            yield
+            return
+        was_held = self._held
+        self._hold()
+        self._post("/begin_weight_update")
+        self._in_session = True
+        try:
+            yield
+        finally:
+            self._end_session()
+            if was_held is None:
+                self._release()
+
+    def _workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function of `worker` in every worker."""
+        server, count = self._running(), self._worker_count()
+        with self._session():
+            server.calls.put_call(function, arguments)
+            self._post(
+                "/update_weights_from_tensor",
+                serialized_named_tensors=[_NOTHING] * count,
+                load_format=LOAD_FORMAT,
+                flush_cache=False,
+            )
+            return server.calls.take_answers(count)
+
+    def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        from megarl.rollout.sglang import worker
+
+        require(self._away, "weights")
+        return results(self._workers(worker.call_receiver, method, *arguments))
+
+    def _watch(self, server: Server) -> None:
+        """Wait, in a thread of its own, for a server that ends before it was asked to."""
+        code = server.wait()
+        if not self._is_ending:
+            self._fails(RuntimeError(f"its server ended with exit code {code}"))
+
+    def _fails(self, error: BaseException) -> None:
+        """Let the engine die of an error that is seen outside of the owner thread."""
+        if not self._is_ending:
+            self._owner.submit(self._die, error)
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._is_ending = True
+            self._server.close()
+            self._server = None

@@ -1,0 +1,45 @@
+"""Corrections of SGLang 0.5.23 on any device, hung into its processes by its own registry of hooks, one for each.
+
+The registry notes names; SGLang resolves them in every process that it starts, before it builds a model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megarl.rollout.sglang.calls import LOAD_FORMAT
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+
+
+def register() -> None:
+    """Tell SGLang's registry all hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
+
+
+def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """Let a worker answer a call of ours: an update in a format that SGLang does not have.
+
+    Its own hook for loaders, `custom_weight_loader`, is given the model alone, and a sleeper needs the KV cache too.
+    """
+    if load_format != LOAD_FORMAT:
+        return original(updater, named_tensors, load_format)
+    from megarl.rollout.sglang import worker
+
+    worker.answer(updater.get_model_runner())
+    return True, "Success"
+
+
+def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> None:
+    """Have a sample that has a seed drawn by it, and the place in its sequence, whatever else is in the batch.
+
+    SGLang 0.5.23 looks at seeds only with `enable_deterministic_inference`, which takes slower kernels for all else.
+    """
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if all(seed is not None for seed in seeds):
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)

@@ -1,0 +1,91 @@
+"""SGLang as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
+
+import math
+from collections.abc import Mapping
+
+from converters.errors import UserError
+from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
+from megatron_ext.supported_options import Refusal
+
+VERSIONS = ("0.5.23",)
+"""Versions of SGLang whose server, sampler and weights the code here was compared with."""
+
+_DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
+_SERVER = "the server is of this run alone, and listens where the run finds it"
+_WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
+_MOVED = "experts would move to other workers, and refits write to where they lay at the start"
+_OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
+_TOKENS = "requests are token ids, which have no text"
+
+_REFUSED: Mapping[str, Refusal] = {
+    "speculative_algorithm": Refusal(_DRAFT),
+    "speculative_draft_model_path": Refusal(_DRAFT),
+    "host": Refusal(_SERVER),
+    "port": Refusal(_SERVER),
+    "api_key": Refusal(_SERVER),
+    "admin_api_key": Refusal(_SERVER),
+    "grpc_mode": Refusal(_SERVER),
+    "tokenizer_worker_num": Refusal(_SERVER, (None, 1)),
+    "dp_size": Refusal(_WHOLE, (None, 1)),
+    "pp_size": Refusal(_WHOLE, (None, 1)),
+    "nnodes": Refusal(_WHOLE, (None, 1)),
+    "node_rank": Refusal(_WHOLE),
+    "dist_init_addr": Refusal(_WHOLE),
+    "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
+    "enable_eplb": Refusal(_MOVED),
+    "kv_cache_dtype": Refusal(_OTHER_MODEL, (None, "auto", "bfloat16", "bf16")),
+    "quantization": Refusal(_OTHER_MODEL, (None,)),
+    "json_model_override_args": Refusal(
+        "the trainer follows config.json, of which the engine would make another model; change config.json"
+    ),
+    "enable_lora": Refusal("all weights of the policy are trained, and adapters are none of them"),
+    "lora_paths": Refusal("all weights of the policy are trained, and adapters are none of them"),
+    "enable_custom_logit_processor": Refusal(
+        "it changes the distribution that is sampled from, of which the trainer knows nothing"
+    ),
+    "sampling_backend": Refusal("the others cannot draw by the seed of a sample", (None, "pytorch")),
+    "weight_version": Refusal("refits number the weights"),
+    "trust_remote_code": Refusal(
+        "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
+        " architectures that SGLang has by itself"
+    ),
+    "tokenizer_path": Refusal(_TOKENS),
+    "enable_multimodal": Refusal(_TOKENS),
+}
+
+_TESTED: Mapping[str, str] = dict.fromkeys(
+    ("context_length", "max_total_tokens", "max_running_requests", "load_format", "dtype"),
+    "sglang/test_server.py",
+)
+
+
+def _workers(arguments: Arguments) -> int:
+    return math.prod(arguments.get(f"{kind}_size", 1) or 1 for kind in ("tp", "pp", "dp"))
+
+
+def _sizes(arguments: Arguments) -> EngineSizes:
+    tensor, expert = arguments.get("tp_size") or 1, arguments.get("ep_size") or 1
+    if expert not in (1, tensor):
+        raise UserError(
+            f"rollout.engine_args.ep_size={expert} cuts experts in another way than tp_size={tensor}, which megarl plan"
+            " does not know: set it to 1 or to tp_size for the plan"
+        )
+    return EngineSizes(tensor, expert if expert > 1 else None, "bf16")
+
+
+SGLANG = EngineKind(
+    title="SGLang",
+    engine_class=("megarl.rollout.sglang.engine", "SglangEngine"),
+    argument_class=("sglang.srt.server_args", "ServerArgs"),
+    refused=_REFUSED,
+    tested=_TESTED,
+    workers=_workers,
+    sizes=_sizes,
+    context=lambda arguments: arguments.get("context_length"),
+    gpu_share=lambda share: {"mem_fraction_static": share},
+    without_weights={"load_format": "dummy"},
+    able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},
+    float32_logits={"enable_fp32_lm_head": True},
+    layout_versions=("0.5",),
+    packages={"cuda": "sglang", "cpu": "sglang"},
+)

@@ -1,0 +1,127 @@
+"""The processes of one SGLang server: where its environment is, their start, their end."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang.arguments import server_arguments
+from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
+from megarl.rollout.sglang.client import CallRefusedError, Client, ServerGoneError
+from megatron_ext import device
+
+PACKAGES = ".venv-sglang"
+"""The folder beside megarl's environment that has SGLang, and what it needs in other versions than megarl."""
+PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
+"""The environment variable that names the Python of another environment that has SGLang."""
+_ROOT = Path(__file__).resolve().parents[3]
+_START_S = 900
+_POLL_S = 0.1
+
+_ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # An aborted sample that waits has the tokens that were told of: all but the last few.
+    "SGLANG_FORCE_STREAM_INTERVAL": "8",
+}
+
+
+def installation() -> tuple[str, list[str]]:
+    """The Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError where there is none."""
+    if python := os.environ.get(PYTHON_VARIABLE):
+        return python, [str(_ROOT)]
+    packages = Path(sys.prefix).parent / PACKAGES
+    if (packages / "sglang").is_dir():
+        return sys.executable, [str(packages), str(_ROOT)]
+    if find_spec("sglang") is not None:
+        return sys.executable, [str(_ROOT)]
+    raise UserError(
+        "rollout.engine=sglang, and SGLang is not installed: run make setup SGLANG=1, or let"
+        f" {PYTHON_VARIABLE} name the Python of an environment that has it"
+    )
+
+
+class Server:
+    """A server of the model in a folder; it has started once `start` returned a client."""
+
+    def __init__(self, model_path: Path, engine_args: Mapping[str, Any]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="sglang"))
+        key, port = secrets.token_hex(16), _free_port()
+        try:
+            python, paths = installation()
+            arguments = server_arguments(model_path, engine_args, port, key)
+            (self._folder / ARGUMENTS).touch(0o600)
+            (self._folder / ARGUMENTS).write_text(json.dumps(arguments))
+            self._process = self._begin(python, paths)
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
+        self.calls = CallFolder(self._folder)
+        self.client = Client(f"http://127.0.0.1:{port}", key)
+
+    def start(self) -> dict[str, Any]:
+        """Wait until it serves, and give what it says of itself. Raises UserError if it does not start."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise self._failure()
+            try:
+                self.client.get("/model_info")
+                return self.client.get("/server_info")
+            except (ServerGoneError, CallRefusedError):
+                time.sleep(_POLL_S)
+        raise UserError(f"SGLang did not start in {_START_S} seconds: the log of the engine says where it is")
+
+    def wait(self) -> int:
+        """Wait for the end of the server; its exit code."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End all processes of the server, and remove what they left."""
+        self.client.close()
+        # All, also those whose parent is gone.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, python: str, paths: list[str]) -> subprocess.Popen[bytes]:
+        given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        environment = {
+            **_ENVIRONMENT,
+            **(cpu.ENVIRONMENT if device.backend() == "gloo" else {}),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*paths, *given]),
+            # Sockets and caches of a server that is killed go with its folder.
+            "TMPDIR": str(self._folder),
+            FOLDER_VARIABLE: str(self._folder),
+        }
+        command = [python, "-m", "megarl.rollout.sglang.server", str(self._folder)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def _failure(self) -> Exception:
+        refused = self._folder / REFUSED
+        if refused.exists():
+            return UserError(refused.read_text())
+        return UserError(
+            f"SGLang's server ended with exit code {self._process.returncode} before it served: its last lines say why"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

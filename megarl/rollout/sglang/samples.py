@@ -1,0 +1,130 @@
+"""From requests to what SGLang's server is asked, and from its answers to turns."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from converters.errors import UserError
+from megarl.data import FinishReason, Turn
+from megarl.rollout.protocol import Request, SamplingParameters
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of the served model."""
+
+    tokens: int
+    """Tokens that a prompt and its response may have together."""
+    vocabulary: int
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Raise UserError for a request that cannot be served."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if sampling.samples < 1:
+        raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
+    for name, is_possible, wanted in (
+        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k == -1 or sampling.top_k > 0, "-1 for all tokens, or 1 or more"),
+        ("max_tokens", sampling.max_tokens > 0, "1 or more"),
+    ):
+        if not is_possible:
+            raise UserError(f"a request with {name}={getattr(sampling, name)}: give {wanted}")
+    if not prompt:
+        raise UserError("a prompt of 0 tokens: give it one or more")
+    if len(prompt) + sampling.max_tokens > limits.tokens:
+        # The server would cut the response short without saying so.
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's"
+            f" {limits.tokens}: raise rollout.engine_args.context_length or lower rollout.max_response_tokens"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
+        raise UserError(f"a prompt with a token outside of the model's vocabulary of {limits.vocabulary}")
+
+
+def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any]:
+    """The body of a call of /generate that samples a request: one entry for each sample, or one alone in a stream."""
+    sampling = request.sampling
+    # The log-probs of an answer are those before top-p and top-k; after them they come with the tokens that are kept.
+    is_cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    shared = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": min(sampling.top_k, limits.vocabulary) if sampling.top_k > 0 or not is_cut else limits.vocabulary,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    each = [{**shared, "sampling_seed": _seed(sampling, sample)} for sample in range(sampling.samples)]
+    body = {
+        "input_ids": [request.prompt_token_ids] * sampling.samples,
+        "sampling_params": each,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": stream,
+        "return_sampling_mask": is_cut,
+    }
+    return {**body, "input_ids": request.prompt_token_ids, "sampling_params": each[0]} if stream else body
+
+
+def turns(request: Request, answer: Any, prompt_ids: Any) -> list[Turn]:
+    """The samples that the server answered a request with.
+
+    Raises FloatingPointError where a log-probability is no number, RuntimeError where an answer breaks the rules.
+    """
+    answers = answer if isinstance(answer, list) else [answer]
+    if len(answers) != request.sampling.samples:
+        raise RuntimeError(f"SGLang gave {len(answers)} samples and was asked for {request.sampling.samples}")
+    return [_turn(request, each, prompt_ids) for each in answers]
+
+
+def aborted(request: Request, prompt_ids: Any) -> list[Turn]:
+    """The samples of a request that the server was never asked for."""
+    return [Turn.of(prompt_ids, [], [], [], "abort") for _ in range(request.sampling.samples)]
+
+
+def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any) -> Turn:
+    about = answer["meta_info"]
+    reason = about["finish_reason"]["type"]
+    if reason not in _FINISH_REASONS:
+        raise RuntimeError(f"SGLang ended a sample for the reason {about['finish_reason']}")
+    token_ids: list[int] = answer["output_ids"]
+    log_probs = _log_probs(about)
+    if len(log_probs) != len(token_ids):
+        raise RuntimeError(f"SGLang gave {len(token_ids)} tokens and {len(log_probs)} log-probabilities")
+    values = np.array(log_probs, dtype=np.float32)
+    if not np.isfinite(values).all():
+        raise FloatingPointError("SGLang gave log-probabilities that are no numbers; the weights hold NaN or inf")
+    if reason == "length" and len(token_ids) != request.sampling.max_tokens:
+        raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {request.sampling.max_tokens}")
+    return Turn.of(prompt_ids, token_ids, values, _versions(about, len(token_ids)), _FINISH_REASONS[reason])
+
+
+def _log_probs(about: Mapping[str, Any]) -> Sequence[float | None]:
+    """Log-probs under the distribution that was sampled from; None stands for what JSON has no word for."""
+    if "output_token_sampling_logprobs" in about:
+        return about["output_token_sampling_logprobs"]
+    return [entry[0] for entry in about.get("output_token_logprobs", ())]
+
+
+def _versions(about: Mapping[str, Any], tokens: int) -> list[int]:
+    versions: list[int] = []
+    for span in about.get("weight_versions", ()):
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != tokens:
+        raise RuntimeError(f"SGLang gave {tokens} tokens and the versions of {len(versions)}")
+    return versions
+
+
+def _seed(sampling: SamplingParameters, sample: int) -> int:
+    """A seed in [0, 2^63) for one sample; one at random where the request has none."""
+    if sampling.seed is None:
+        return secrets.randbits(63)
+    digest = hashlib.blake2b(f"{sampling.seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

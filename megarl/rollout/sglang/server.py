@@ -1,0 +1,69 @@
+"""SGLang's HTTP server with our hooks; a program: `python -m megarl.rollout.sglang.server FOLDER`.
+
+It runs in the environment that has SGLang. Every process that SGLang starts imports this module before all else, as
+Python's multiprocessing does with the main module of its parent. This import is the only hook at that moment, so here,
+and nowhere else, importing has effects.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError
+from megarl.rollout.sglang import cpu, hooks
+from megarl.rollout.sglang.arguments import check_names, check_version
+from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the one that started it ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> int:
+    """Serve until the end of the process that asked for it; 2 where the arguments do not allow it."""
+    folder = Path(sys.argv[1])
+    try:
+        server_args = _server_args(json.loads((folder / ARGUMENTS).read_text()))
+    except UserError as error:
+        (folder / REFUSED).write_text(str(error))
+        return 2
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    run_server(server_args)
+    return 0
+
+
+def _server_args(arguments: Mapping[str, Any]) -> Any:
+    check_version(version("sglang"))
+    from sglang.srt.server_args import ServerArgs
+
+    check_names(arguments, [field.name for field in fields(ServerArgs)])
+    server_args = ServerArgs(**arguments)
+    try:
+        server_args.resolve_once()
+    except (ValueError, AssertionError, TypeError, NotImplementedError, OSError) as error:
+        raise UserError(f"SGLang refuses its arguments: {error}; change rollout.engine_args") from error
+    return server_args
+
+
+end_with_parent()
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    cpu.install()
+hooks.register()
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What runs in SGLang's workers, called through `calls`: the model's own loader, its trace, and direct refits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.layout import Shape
+from converters.layouts.traced_layout import LoadTrace
+from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
+from megarl.resharding.loader.buckets import Bucket, views
+from megarl.resharding.shared_memory import map_segment
+from megarl.rollout.protocol import EngineMemory, UpdateError
+from megarl.rollout.sglang import cpu, tracing
+from megarl.rollout.sglang.calls import CallFolder
+from megatron_ext.device_memory import CountedMemory
+
+
+class _Model:
+    """See `megarl.resharding.direct.weight_receiver.ReceivingModel`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def loaded_parameters(self) -> Mapping[str, Tensor]:
+        """See `ReceivingModel.loaded_parameters`."""
+        return tracing.loaded_parameters(self._model)
+
+    def after_direct_write(self) -> None:
+        """See `ReceivingModel.after_direct_write`: the rest is what the server does when an update ends."""
+        if hasattr(self._model, "post_load_weights"):
+            self._model.post_load_weights()
+
+
+class _Worker:
+    """What this worker keeps from one call to the next."""
+
+    def __init__(self, runner: Any, number: int) -> None:
+        self.runner = runner
+        self.model: Any = runner.model
+        self.receiver = WeightReceiver(_Model(self.model), number)
+        self.segments: list[Tensor] = []
+        self.taken: dict[str, bool] = {}
+        """Name of a tensor -> whether the loader puts it anywhere."""
+
+
+def answer(runner: Any) -> None:
+    """Carry out the call that lies in the server's folder, in the worker that has SGLang's ModelRunner `runner`."""
+    number: int = runner.weight_updater.tp_rank
+    if not hasattr(runner, "megarl_worker"):
+        runner.megarl_worker = _Worker(runner, number)
+    CallFolder.of_this_server().answer(number, runner.megarl_worker)
+
+
+def map_segments(worker: _Worker, segments: Sequence[str], segment_bytes: int) -> None:
+    """Map the shared-memory segments that buckets will lie in."""
+    worker.segments = [map_segment(segment, segment_bytes) for segment in segments]
+
+
+def load_bucket(worker: _Worker, bucket: Bucket) -> None:
+    """Load a bucket by the model's own loader. Raises UpdateError for a tensor that the loader would skip.
+
+    SGLang 0.5.23 skips a tensor that it does not know without an error.
+    """
+    tensors = views(bucket, worker.segments[bucket.segment])
+    new = {name: tensor for name, tensor in tensors.items() if name not in worker.taken}
+    if new:
+        shapes = {name: tuple(tensor.shape) for name, tensor in new.items()}
+        trace = tracing.trace_model(worker.model, shapes, {name: tensor.dtype for name, tensor in new.items()})
+        known = {placement.hf_name for placement in trace.shard.placements} | trace.untraced.keys()
+        worker.taken |= {name: name in known for name in new}
+    for name in tensors:
+        if not worker.taken[name]:
+            raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
+    with torch.no_grad():
+        worker.model.load_weights(list(tensors.items()))
+
+
+def trace_layout(worker: _Worker, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
+    """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
+    return tracing.trace_model(worker.model, hf_shapes, hf_dtypes)
+
+
+def call_receiver(worker: _Worker, method: Callable[..., Any], *arguments: Any) -> Any:
+    """The `outcome` of a method of this worker's WeightReceiver."""
+    return outcome(method, worker.receiver, *arguments)
+
+
+def count_memory(worker: _Worker, memory: CountedMemory) -> None:
+    """Count what this worker holds, where there is no GPU to do it."""
+    cpu.memory_of(worker.runner).count_in(memory)
+
+
+def sleep(worker: _Worker) -> None:
+    """Give the memory of weights and KV cache back, where SGLang's own call frees nothing."""
+    cpu.memory_of(worker.runner).sleep()
+
+
+def wake_up(worker: _Worker, parts: Sequence[EngineMemory]) -> None:
+    """Have these parts back."""
+    cpu.memory_of(worker.runner).wake_up(parts)

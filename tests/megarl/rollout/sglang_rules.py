@@ -1,0 +1,232 @@
+"""Rules of SGLang's server that the engine relies on, each as a check of a running server."""
+
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+
+import aiohttp
+import pytest
+
+from megarl.rollout.sglang.calls import LOAD_FORMAT
+from megarl.rollout.sglang.client import CallRefusedError, Client
+
+PROMPT = [10, 20, 30, 40, 50]
+RULES = {}
+
+
+def rule(check):
+    RULES[check.__name__] = check
+    return check
+
+
+def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, **sampling):
+    """A call of /generate that has begun."""
+    shared = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "stop_token_ids": [], **sampling}
+    body = {
+        "input_ids": [prompt] * len(seeds),
+        "sampling_params": [{**shared, "sampling_seed": seed, "ignore_eos": True} for seed in seeds],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+        "return_sampling_mask": shared["top_k"] > 0,
+    }
+    return client.begin(client.ask("/generate", body))
+
+
+def tokens_of(asked):
+    return [answer["output_ids"] for answer in asked.result(60)]
+
+
+def versions_of(answer):
+    spans = answer["meta_info"]["weight_versions"]
+    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+
+
+@contextmanager
+def refused(words):
+    with pytest.raises(CallRefusedError, match=words):
+        yield
+
+
+@contextmanager
+def paused(client, mode):
+    client.post("/pause_generation", mode=mode)
+    try:
+        yield
+    finally:
+        client.post("/continue_generation", torch_empty_cache=False)
+
+
+def running(client, tokens=400):
+    """A sample that is being computed."""
+    asked = ask(client, tokens=tokens)
+    time.sleep(0.4)
+    assert not asked.done()
+    return asked
+
+
+@rule
+def who_has_not_the_key_is_refused(client):
+    stranger = Client(client._url, "wrong")
+    try:
+        with refused("401"):
+            stranger.get("/server_info")
+    finally:
+        stranger.close()
+
+
+@rule
+def weights_come_in_a_session_alone(client):
+    with refused("must run between"):
+        client.post(
+            "/update_weights_from_tensor", serialized_named_tensors=[], load_format=LOAD_FORMAT, flush_cache=False
+        )
+    with refused("no weight-update session is open"):
+        client.post("/end_weight_update")
+    client.post("/begin_weight_update")
+    with refused("already open"):
+        client.post("/begin_weight_update")
+    client.post("/end_weight_update")
+
+
+@rule
+def a_seed_says_what_is_sampled(client):
+    first, other = tokens_of(ask(client, seeds=(1, 2)))
+    assert first != other
+    assert tokens_of(ask(client, seeds=(3, 1, 4)))[1] == first
+    assert tokens_of(ask(client, seeds=(1,))) == [first]
+
+
+@rule
+def an_answer_has_a_log_prob_and_a_version_for_each_token(client):
+    (answer,) = ask(client).result(60)
+    assert len(answer["output_ids"]) == 12
+    assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+    assert len(versions_of(answer)) == 12
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@rule
+def log_probs_after_top_k_come_beside_those_before(client):
+    (answer,) = ask(client, top_k=3).result(60)
+    after = answer["meta_info"]["output_token_sampling_logprobs"]
+    before = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert len(after) == len(before) == 12
+    assert all(one > other for one, other in zip(after, before, strict=True))
+
+
+@rule
+def a_response_that_does_not_fit_is_cut_without_a_word(client):
+    limit = client.get("/server_info")["max_req_input_len"] + 4
+    (answer,) = ask(client, tokens=3, prompt=[5] * (limit - 2)).result(60)
+    assert (len(answer["output_ids"]), answer["meta_info"]["finish_reason"]["type"]) == (2, "length")
+    (answer,) = ask(client, tokens=3, prompt=[5] * (limit - 3)).result(60)
+    assert len(answer["output_ids"]) == 3
+
+
+@rule
+def what_cannot_be_sampled_is_refused(client):
+    with refused("longer than"):
+        ask(client, prompt=[5] * 5000).result(60)
+    with refused("top_p"):
+        ask(client, top_p=1.5).result(60)
+
+
+@rule
+def a_request_to_a_server_that_is_paused_waits(client):
+    with paused(client, "in_place"):
+        asked = ask(client)
+        time.sleep(0.4)
+        assert not asked.done()
+    assert len(tokens_of(asked)[0]) == 12
+
+
+@rule
+def a_pause_changes_no_token(client):
+    expected = tokens_of(ask(client, tokens=400))
+    asked = running(client)
+    for mode in ("in_place", "retract"):
+        with paused(client, mode):
+            pass
+        time.sleep(0.1)
+    assert tokens_of(asked) == expected
+
+
+@rule
+def keys_and_values_are_forgotten_while_nothing_has_any(client):
+    asked = running(client)
+    with paused(client, "in_place"):
+        with refused("flush_cache"):
+            client.post("/flush_cache")
+        client.post("/pause_generation", mode="retract")
+        client.post("/flush_cache")
+    assert len(tokens_of(asked)[0]) == 400
+
+
+@rule
+def tokens_after_a_new_version_are_of_it(client):
+    old = client.get("/server_info")["weight_version"]
+    asked = running(client)
+    with paused(client, "retract"):
+        client.post("/update_weight_version", new_version="77", abort_all_requests=False)
+    (answer,) = asked.result(60)
+    client.post("/update_weight_version", new_version=old, abort_all_requests=False)
+    versions = versions_of(answer)
+    switch = versions.index("77")
+    assert 0 < switch < 400
+    assert versions == [old] * switch + ["77"] * (400 - switch)
+
+
+@rule
+def an_aborted_sample_gives_what_it_has(client):
+    asked = running(client)
+    client.post("/abort_request", abort_all=True)
+    (answer,) = asked.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    count = len(answer["output_ids"])
+    assert 0 < count < 400
+    assert len(answer["meta_info"]["output_token_logprobs"]) == len(versions_of(answer)) == count
+
+
+@rule
+def an_aborted_sample_gives_what_it_told_of_while_nothing_is_computed(client):
+    asked = running(client)
+    with paused(client, "retract"):
+        client.post("/abort_request", abort_all=True)
+        (answer,) = asked.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"]) == len(versions_of(answer))
+
+
+@rule
+def a_stream_has_all_tokens_in_its_last_answer(client):
+    sampling = {"temperature": 0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop_token_ids": []}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {**sampling, "sampling_seed": 1},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": True,
+        "return_sampling_mask": False,
+    }
+
+    async def listen():
+        return [answer["output_ids"] async for answer in client.stream("/generate", body)]
+
+    heard = client.begin(listen()).result(60)
+    assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(heard))
+    assert len(heard) > 1
+
+
+@rule
+def a_caller_that_goes_away_ends_its_request(client):
+    asked = running(client)
+    asked.cancel()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            client.post("/flush_cache")
+            return
+        except (CallRefusedError, aiohttp.ClientError):
+            time.sleep(0.2)
+    raise AssertionError("the server computes for nobody")

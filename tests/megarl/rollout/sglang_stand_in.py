@@ -1,0 +1,251 @@
+"""A server with the rules of SGLang's that costs a second to start; a program: `sglang_stand_in.py FOLDER`.
+
+It samples from a model that sees the last token alone: the logits are its row of `model.embed_tokens.weight` times
+`lm_head.weight`. Each of its rules is checked against SGLang's own server, too (`sglang_rules.py`).
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from megarl.rollout.sglang import worker
+from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT, REFUSED
+
+STEP_S = 0.002
+
+
+class Model:
+    """All tensors of a folder, by their names in it."""
+
+    def __init__(self, folder):
+        self._tensors = load_file(folder / "model.safetensors")
+
+    def named_parameters(self):
+        return self._tensors.items()
+
+    def parameters(self):
+        return self._tensors.values()
+
+    def buffers(self):
+        return []
+
+    def modules(self):
+        return []
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            # As SGLang's models: what is not known is skipped, without an error.
+            if name in self._tensors:
+                self._tensors[name].copy_(tensor)
+
+    def logits(self, token):
+        return self._tensors["model.embed_tokens.weight"][token] @ self._tensors["lm_head.weight"].T
+
+
+class Sample:
+    def __init__(self, prompt, sampling, limit, asked):
+        self.prompt, self.sampling, self.asked = prompt, sampling, asked
+        self.most = max(0, min(sampling["max_new_tokens"], limit - len(prompt) - 1))
+        self.token_ids, self.log_probs, self.kept_log_probs, self.versions = [], [], [], []
+        self.reason = None
+
+    def step(self, model, version, ends):
+        logits = model.logits((self.prompt + self.token_ids)[-1]).double()
+        greedy = self.sampling["temperature"] == 0
+        log_probs = (logits if greedy else logits / self.sampling["temperature"]).log_softmax(-1)
+        kept = log_probs
+        if self.asked["return_sampling_mask"]:
+            least = log_probs.topk(self.sampling["top_k"]).values[-1]
+            kept = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
+        noise = np.random.default_rng((self.sampling["sampling_seed"], len(self.prompt) + len(self.token_ids)))
+        gumbel = 0 if greedy else torch.from_numpy(noise.gumbel(size=len(kept)))
+        token = int((kept + gumbel).argmax())
+        self.token_ids.append(token)
+        self.log_probs.append(float(log_probs[token]))
+        self.kept_log_probs.append(float(kept[token]))
+        self.versions.append(version)
+        if (token in ends and not self.sampling.get("ignore_eos")) or token in self.sampling["stop_token_ids"]:
+            self.reason = "stop"
+        elif len(self.token_ids) >= self.most:
+            self.reason = "length"
+
+    def answer(self):
+        spans = []
+        for place, version in enumerate(self.versions):
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = place + 1
+            else:
+                spans.append({"version": version, "start": place, "end": place + 1})
+        about = {
+            "finish_reason": {"type": self.reason} if self.reason else None,
+            "weight_versions": spans,
+            # JSON has no NaN.
+            "output_token_logprobs": [
+                [log_prob if np.isfinite(log_prob) else None, token, None]
+                for log_prob, token in zip(self.log_probs, self.token_ids, strict=True)
+            ],
+        }
+        if self.asked["return_sampling_mask"]:
+            about["output_token_sampling_logprobs"] = self.kept_log_probs
+        return {"output_ids": self.token_ids, "meta_info": about}
+
+
+class RefusedError(Exception):
+    """A call that SGLang answers with status 400."""
+
+
+class StandIn:
+    def __init__(self, arguments):
+        self._arguments = arguments
+        folder = Path(arguments["model_path"])
+        self._ends = {json.loads((folder / "config.json").read_text())["eos_token_id"]}
+        self._model = Model(folder)
+        self._runner = SimpleNamespace(model=self._model, weight_updater=SimpleNamespace(tp_rank=0))
+        self._version = arguments["weight_version"]
+        self._limit = min(arguments.get("context_length", 2048), arguments["max_total_tokens"]) - 1
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._is_retracted = False
+        self._in_session = False
+        self._running = set()
+
+    def app(self):
+        app = web.Application(middlewares=[self._guard], client_max_size=2**30)
+        app.router.add_get("/model_info", self._reply(dict))
+        app.router.add_get("/server_info", self._reply(self._about))
+        for path in ("pause_generation", "continue_generation", "abort_request", "flush_cache", "begin_weight_update"):
+            app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
+        for path in ("end_weight_update", "update_weights_from_tensor", "update_weight_version"):
+            app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
+        app.router.add_post("/generate", self._generate)
+        return app
+
+    def _reply(self, action):
+        async def reply(request):
+            body = await request.json() if request.can_read_body else {}
+            return web.json_response(action(**body) or {"success": True})
+
+        return reply
+
+    @web.middleware
+    async def _guard(self, request, handler):
+        if request.headers.get("Authorization") != f"Bearer {self._arguments['api_key']}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        try:
+            return await handler(request)
+        except RefusedError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+
+    def _about(self):
+        return {"max_req_input_len": self._limit - 5, "weight_version": self._version}
+
+    def _pause_generation(self, mode):
+        self._goes_on.clear()
+        self._is_retracted = self._is_retracted or mode == "retract"
+
+    def _continue_generation(self, torch_empty_cache):
+        self._is_retracted = False
+        self._goes_on.set()
+
+    def _abort_request(self, abort_all):
+        for sample in self._running:
+            # One that is paused in its place ends with its next step.
+            sample.reason = "abort"
+
+    def _flush_cache(self):
+        if self._running and not self._is_retracted:
+            raise RefusedError("Flush cache failed.")
+
+    def _begin_weight_update(self):
+        if self._in_session:
+            raise RefusedError("a weight-update session is already open; call end_weight_update() first")
+        self._in_session = True
+
+    def _end_weight_update(self):
+        if not self._in_session:
+            raise RefusedError("no weight-update session is open; call begin_weight_update() first")
+        self._in_session = False
+
+    def _update_weights_from_tensor(self, serialized_named_tensors, load_format, flush_cache):
+        if not self._in_session:
+            raise RefusedError(
+                "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            )
+        assert load_format == LOAD_FORMAT
+        worker.answer(self._runner)
+
+    def _update_weight_version(self, new_version, abort_all_requests):
+        self._version = new_version
+
+    async def _generate(self, request):
+        asked = await request.json()
+        await self._goes_on.wait()
+        prompts, samplings = asked["input_ids"], asked["sampling_params"]
+        if isinstance(samplings, dict):
+            prompts, samplings = [prompts], [samplings]
+        samples = [Sample(*each, self._limit, asked) for each in zip(prompts, samplings, strict=True)]
+        for sample in samples:
+            if len(sample.prompt) > self._limit:
+                raise RefusedError(f"The input ({len(sample.prompt)} tokens) is longer than the model's context length")
+            if not 0 < sample.sampling["top_p"] <= 1:
+                raise RefusedError(f"top_p must be in (0, 1], got {sample.sampling['top_p']}.")
+        self._running.update(samples)
+        if asked["stream"]:
+            return await self._stream(request, samples[0])
+        await asyncio.gather(*(self._serve(sample) for sample in samples))
+        return web.json_response([sample.answer() for sample in samples])
+
+    async def _stream(self, request, sample):
+        response = web.StreamResponse()
+        await response.prepare(request)
+
+        async def tell():
+            await response.write(b"data: " + json.dumps(sample.answer()).encode() + b"\n\n")
+
+        await self._serve(sample, tell)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _serve(self, sample, tell=None):
+        try:
+            while sample.reason is None:
+                await asyncio.sleep(STEP_S)
+                while not self._goes_on.is_set() and not (sample.reason and self._is_retracted):
+                    await asyncio.sleep(STEP_S)
+                if sample.reason is None:
+                    sample.step(self._model, self._version, self._ends)
+                    if tell is not None:
+                        await tell()
+        finally:
+            self._running.discard(sample)
+
+
+def main():
+    folder = Path(sys.argv[1])
+    arguments = json.loads((folder / ARGUMENTS).read_text())
+    if "unheard_of" in arguments:
+        (folder / REFUSED).write_text("rollout.engine_args.unheard_of: the installed SGLang has no such option")
+        sys.exit(2)
+
+    async def app():
+        return StandIn(arguments).app()
+
+    web.run_app(
+        app(),
+        host=arguments["host"],
+        port=arguments["port"],
+        print=None,
+        handle_signals=False,
+        handler_cancellation=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""The SGLang engine over a server that has the rules of SGLang's, which are checked against SGLang's own, too."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import sglang_stand_in
+import torch
+from engine_host import END_ID, PROMPTS, Served, Weights
+from sglang_rules import RULES
+
+from converters.errors import UserError
+from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.sglang import process
+from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
+from megarl.rollout.sglang.engine import SglangEngine
+from megarl.rollout.sglang.kind import SGLANG, VERSIONS
+
+LIMIT = 512
+USUAL = {"context_length": LIMIT + 2, "max_total_tokens": 16384}
+SERVERS = [pytest.param("stand-in"), pytest.param("real", marks=pytest.mark.sglang)]
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory):
+    """A program that takes the place of the Python that has SGLang."""
+    program = tmp_path_factory.mktemp("stand_in") / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {sglang_stand_in.__file__} "$3"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.fixture(scope="session")
+def start(stand_in, folders):
+    """Starts engines over the stand-in."""
+    engines = []
+
+    def begin(folder=folders[0], **arguments):
+        engine = SglangEngine(folder, {**USUAL, **arguments})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(process.PYTHON_VARIABLE, stand_in)
+            engine.start()
+        engines.append(engine)
+        return engine
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def _over_stand_in(start, folders):
+    return Served(start(), folders)
+
+
+@pytest.fixture
+def served(_over_stand_in):
+    """An engine over the stand-in that tests use one after the other, with the weights of the first folder."""
+    served = _over_stand_in
+    version = served.engine.version()
+    if version > 0:
+        served.update(served.first, version + 1)
+    return served
+
+
+@pytest.fixture
+def fresh(start, folders):
+    """An engine over the stand-in of this test's own."""
+    return Served(start(), folders)
+
+
+@pytest.fixture
+def client(request):
+    """A client of a server of either kind."""
+    if request.param == "stand-in":
+        return request.getfixturevalue("served").engine._server.client
+    return request.getfixturevalue("sglang_served").engine._server.client
+
+
+@pytest.mark.parametrize("client", SERVERS, indirect=True)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_server_keeps_the_rules(client, rule):
+    RULES[rule](client)
+
+
+def expected(weights, prompt, tokens=16):
+    """Greedy tokens of the stand-in's model, and their log-probs."""
+    token, token_ids, log_probs = prompt[-1], [], []
+    for _ in range(tokens):
+        row = weights.tensors["model.embed_tokens.weight"][token] @ weights.tensors["lm_head.weight"].T
+        log_prob, best = row.double().log_softmax(-1).max(-1)
+        token = int(best)
+        token_ids.append(token)
+        log_probs.append(float(log_prob))
+        if token == END_ID:
+            break
+    return token_ids, log_probs
+
+
+def assert_of(weights, prompt, turn):
+    token_ids, log_probs = expected(weights, prompt)
+    assert turn.token_ids.tolist() == token_ids
+    assert turn.log_probs.tolist() == pytest.approx(log_probs, abs=1e-5)
+
+
+def endless(engine, pool, samples=1):
+    """A request of which some tokens are there, and not all."""
+    sampling = SamplingParameters(samples=samples, temperature=3.0, max_tokens=450, seed=5)
+    generating = pool.submit(engine.generate, [Request([7, 8, 9], sampling)])
+    time.sleep(0.3)
+    assert not generating.done()
+    return generating
+
+
+def test_an_update_brings_new_tokens_and_their_version(served):
+    assert_of(served.first, PROMPTS[0], served.greedy(PROMPTS[0]))
+    old = served.engine.version()
+    served.update(served.second, old + 1)
+    turn = served.greedy(PROMPTS[0])
+    assert_of(served.second, PROMPTS[0], turn)
+    assert set(turn.versions.tolist()) == {old + 1}
+
+
+def test_samples_go_on_with_the_new_weights(served, pool):
+    old = served.engine.version()
+    generating = endless(served.engine, pool, samples=3)
+    served.update(served.second, old + 1)
+    for turn in generating.result(60)[0]:
+        versions = turn.versions.tolist()
+        assert versions == sorted(versions)
+        assert set(versions) <= {old, old + 1}
+
+
+def test_an_update_fences_the_engine(served, pool):
+    new = served.engine.version() + 1
+    served.engine.begin_update(new, served.second.names)
+    generating = pool.submit(served.greedy, PROMPTS[0])
+    for bucket in served.second.buckets:
+        served.write(served.second, bucket)
+    time.sleep(0.2)
+    assert not generating.done()
+    served.engine.commit_update(new)
+    assert_of(served.second, PROMPTS[0], generating.result(60))
+
+
+def test_an_update_that_failed_is_begun_anew(served):
+    new, weights = served.engine.version() + 1, served.second
+    served.engine.begin_update(new, weights.names)
+    served.write(weights, weights.buckets[0])
+    with pytest.raises(UpdateError, match="tensors were not written"):
+        served.engine.commit_update(new)
+    with pytest.raises(UpdateError, match="begin it anew"):
+        served.engine.commit_update(new)
+    served.update(weights, new)
+    assert_of(weights, PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_a_tensor_that_the_loader_would_skip_is_refused(served):
+    new, weights = served.engine.version() + 1, Weights(served.folders[1])
+    entry = weights.buckets[0].entries[0]
+    surplus = type(entry)("model.surplus.weight", entry.dtype, entry.shape, entry.offset_bytes)
+    served.engine.begin_update(new, [*weights.names, surplus.name])
+    with pytest.raises(UpdateError, match=r"SGLang's loader skips model\.surplus\.weight"):
+        served.engine.write(type(weights.buckets[0])(0, (surplus,)))
+    served.update(weights, new)
+
+
+def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, pool):
+    generating = endless(served.engine, pool, samples=2)
+    served.engine.pause("keep")
+    waiting = pool.submit(served.greedy, PROMPTS[0])
+    time.sleep(0.1)
+    served.engine.pause("abort")
+    for turn in generating.result(60)[0]:
+        assert turn.finish_reason == "abort"
+        assert 0 < len(turn.token_ids) < 450
+    assert len(waiting.result(60).token_ids) == 0
+    served.engine.resume()
+    assert_of(served.first, PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_an_abort_while_weights_change_comes_back(served, pool):
+    generating = endless(served.engine, pool)
+    new = served.engine.version() + 1
+    served.engine.begin_update(new, served.second.names)
+    served.engine.pause("abort")
+    assert generating.result(60)[0][0].finish_reason == "abort"
+    served.engine.resume()
+    served.update(served.first, new)
+
+
+def test_log_probs_are_those_after_top_k(served):
+    sampling = SamplingParameters(top_k=1, max_tokens=8, seed=1)
+    ((turn,),) = served.engine.generate([Request(PROMPTS[0], sampling)])
+    assert turn.token_ids.tolist() == expected(served.first, PROMPTS[0], 8)[0]
+    assert turn.log_probs.tolist() == [0.0] * len(turn.token_ids)
+
+
+def test_a_stream_gives_the_tokens_as_they_come(served):
+    request = Request(PROMPTS[0], SamplingParameters(temperature=0, max_tokens=16))
+    pieces = list(served.engine.generate_stream(request))
+    assert len(pieces) > 1
+    assert [token for piece in pieces for token in piece] == expected(served.first, PROMPTS[0])[0]
+
+
+def test_requests_that_cannot_be_served(served):
+    for sampling, prompt, words in (
+        (SamplingParameters(max_tokens=LIMIT - 2), PROMPTS[1], "3 tokens and 510 new ones do not fit the engine's 512"),
+        (SamplingParameters(samples=0), PROMPTS[1], "0 samples"),
+        (SamplingParameters(top_p=1.5), PROMPTS[1], "top_p"),
+        (SamplingParameters(), [], "prompt of 0 tokens"),
+        (SamplingParameters(), [10**6], "outside of the model's vocabulary"),
+    ):
+        with pytest.raises(UserError, match=words):
+            served.engine.generate([Request(prompt, sampling)])
+
+
+def test_weights_that_are_no_numbers_end_the_engine(fresh, pool):
+    weights = fresh.second
+    weights.tensors["lm_head.weight"] = torch.full_like(weights.tensors["lm_head.weight"], torch.nan)
+    waiting = endless(fresh.engine, pool)
+    fresh.update(weights, 1)
+    with pytest.raises(EngineDiedError, match="log-probabilities"):
+        waiting.result(60)
+    with pytest.raises(EngineDiedError, match="log-probabilities"):
+        fresh.engine.version()
+
+
+def test_a_killed_server_is_noticed_and_leaves_nothing(fresh, pool):
+    server = fresh.engine._server
+    family = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
+    waiting = endless(fresh.engine, pool)
+    os.kill(server._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="SGLang engine"):
+        waiting.result(10)
+    with pytest.raises(EngineDiedError, match="SGLang engine has died"):
+        fresh.engine.generate([Request(PROMPTS[0], SamplingParameters())])
+    fresh.engine.close()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert not server._folder.exists()
+
+
+def test_a_server_without_weights_waits_for_the_first(start, folders):
+    served = Served(start(load_format="dummy"), folders)
+    assert served.engine.version() == -1
+    with pytest.raises(UpdateError, match="dummy weights"):
+        served.greedy(PROMPTS[0])
+    served.update(served.second, 1)
+    assert_of(served.second, PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_a_server_that_does_not_start_says_why(start):
+    with pytest.raises(UserError, match="unheard_of: the installed SGLang has no such option"):
+        start(unheard_of=1)
+
+
+def test_another_version_and_another_name_are_told_in_one_sentence():
+    check_version(VERSIONS[0])
+    with pytest.raises(UserError, match=r"SGLang 0\.4\.0 is installed, .* knows 0\.5\.23 alone"):
+        check_version("0.4.0")
+    with pytest.raises(UserError, match=r"tp_sise: .*did you mean rollout\.engine_args\.tp_size"):
+        check_names(["tp_sise"], ["tp_size", "ep_size"])
+
+
+def test_what_megarl_sets_cannot_be_given(folders):
+    with pytest.raises(UserError, match="skip_tokenizer_init is set by megarl"):
+        server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
+    for name, value in (("speculative_algorithm", "EAGLE"), ("dp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
+        with pytest.raises(UserError, match=name):
+            SGLANG.check({name: value})
+
+
+def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.delenv(process.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    with pytest.raises(UserError, match="make setup SGLANG=1"):
+        process.installation()
+    packages = tmp_path / process.PACKAGES / "sglang"
+    packages.mkdir(parents=True)
+    python, paths = process.installation()
+    assert (python, paths[0]) == (sys.executable, str(packages.parent))
+    assert (Path(paths[1]) / "megarl").is_dir()
