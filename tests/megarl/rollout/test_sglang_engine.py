@@ -14,9 +14,11 @@ from engine_host import END_ID, PROMPTS, Served, Weights
 from sglang_rules import RULES
 
 from converters.errors import UserError
+from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.sglang import process
 from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
+from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.kind import SGLANG, VERSIONS
 
@@ -107,13 +109,19 @@ def assert_of(weights, prompt, turn):
     assert turn.log_probs.tolist() == pytest.approx(log_probs, abs=1e-5)
 
 
-def endless(engine, pool, samples=1):
-    """A request of which some tokens are there, and not all."""
-    sampling = SamplingParameters(samples=samples, temperature=3.0, max_tokens=450, seed=5)
-    generating = pool.submit(engine.generate, [Request([7, 8, 9], sampling)])
-    time.sleep(0.3)
-    assert not generating.done()
-    return generating
+@pytest.fixture
+def endless(pool, served):
+    """Begins a request of which some tokens are there, and not all."""
+    prompt = next([token] for token in range(4, 60) if len(expected(served.first, [token], 450)[0]) == 450)
+
+    def begin(engine, samples=1):
+        sampling = SamplingParameters(samples=samples, temperature=0, max_tokens=450)
+        generating = pool.submit(engine.generate, [Request(prompt, sampling)])
+        time.sleep(0.3)
+        assert not generating.done()
+        return generating
+
+    return begin
 
 
 def test_an_update_brings_new_tokens_and_their_version(served):
@@ -125,14 +133,14 @@ def test_an_update_brings_new_tokens_and_their_version(served):
     assert set(turn.versions.tolist()) == {old + 1}
 
 
-def test_samples_go_on_with_the_new_weights(served, pool):
+def test_samples_go_on_with_the_new_weights(served, endless):
     old = served.engine.version()
-    generating = endless(served.engine, pool, samples=3)
+    generating = endless(served.engine, samples=3)
     served.update(served.second, old + 1)
     for turn in generating.result(60)[0]:
-        versions = turn.versions.tolist()
+        versions = here(turn.versions).tolist()
         assert versions == sorted(versions)
-        assert set(versions) <= {old, old + 1}
+        assert set(versions) == {old, old + 1}
 
 
 def test_an_update_fences_the_engine(served, pool):
@@ -169,8 +177,8 @@ def test_a_tensor_that_the_loader_would_skip_is_refused(served):
     served.update(weights, new)
 
 
-def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, pool):
-    generating = endless(served.engine, pool, samples=2)
+def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, pool, endless):
+    generating = endless(served.engine, samples=2)
     served.engine.pause("keep")
     waiting = pool.submit(served.greedy, PROMPTS[0])
     time.sleep(0.1)
@@ -183,8 +191,8 @@ def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, pool):
     assert_of(served.first, PROMPTS[0], served.greedy(PROMPTS[0]))
 
 
-def test_an_abort_while_weights_change_comes_back(served, pool):
-    generating = endless(served.engine, pool)
+def test_an_abort_while_weights_change_comes_back(served, endless):
+    generating = endless(served.engine)
     new = served.engine.version() + 1
     served.engine.begin_update(new, served.second.names)
     served.engine.pause("abort")
@@ -213,16 +221,16 @@ def test_requests_that_cannot_be_served(served):
         (SamplingParameters(samples=0), PROMPTS[1], "0 samples"),
         (SamplingParameters(top_p=1.5), PROMPTS[1], "top_p"),
         (SamplingParameters(), [], "prompt of 0 tokens"),
-        (SamplingParameters(), [10**6], "outside of the model's vocabulary"),
+        (SamplingParameters(max_tokens=9), [10**6], "outside of the model's vocabulary"),
     ):
         with pytest.raises(UserError, match=words):
             served.engine.generate([Request(prompt, sampling)])
 
 
-def test_weights_that_are_no_numbers_end_the_engine(fresh, pool):
+def test_weights_that_are_no_numbers_end_the_engine(fresh, endless):
     weights = fresh.second
     weights.tensors["lm_head.weight"] = torch.full_like(weights.tensors["lm_head.weight"], torch.nan)
-    waiting = endless(fresh.engine, pool)
+    waiting = endless(fresh.engine)
     fresh.update(weights, 1)
     with pytest.raises(EngineDiedError, match="log-probabilities"):
         waiting.result(60)
@@ -230,10 +238,15 @@ def test_weights_that_are_no_numbers_end_the_engine(fresh, pool):
         fresh.engine.version()
 
 
-def test_a_killed_server_is_noticed_and_leaves_nothing(fresh, pool):
+def test_a_killed_server_is_noticed_and_leaves_nothing(start, folders, endless):
+    fresh = Served(start(load_format="dummy"), folders)
+    assert fresh.engine.version() == -1
+    with pytest.raises(UpdateError, match="dummy weights"):
+        fresh.greedy(PROMPTS[0])
+    fresh.update(fresh.first, 1)
     server = fresh.engine._server
     family = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
-    waiting = endless(fresh.engine, pool)
+    waiting = endless(fresh.engine)
     os.kill(server._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match="SGLang engine"):
         waiting.result(10)
@@ -244,18 +257,22 @@ def test_a_killed_server_is_noticed_and_leaves_nothing(fresh, pool):
     assert not server._folder.exists()
 
 
-def test_a_server_without_weights_waits_for_the_first(start, folders):
-    served = Served(start(load_format="dummy"), folders)
-    assert served.engine.version() == -1
-    with pytest.raises(UpdateError, match="dummy weights"):
-        served.greedy(PROMPTS[0])
-    served.update(served.second, 1)
-    assert_of(served.second, PROMPTS[0], served.greedy(PROMPTS[0]))
-
-
-def test_a_server_that_does_not_start_says_why(start):
-    with pytest.raises(UserError, match="unheard_of: the installed SGLang has no such option"):
-        start(unheard_of=1)
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (f"printf 'one sentence' > \"$3/{REFUSED}\"; exit 2", "^one sentence$"),
+        ("exit 3", "ended with exit code 3 before it served"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, program, message):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+    engine = SglangEngine(folders[0], USUAL)
+    with pytest.raises(UserError, match=message):
+        engine.start()
+    engine.close()
 
 
 def test_another_version_and_another_name_are_told_in_one_sentence():
