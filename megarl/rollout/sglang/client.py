@@ -50,7 +50,7 @@ class Client:
         """`post`, in the event loop."""
         return await self._ask("POST", path, body)
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def answers(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """The answers to a call that has several, in the event loop. Raises as `post`."""
         try:
             async with self._session.post(self._url + path, json=body) as response:

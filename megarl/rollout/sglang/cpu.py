@@ -5,6 +5,7 @@ SGLang's kernels are published for CUDA alone. Its CPU platform computes in plai
 """
 
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Mapping
@@ -15,11 +16,18 @@ from torch import Tensor
 
 from megarl.rollout.worker_memory import WorkerMemory
 
-ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # The first generation would spend seconds, and a compiler, on the sampler.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+
+def environment(workers: int) -> dict[str, str]:
+    """The environment of a server of so many workers on a CPU."""
+    cores = f"0-{(os.cpu_count() or 1) - 1}"
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # The first generation would spend seconds, and a compiler, on the sampler.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Without it there may be as many workers as the machine has nodes of memory.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * workers),
+    }
+
 
 ARGUMENTS: Mapping[str, Any] = {
     "device": "cpu",

@@ -119,7 +119,7 @@ class InFlight:
         assert call.listener is not None
         answer: Any = None
         heard = 0
-        async for answer in self._client.stream("/generate", body):
+        async for answer in self._client.answers("/generate", body):
             token_ids = answer["output_ids"]
             if token_ids[heard:]:
                 call.listener(token_ids[heard:])

@@ -53,10 +53,13 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_multimodal": Refusal(_TOKENS),
 }
 
-_TESTED: Mapping[str, str] = dict.fromkeys(
-    ("context_length", "max_total_tokens", "max_running_requests", "load_format", "dtype"),
-    "sglang/test_server.py",
-)
+_TESTED: Mapping[str, str] = {
+    "context_length": "megarl/rollout/conftest.py",
+    "max_total_tokens": "megarl/rollout/conftest.py",
+    "max_running_requests": "megarl/rollout/conftest.py",
+    "load_format": "megarl/rollout/test_sglang_server.py",
+    "tp_size": "megarl/rollout/test_sglang_server.py",
+}
 
 
 def _workers(arguments: Arguments) -> int:

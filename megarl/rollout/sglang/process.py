@@ -21,6 +21,7 @@ from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import server_arguments
 from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
 from megarl.rollout.sglang.client import CallRefusedError, Client, ServerGoneError
+from megarl.rollout.sglang.kind import SGLANG
 from megatron_ext import device
 
 PACKAGES = ".venv-sglang"
@@ -65,7 +66,7 @@ class Server:
             arguments = server_arguments(model_path, engine_args, port, key)
             (self._folder / ARGUMENTS).touch(0o600)
             (self._folder / ARGUMENTS).write_text(json.dumps(arguments))
-            self._process = self._begin(python, paths)
+            self._process = self._begin(python, paths, SGLANG.workers(engine_args))
         except BaseException:
             shutil.rmtree(self._folder)
             raise
@@ -98,11 +99,11 @@ class Server:
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _begin(self, python: str, paths: list[str]) -> subprocess.Popen[bytes]:
+    def _begin(self, python: str, paths: list[str], workers: int) -> subprocess.Popen[bytes]:
         given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {
             **_ENVIRONMENT,
-            **(cpu.ENVIRONMENT if device.backend() == "gloo" else {}),
+            **(cpu.environment(workers) if device.backend() == "gloo" else {}),
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             # Sockets and caches of a server that is killed go with its folder.

@@ -1,4 +1,4 @@
-"""What runs in SGLang's workers, called through `calls`: the model's own loader, its trace, and direct refits."""
+"""Functions that run in SGLang's workers, called through `calls`: the model's own loader, its trace, and direct refits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class _Model:
 
 
 class _Worker:
-    """What this worker keeps from one call to the next."""
+    """A worker, as one call leaves it to the next."""
 
     def __init__(self, runner: Any, number: int) -> None:
         self.runner = runner

@@ -211,7 +211,7 @@ def a_stream_has_all_tokens_in_its_last_answer(client):
     }
 
     async def listen():
-        return [answer["output_ids"] async for answer in client.stream("/generate", body)]
+        return [answer["output_ids"] async for answer in client.answers("/generate", body)]
 
     heard = client.begin(listen()).result(60)
     assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(heard))

@@ -17,7 +17,7 @@ kinds = pytest.mark.parametrize("kind", ENGINES.values(), ids=list(ENGINES))
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of transformers, vllm"):
+    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of sglang, transformers, vllm"):
         engine_kind("tgi")
 
 

@@ -1,0 +1,141 @@
+"""SGLang's own server: what every test of the protocol asks, and what there is of it alone (`make test-sglang`)."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_host import GREEDY, PROMPTS, Served
+from safetensors.torch import load_file
+
+from converters.errors import UserError
+from megarl.resharding.direct.connections import TransferError
+from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.sglang import process
+from megarl.rollout.sglang.kind import SGLANG
+from megatron_ext.device_memory import CountedMemory
+
+pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("kind", ["sglang"])]
+JOINED = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "arguments"),
+    [
+        ("qwen3", True, {"load_format": "dummy"}),
+        ("qwen3_moe", False, {"load_format": "dummy"}),
+        ("qwen3_moe", False, {"tp_size": 2}),
+    ],
+)
+def test_greedy_equals_huggingface_before_and_after_updates(host, model_folder, assert_greedy, name, tied, arguments):
+    folders = [model_folder(name, seed, tied) for seed in (0, 1)]
+    served = Served(host.start(folders[0], **arguments), folders)
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+
+    def check(folder, version):
+        assert served.engine.version() == version
+        for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
+            assert_greedy(folder, prompt, generation)
+            assert generation.versions.tolist() == [version] * len(generation.token_ids)
+
+    if "load_format" in arguments:
+        with pytest.raises(UpdateError, match="dummy weights"):
+            served.engine.generate(requests)
+    else:
+        check(folders[0], 0)
+    served.update(served.second, 1)
+    check(folders[1], 1)
+    served.update(served.first, 5)
+    check(folders[0], 5)
+
+
+def test_the_tables_name_arguments_that_the_server_has(kind):
+    python, paths = process.installation()
+    program = (
+        "import sys; from megarl.rollout.sglang import cpu; cpu.install()\n"
+        "from dataclasses import fields; from sglang.srt.server_args import ServerArgs\n"
+        "print(*[field.name for field in fields(ServerArgs)])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
+    names = subprocess.run([python, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    known = {*names.stdout.split(), "model_path"}
+    assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
+    assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5)} <= known
+
+
+def test_weights_are_written_straight_into_its_parameters(served, folders, make_trainer, assert_greedy):
+    trainer = make_trainer(served.engine, folders[0])
+    assert [trace.untraced for trace in trainer.spec.traces] == [{}]
+    trainer.connect()
+    for folder in (folders[1], folders[0], folders[1]):
+        trainer.load(folder)
+        trainer.update(served.engine.version() + 1)
+        assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
+    # Through the loader again, over what was written, and directly over that.
+    served.update(served.first, served.engine.version() + 1)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    trainer.load(folders[0])
+    trainer.connect()
+    assert trainer.compare(served.engine.version() + 1) == set()
+    trainer.load(folders[1])
+    assert {"lm_head.weight", JOINED} <= trainer.compare(served.engine.version() + 2)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_a_transfer_that_fails_leaves_the_engine_fenced(served, folders, make_trainer, assert_greedy):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.connect(timeout_s=5.0)
+    trainer.load(folders[1])
+    trainer.ranks[1].break_at("packed", 1, "kill")
+    new = served.engine.version() + 1
+    served.engine.begin_update(new, list(trainer.spec.architecture.hf_shapes))
+    trainer.begin_send(new)
+    with pytest.raises(TransferError, match="is gone"):
+        served.engine.receive(new)
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+        served.engine.commit_update(new)
+    served.update(served.first, new)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+
+
+def test_it_sleeps_and_is_the_same_when_it_wakes(served, tmp_path):
+    engine, memory = served.engine, CountedMemory(tmp_path / "device")
+    engine.count_memory(memory)
+    before = served.greedy(PROMPTS[0])
+    whole = memory.take_peak()
+    engine.sleep()
+    assert (memory.take_peak(), memory.take_peak()) == (whole, 0)
+    with pytest.raises(RuntimeError, match="the engine sleeps, without its kv_cache"):
+        served.greedy(PROMPTS[0])
+    engine.wake_up(["weights"])
+    weights = sum(tensor.nbytes for tensor in load_file(served.folders[0] / "model.safetensors").values())
+    assert 0.9 < memory.take_peak() / weights < 1.2
+    engine.wake_up(["kv_cache"])
+    assert memory.take_peak() == whole
+    after = served.greedy(PROMPTS[0])
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+
+
+@pytest.mark.parametrize("victim", ["the server", "a worker"])
+def test_a_killed_server_is_noticed_and_leaves_nothing(host, fresh, half_generated, victim):
+    root = psutil.Process(fresh.engine._server._process.pid)
+    workers = root.children(recursive=True)
+    waiting = half_generated(fresh.engine)
+    scheduler = next(each for each in workers if "scheduler" in "".join(each.cmdline()))
+    os.kill(root.pid if victim == "the server" else scheduler.pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="SGLang engine"):
+        waiting.result(20)
+    with pytest.raises(EngineDiedError, match="SGLang engine"):
+        fresh.engine.generate([Request(PROMPTS[0], SamplingParameters())])
+    folder = Path(fresh.engine._server._folder)
+    host.close()
+    assert psutil.wait_procs([root, *workers], timeout=20)[1] == []
+    assert not folder.exists()
+
+
+def test_arguments_that_it_does_not_have_are_told_before_it_starts(host, folders, kind):
+    with pytest.raises(UserError, match=r"tp_sise: the installed SGLang has no such option; did you mean .*tp_size"):
+        host.start(folders[0], tp_sise=2)
+    host.running = None
