@@ -24,6 +24,10 @@ _REQUIRED: Mapping[str, Any] = {
 }
 
 
+SPARE_TOKENS = 2
+"""Tokens of a context that SGLang keeps for itself: one after the last, and one more (`init_req_max_new_tokens`)."""
+
+
 def check_version(installed: str) -> None:
     """Raise UserError if this is not a version of SGLang that the code here was compared with."""
     if installed not in VERSIONS:
@@ -41,6 +45,13 @@ def check_names(arguments: Iterable[str], known: Sequence[str]) -> None:
             raise UserError(f"rollout.engine_args.{name}: the installed SGLang has no such option{advice}")
 
 
+def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[str, str]:
+    """The environment in which the spare tokens may lie beyond what the model was made for: none is ever there."""
+    longest = json.loads((model_path / "config.json").read_text()).get("max_position_embeddings") or 0
+    needed = given.get("context_length") or 0
+    return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if needed <= longest < needed + SPARE_TOKENS else {}
+
+
 def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key: str) -> dict[str, Any]:
     """Fields of SGLang's ServerArgs for a server of the model in `model_path` with the arguments `given`.
 
@@ -56,6 +67,8 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     if device.backend() == "gloo":
         # What lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
+    if given.get("context_length"):
+        given = {**given, "context_length": given["context_length"] + SPARE_TOKENS}
     version = "-1" if given.get("load_format") == "dummy" else "0"
     return {
         **_DEFAULTS,

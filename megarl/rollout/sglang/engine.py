@@ -21,6 +21,7 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.sglang.arguments import SPARE_TOKENS
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import ServerGoneError
 from megarl.rollout.sglang.in_flight import InFlight
@@ -68,8 +69,8 @@ class SglangEngine(OwnedEngine):
         except BaseException:
             self._end_server()
             raise
-        # As the server computes it (`init_req_max_new_tokens`): the last token has no successor, and one is spare.
-        tokens = about["max_req_input_len"] + 4
+        # Of its context, this figure leaves out 6 tokens, and 2 is what the server needs (`SPARE_TOKENS`).
+        tokens = about["max_req_input_len"] + 6 - SPARE_TOKENS
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
         self._in_flight = InFlight(self._server.client, Limits(tokens, vocabulary), self._fails)
         self._version = int(about["weight_version"])

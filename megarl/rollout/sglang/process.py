@@ -18,10 +18,11 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.rollout.sglang import cpu
-from megarl.rollout.sglang.arguments import server_arguments
+from megarl.rollout.sglang.arguments import environment_of_context, server_arguments
 from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
 from megarl.rollout.sglang.client import CallRefusedError, Client, ServerGoneError
 from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.parent import PARENT_VARIABLE
 from megatron_ext import device
 
 PACKAGES = ".venv-sglang"
@@ -66,7 +67,10 @@ class Server:
             arguments = server_arguments(model_path, engine_args, port, key)
             (self._folder / ARGUMENTS).touch(0o600)
             (self._folder / ARGUMENTS).write_text(json.dumps(arguments))
-            self._process = self._begin(python, paths, SGLANG.workers(engine_args))
+            environment = environment_of_context(model_path, engine_args)
+            if device.backend() == "gloo":
+                environment |= cpu.environment(SGLANG.workers(engine_args))
+            self._process = self._begin(python, paths, environment)
         except BaseException:
             shutil.rmtree(self._folder)
             raise
@@ -99,16 +103,17 @@ class Server:
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _begin(self, python: str, paths: list[str], workers: int) -> subprocess.Popen[bytes]:
+    def _begin(self, python: str, paths: list[str], particular: Mapping[str, str]) -> subprocess.Popen[bytes]:
         given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {
             **_ENVIRONMENT,
-            **(cpu.environment(workers) if device.backend() == "gloo" else {}),
+            **particular,
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             # Sockets and caches of a server that is killed go with its folder.
             "TMPDIR": str(self._folder),
             FOLDER_VARIABLE: str(self._folder),
+            PARENT_VARIABLE: str(os.getpid()),
         }
         command = [python, "-m", "megarl.rollout.sglang.server", str(self._folder)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

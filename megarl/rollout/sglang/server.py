@@ -5,13 +5,10 @@ Python's multiprocessing does with the main module of its parent. This import is
 and nowhere else, importing has effects.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,7 @@ from converters.errors import UserError
 from megarl.rollout.sglang import cpu, hooks
 from megarl.rollout.sglang.arguments import check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent() -> None:
-    """Let this process be killed when the one that started it ends, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+from megarl.rollout.sglang.parent import end_with_parent
 
 
 def main() -> int:
@@ -49,9 +38,10 @@ def main() -> int:
 
 def _server_args(arguments: Mapping[str, Any]) -> Any:
     check_version(version("sglang"))
+    from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
-    check_names(arguments, [field.name for field in fields(ServerArgs)])
+    check_names(arguments, [field.name for field in record_fields(ServerArgs)])
     server_args = ServerArgs(**arguments)
     try:
         server_args.resolve_once()

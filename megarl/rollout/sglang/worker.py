@@ -1,4 +1,4 @@
-"""Functions that run in SGLang's workers, called through `calls`: the model's own loader, its trace, and direct refits."""
+"""Functions that run in SGLang's workers, called through `calls`: its loader, its trace, and direct refits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -33,7 +33,7 @@ def transformers_engines():
 
 @pytest.fixture(scope="session")
 def sglang_engines():
-    engines = Engines(SglangEngine, context_length=514, max_total_tokens=16384)
+    engines = Engines(SglangEngine, context_length=512, max_total_tokens=16384)
     yield engines
     engines.close()
 

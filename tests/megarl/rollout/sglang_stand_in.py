@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from megarl.rollout.sglang import worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
+from megarl.rollout.sglang.parent import end_with_parent
 
 STEP_S = 0.002
 
@@ -228,6 +229,7 @@ class StandIn:
 
 
 def main():
+    end_with_parent()
     folder = Path(sys.argv[1])
     arguments = json.loads((folder / ARGUMENTS).read_text())
 

@@ -23,7 +23,7 @@ from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.kind import SGLANG, VERSIONS
 
 LIMIT = 512
-USUAL = {"context_length": LIMIT + 2, "max_total_tokens": 16384}
+USUAL = {"context_length": LIMIT, "max_total_tokens": 16384}
 SERVERS = [pytest.param("stand-in"), pytest.param("real", marks=pytest.mark.sglang)]
 
 

@@ -55,8 +55,8 @@ def test_the_tables_name_arguments_that_the_server_has(kind):
     python, paths = process.installation()
     program = (
         "import sys; from megarl.rollout.sglang import cpu; cpu.install()\n"
-        "from dataclasses import fields; from sglang.srt.server_args import ServerArgs\n"
-        "print(*[field.name for field in fields(ServerArgs)])"
+        "from sglang.srt.arg_groups.arg_utils import record_fields; from sglang.srt.server_args import ServerArgs\n"
+        "print(*[field.name for field in record_fields(ServerArgs)])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
     names = subprocess.run([python, "-c", program], env=environment, check=True, capture_output=True, text=True)
