@@ -17,6 +17,7 @@ from converters.errors import UserError
 from megarl.rollout.sglang import cpu, hooks
 from megarl.rollout.sglang.arguments import check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
+from megarl.rollout.sglang.kind import VERSIONS
 from megarl.rollout.sglang.parent import end_with_parent
 
 
@@ -53,7 +54,9 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 end_with_parent()
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     cpu.install()
-hooks.register()
+# Another version is refused by `main`, and may not have the registry.
+if version("sglang") in VERSIONS:
+    hooks.register()
 
 if __name__ == "__main__":
     sys.exit(main())
