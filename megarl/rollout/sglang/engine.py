@@ -73,7 +73,7 @@ class SglangEngine(OwnedEngine):
         tokens = about["max_req_input_len"] + 6 - SPARE_TOKENS
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
         self._in_flight = InFlight(self._server.client, Limits(tokens, vocabulary), self._fails)
-        self._version = int(about["weight_version"])
+        self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
     @by_owner
@@ -224,7 +224,7 @@ class SglangEngine(OwnedEngine):
         try:
             return self._running().client.post(path, **body)
         except ServerGoneError as error:
-            raise EngineDiedError(f"the SGLang engine died: {error}") from error
+            raise EngineDiedError(str(error)) from error
 
     def _pause(self, mode: Literal["in_place", "retract"]) -> None:
         self._post("/pause_generation", mode=mode)

@@ -67,6 +67,7 @@ class Server:
             arguments = server_arguments(model_path, engine_args, port, key)
             (self._folder / ARGUMENTS).touch(0o600)
             (self._folder / ARGUMENTS).write_text(json.dumps(arguments))
+            self.first_version = int(arguments["weight_version"])
             environment = environment_of_context(model_path, engine_args)
             if device.backend() == "gloo":
                 environment |= cpu.environment(SGLANG.workers(engine_args))

@@ -165,7 +165,7 @@ def keys_and_values_are_forgotten_while_nothing_has_any(client):
 
 @rule
 def tokens_after_a_new_version_are_of_it(client):
-    old = client.get("/server_info")["weight_version"]
+    old = client.get("/model_info")["weight_version"]
     asked = running(client)
     with paused(client, "retract"):
         client.post("/update_weight_version", new_version="77", abort_all_requests=False)

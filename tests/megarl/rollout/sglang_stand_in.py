@@ -119,7 +119,7 @@ class StandIn:
 
     def app(self):
         app = web.Application(middlewares=[self._guard], client_max_size=2**30)
-        app.router.add_get("/model_info", self._reply(dict))
+        app.router.add_get("/model_info", self._reply(lambda: {"weight_version": self._version}))
         app.router.add_get("/server_info", self._reply(self._about))
         for path in ("pause_generation", "continue_generation", "abort_request", "flush_cache", "begin_weight_update"):
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
@@ -145,7 +145,7 @@ class StandIn:
             return web.json_response({"success": False, "message": str(error)}, status=400)
 
     def _about(self):
-        return {"max_req_input_len": self._limit - 5, "weight_version": self._version}
+        return {"max_req_input_len": self._limit - 5}
 
     def _pause_generation(self, mode):
         self._goes_on.clear()
