@@ -96,6 +96,10 @@ async def _session(key: str) -> aiohttp.ClientSession:
     )
 
 
+def _gone(error: Exception) -> ServerGoneError:
+    return ServerGoneError(f"the server of the SGLang engine does not answer: {type(error).__name__} {error}")
+
+
 async def _check(path: str, response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         text = await response.text()
