@@ -120,7 +120,7 @@ def _job_config(
     options: argparse.Namespace,
 ) -> MegarlConfig:
     engine = options.engine or RolloutConfig.engine
-    return compose(
+    job = compose(
         chosen.recipe,
         [
             *chosen.overrides,
@@ -134,6 +134,14 @@ def _job_config(
             *([f"loop.steps={options.steps}"] if options.steps else []),
         ],
     )
+    job.rollout.engine_args = _named_for(engine, job.rollout.engine_args)
+    return job
+
+
+def _named_for(engine: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a recipe, whose names are those of the usual engine, as this one calls them."""
+    usual, own = (engine_kind(name).context_argument for name in (RolloutConfig.engine, engine))
+    return {own if name == usual else name: value for name, value in arguments.items()}
 
 
 def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:

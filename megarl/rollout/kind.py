@@ -53,8 +53,8 @@ class EngineKind:
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
     """Arguments with which an engine holds the model in a number format; None where no engine of this kind can.
     UserError for arguments that contradict it, and for a model that does not fit."""
-    context: Callable[[Arguments], int | None]
-    """How many tokens these arguments limit a prompt and its response to, if they do."""
+    context_argument: str
+    """The argument that limits how many tokens a prompt and its response may have."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1
     """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
     part_class: tuple[str, str] | None = None
@@ -84,6 +84,10 @@ class EngineKind:
             return read_fields(*self.argument_class)
         except ModuleNotFoundError:
             return {}
+
+    def context(self, given: Arguments) -> int | None:
+        """How many tokens these arguments limit a prompt and its response to, if they do."""
+        return given.get(self.context_argument)
 
     def check(self, given: Arguments) -> None:
         """Raise UserError for an option that the installed engine lacks, with the nearest it has, or a refused one.

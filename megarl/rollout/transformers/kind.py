@@ -25,7 +25,7 @@ TRANSFORMERS = EngineKind(
     tested=_TESTED,
     workers=lambda _arguments: 1,
     sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
-    context=lambda arguments: arguments.get("max_model_len"),
+    context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},
     packages={"cuda": "transformers", "cpu": "transformers"},
