@@ -134,11 +134,11 @@ def _job_config(
             *([f"loop.steps={options.steps}"] if options.steps else []),
         ],
     )
-    job.rollout.engine_args = _named_for(engine, job.rollout.engine_args)
+    job.rollout.engine_args = named_for(engine, job.rollout.engine_args)
     return job
 
 
-def _named_for(engine: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def named_for(engine: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a recipe, whose names are those of the usual engine, as this one calls them."""
     usual, own = (engine_kind(name).context_argument for name in (RolloutConfig.engine, engine))
     return {own if name == usual else name: value for name, value in arguments.items()}

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from converters.errors import UserError
 from megarl.data import Turn
 from megarl.rollout.protocol import EngineDiedError, Request
 from megarl.rollout.request_in_flight import Listener
-from megarl.rollout.sglang.client import Client
+from megarl.rollout.sglang.client import CallRefusedError, Client
 from megarl.rollout.sglang.samples import Limits, aborted, check, question, turns
 
 
@@ -108,6 +109,9 @@ class InFlight:
                 self._client.ask("/generate", body) if call.listener is None else self._streamed(call, body)
             )
             call.finish(turns(call.request, answer, call.prompt_ids))
+        except CallRefusedError as error:
+            asked = f"a prompt of {len(call.prompt_ids)} tokens with {call.request.sampling}"
+            call.fail(UserError(f"SGLang refuses {asked}: {error}"))
         except Exception as error:  # noqa: BLE001 - the engine dies of it, and everyone who waits is told
             died = EngineDiedError(f"the SGLang engine died: {error}")
             died.__cause__ = error
