@@ -43,6 +43,7 @@ ARGUMENTS: Mapping[str, Any] = {
 def install() -> None:
     """Apply all corrections to this process; before anything of SGLang is imported."""
     stand_in_for_kernels()
+    draw_by_hash()
     import_torchvision_without_cuda()
 
 
@@ -62,6 +63,35 @@ def stand_in_for_kernels() -> None:
     _define("sgl_kernel", "apply_rotary_pos_emb_cpu", "flash_attn_varlen_func", "conv3d_embed_cpu")
 
 
+def draw_by_hash() -> None:
+    """Have the operator that makes the random numbers of a sample from its seed.
+
+    SGLang's is a kernel of Triton's, and on a CPU one of the package that is not there.
+    """
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seeds, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _libraries.append(library)
+
+
+def murmur_hash32(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """MurmurHash3 of (seed, position, column), 16 bytes: int64 [seeds, columns] below 2^32.
+
+    Products wrap at 64 bits, which leaves their lower half as it is.
+    """
+    wide = seeds.view(torch.int64)[:, None]
+    words = (wide & _MASK, (wide >> 32) & _MASK, positions.long()[:, None] & _MASK, columns.long()[None] & _MASK)
+    state = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        word = _rotated((word * 0xCC9E2D51) & _MASK, 15)
+        state = state ^ ((word * 0x1B873593) & _MASK)
+        state = (_rotated(state, 13) * 5 + 0xE6546B64) & _MASK
+    state = state ^ 16
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _MASK
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _MASK
+    return state ^ (state >> 16)
+
+
 def import_torchvision_without_cuda() -> None:
     """Let torchvision, which SGLang imports, be imported beside a CPU torch.
 
@@ -79,6 +109,13 @@ def memory_of(runner: Any) -> WorkerMemory:
         pool = runner.token_to_kv_pool
         runner.megarl_memory = WorkerMemory(runner.model, lambda: [*pool.k_buffer, *pool.v_buffer])
     return runner.megarl_memory
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _rotated(words: Tensor, by: int) -> Tensor:
+    return ((words << by) | (words >> (32 - by))) & _MASK
 
 
 _libraries: list[torch.library.Library] = []
