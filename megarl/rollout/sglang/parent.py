@@ -1,6 +1,5 @@
 """Processes that end with the one that started them, however it ends."""
 
-import multiprocessing
 import os
 import signal
 
@@ -11,8 +10,6 @@ PARENT_VARIABLE = "MEGARL_SGLANG_PARENT"
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends; at once if it has."""
-    parent = multiprocessing.parent_process()
-    number = parent.pid if parent is not None else int(os.environ[PARENT_VARIABLE])
-    assert number is not None
-    die_with(number, signal.SIGKILL)
+    """Let this process be killed when its parent ends, at once if it has; those that it starts are told of it."""
+    die_with(int(os.environ[PARENT_VARIABLE]), signal.SIGKILL)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
