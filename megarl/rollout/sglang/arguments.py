@@ -24,8 +24,8 @@ _REQUIRED: Mapping[str, Any] = {
 }
 
 
-SPARE_TOKENS = 2
-"""Tokens of a context that SGLang keeps for itself: one after the last, and one more (`init_req_max_new_tokens`)."""
+SPARE_TOKENS = 6
+"""Tokens of a context that SGLang lets no prompt have (`max_req_input_len`); a response may have four of them."""
 
 
 def check_version(installed: str) -> None:

@@ -21,7 +21,6 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
-from megarl.rollout.sglang.arguments import SPARE_TOKENS
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import ServerGoneError
 from megarl.rollout.sglang.in_flight import InFlight
@@ -69,10 +68,8 @@ class SglangEngine(OwnedEngine):
         except BaseException:
             self._end_server()
             raise
-        # Of its context, this figure leaves out 6 tokens, and 2 is what the server needs (`SPARE_TOKENS`).
-        tokens = about["max_req_input_len"] + 6 - SPARE_TOKENS
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
-        self._in_flight = InFlight(self._server.client, Limits(tokens, vocabulary), self._fails)
+        self._in_flight = InFlight(self._server.client, Limits(about["max_req_input_len"], vocabulary), self._fails)
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 

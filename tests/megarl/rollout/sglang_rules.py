@@ -117,11 +117,11 @@ def log_probs_after_top_k_come_beside_those_before(client):
 
 @rule
 def a_response_that_does_not_fit_is_cut_without_a_word(client):
-    limit = client.get("/server_info")["max_req_input_len"] + 4
-    (answer,) = ask(client, tokens=3, prompt=[5] * (limit - 2)).result(60)
-    assert (len(answer["output_ids"]), answer["meta_info"]["finish_reason"]["type"]) == (2, "length")
-    (answer,) = ask(client, tokens=3, prompt=[5] * (limit - 3)).result(60)
-    assert len(answer["output_ids"]) == 3
+    limit = client.get("/server_info")["max_req_input_len"]
+    with refused("exceeds the maximum allowed length"):
+        ask(client, tokens=1, prompt=[5] * limit).result(60)
+    (answer,) = ask(client, tokens=10, prompt=[5] * (limit - 1)).result(60)
+    assert (len(answer["output_ids"]), answer["meta_info"]["finish_reason"]["type"]) == (5, "length")
 
 
 @rule
