@@ -22,7 +22,7 @@ def _keeps_matrix(_module: nn.Module) -> str | None:
     return "the CPU backend multiplies by a packed copy of it" if packed else None
 
 
-def _keeps_experts(module: nn.Module) -> str | None:
+def _keeps_experts(module: Any) -> str | None:
     from sglang.srt.layers.quantization import unquant
 
     if unquant._use_aiter:
