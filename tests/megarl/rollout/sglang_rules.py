@@ -120,7 +120,9 @@ def a_response_that_does_not_fit_is_cut_without_a_word(client):
     limit = client.get("/server_info")["max_req_input_len"]
     with refused("exceeds the maximum allowed length"):
         ask(client, tokens=1, prompt=[5] * limit).result(60)
-    (answer,) = ask(client, tokens=10, prompt=[5] * (limit - 1)).result(60)
+    with refused("exceeds the model's maximum context length"):
+        ask(client, tokens=8, prompt=[5] * (limit - 1)).result(60)
+    (answer,) = ask(client, tokens=7, prompt=[5] * (limit - 1)).result(60)
     assert (len(answer["output_ids"]), answer["meta_info"]["finish_reason"]["type"]) == (5, "length")
 
 

@@ -195,6 +195,8 @@ class StandIn:
         for sample in samples:
             if len(sample.prompt) > self._limit:
                 raise RefusedError(f"The input ({len(sample.prompt)} tokens) is longer than the model's context length")
+            if len(sample.prompt) + sample.sampling["max_new_tokens"] > self._limit + 1:
+                raise RefusedError("Requested token count exceeds the model's maximum context length")
             if len(sample.prompt) >= self._limit - 5:
                 raise RefusedError(f"Input length ({len(sample.prompt)} tokens) exceeds the maximum allowed length")
             if not 0 < sample.sampling["top_p"] <= 1:
