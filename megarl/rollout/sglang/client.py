@@ -88,7 +88,8 @@ class Client:
 async def _session(key: str) -> aiohttp.ClientSession:
     # As many connections as there are requests: the server queues them, and a limit here would be a second queue.
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # Each with a connection of its own: one that the server gave up while it was idle would lose a request.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=2**24,
         headers={"Authorization": f"Bearer {key}"},
