@@ -171,7 +171,7 @@ def endless_prompt(folders, reference_log_probs):
 
 
 @pytest.fixture
-def half_generated(pool, endless_prompt):
+def half_generated(pool, endless_prompt, kind):
     """Pauses an engine when it has sampled some tokens, and not all, of a greedy answer to `endless_prompt`."""
 
     def generate(engine):
@@ -180,6 +180,8 @@ def half_generated(pool, endless_prompt):
         generating = pool.submit(engine.generate, [Request(endless_prompt, sampling)])
         time.sleep(0.5)
         engine.resume()
+        # An engine of this process samples first. To a server the request is on its way.
+        time.sleep(1.0 if kind == "sglang" else 0)
         engine.pause("keep")
         assert not generating.done()
         return generating
