@@ -23,7 +23,7 @@ from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
-from megarl.quickstart.models import MODELS, QuickstartModel, in_format
+from megarl.quickstart.models import MODELS, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
@@ -125,7 +125,7 @@ def _job_config(
         [
             *chosen.overrides,
             *overrides_for(device.gpus(), engine),
-            *in_format(options.weights),
+            *chosen.in_format(options.weights),
             f"rollout.engine={engine}",
             f"output_dir='{output}'",
             f"model.path='{model}'",
