@@ -38,7 +38,7 @@ benchmark-setup:
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
 test benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane: export OMP_NUM_THREADS ?= 1
 test: setup
-	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: setup
 	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda

@@ -3,6 +3,8 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -35,8 +37,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Leave the tests of a file to one process, and those of engines: they share some that take long to start."""
-    for item in items:
-        folder = item.path.parent
-        item.add_marker(pytest.mark.xdist_group(str(folder if folder.name == "rollout" else item.path)))
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = str(PurePosixPath(file).parent)
+            return folder if folder.endswith("/rollout") else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
