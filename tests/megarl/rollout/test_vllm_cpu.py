@@ -4,6 +4,7 @@ Their purpose is tested on whole models in test_vllm_models.py (weights, rotary)
 test_vllm_parallel.py (experts of data-parallel ranks), test_sleep.py (memory of sleepers).
 """
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from converters.fp8 import dequantise, quantise
 from megarl.rollout.vllm import cpu, cpu_fp8
+from megarl.rollout.vllm.arguments import prepare_environment
 
 
 def _linear_weights():
@@ -146,8 +148,10 @@ def _codes():
     return torch.cpu._is_amx_tile_supported(), stock, state(), kept, torch.allclose(product, expected, atol=1e-5)
 
 
-def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu(vllm_process):
-    amx, stock, corrected, kept, right = vllm_process(_codes)
+def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu():
+    # A process of its own: where an engine's configuration was made, one of the corrections is in force.
+    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+        amx, stock, corrected, kept, right = process.apply(_codes)
     assert stock == ((amx, amx), False, False)
     assert corrected == ((True, True), True, True)
     assert kept
