@@ -136,7 +136,8 @@ def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
     """Values of the trained tokens at their places in the batch, 0 at all others: float32."""
     lengths, runs, own = trained_responses(batch).lengths.numpy(), list(_runs(batch)), values.float().numpy()
     starts = lengths.cumsum() - lengths
-    firsts = np.where(lengths > 0, np.append(own, np.float32(0))[starts], np.float32(0))
+    firsts = np.zeros(len(lengths), dtype=np.float32)
+    firsts[lengths > 0] = own[starts[lengths > 0]]
     at_runs = _at_runs(firsts, runs)
     are_equal = _are_equal(own, starts, lengths)
     for sequence in (~are_equal).nonzero()[0].tolist():
@@ -204,11 +205,16 @@ def _runs(batch: Batch) -> Iterator[Runs]:
 
 def _are_equal(values: Array, starts: Array, lengths: Array) -> Array:
     """bool[N]: whether all `values` [T] of a sequence are the same, to the bit."""
-    bits = values.view(np.int32)
-    changes = np.concatenate([[0, 0], (bits[1:] != bits[:-1]).cumsum()])
-    # A change at the first value of a sequence is none within it.
-    seconds = np.minimum(starts + 1, len(bits))
-    return (lengths == 0) | (changes[starts + lengths] == changes[seconds])
+    # As bytes, of millions of tokens.
+    bits, changes = values.view(np.int32), np.zeros(len(values), dtype=bool)
+    changes[:-1] = bits[1:] != bits[:-1]
+    several = lengths > 1
+    are_equal = ~several
+    if several.any():
+        # From the first value of each to the last, and from there to the next one, which is left out.
+        bounds = np.stack([starts, starts + lengths - 1], axis=1)[several].ravel()
+        are_equal[several] = ~np.logical_or.reduceat(changes, bounds)[::2]
+    return are_equal
 
 
 def _at_runs(values: Array, runs: Sequence[Runs]) -> list[Values]:
