@@ -1,6 +1,5 @@
 """From requests to what SGLang's server is asked, and from its answers to turns."""
 
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.sampling import check_sampling, derive_seed
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -27,16 +27,7 @@ class Limits:
 def check(request: Request, limits: Limits) -> None:
     """Raise UserError for a request that cannot be served."""
     prompt, sampling = request.prompt_token_ids, request.sampling
-    if sampling.samples < 1:
-        raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
-    for name, is_possible, wanted in (
-        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", sampling.top_k == -1 or sampling.top_k > 0, "-1 for all tokens, or 1 or more"),
-        ("max_tokens", sampling.max_tokens > 0, "1 or more"),
-    ):
-        if not is_possible:
-            raise UserError(f"a request with {name}={getattr(sampling, name)}: give {wanted}")
+    check_sampling(sampling)
     if not prompt:
         raise UserError("a prompt of 0 tokens: give it one or more")
     if len(prompt) + sampling.max_tokens > limits.tokens:
@@ -126,5 +117,4 @@ def _seed(sampling: SamplingParameters, sample: int) -> int:
     """A seed in [0, 2^63) for one sample; one at random where the request has none."""
     if sampling.seed is None:
         return secrets.randbits(63)
-    digest = hashlib.blake2b(f"{sampling.seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return derive_seed(sampling.seed, sample)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace, fill_padding, trace_loading
+from converters.layouts.traced_layout import LoadTrace
+from megarl.rollout.tracing import trace_load_weights
 
 
 def _keeps_matrix(_module: nn.Module) -> str | None:
@@ -46,26 +47,8 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
-    """Where the tensors of a HuggingFace checkpoint lie in the parameters of this worker's `model`.
-
-    Writes nothing but the constants that the loader puts into padding, and these only if all could be traced.
-    """
-    parameters = loaded_parameters(model)
-    trace = trace_loading(model.load_weights, parameters, hf_shapes, hf_dtypes, excluded=_excluded(model, parameters))
-    if not trace.untraced:
-        fill_padding(trace, parameters)
-    return trace
-
-
-def _excluded(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name of a parameter that may not be written straight -> the reason."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    excluded: dict[str, str] = {}
-    for module in model.modules():
-        if reason := _reason(module):
-            own = (names.get(id(parameter)) for parameter in module.parameters(recurse=False))
-            excluded |= {name: reason for name in own if name}
-    return excluded
+    """See `trace_load_weights`; `model` is that of this worker."""
+    return trace_load_weights(model, loaded_parameters(model), _reason, hf_shapes, hf_dtypes)
 
 
 def _reason(module: nn.Module) -> str | None:

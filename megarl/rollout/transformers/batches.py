@@ -18,8 +18,9 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.sampling import check_sampling
 from megarl.rollout.transformers.model import SamplingModel
-from megarl.rollout.transformers.sampling import check_sampling, kept_log_probs, tokens_at
+from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
 
 
 @dataclass(eq=False)
@@ -158,8 +159,6 @@ class Batches:
 
     def _check(self, request: Request) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
-        if sampling.samples < 1:
-            raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
         check_sampling(sampling)
         if len(prompt) + sampling.max_tokens > self._model.max_tokens:
             raise UserError(

@@ -3,20 +3,7 @@
 import torch
 from torch import Tensor
 
-from converters.errors import UserError
 from megarl.rollout.protocol import SamplingParameters
-
-
-def check_sampling(sampling: SamplingParameters) -> None:
-    """Raise UserError for values that say no distribution."""
-    for name, is_possible, wanted in (
-        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", sampling.top_k == -1 or sampling.top_k > 0, "-1 for all tokens, or 1 or more"),
-        ("max_tokens", sampling.max_tokens > 0, "1 or more"),
-    ):
-        if not is_possible:
-            raise UserError(f"a request with {name}={getattr(sampling, name)}: give {wanted}")
 
 
 def kept_log_probs(logits: Tensor, sampling: SamplingParameters) -> Tensor:

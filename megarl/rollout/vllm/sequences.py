@@ -1,7 +1,6 @@
 """Sequences in flight: from requests to vLLM's core requests, and from the core's outputs to turns."""
 
 import copy
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.sampling import derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 
 
@@ -135,9 +135,3 @@ def _of_sample(params: Any, sampling: SamplingParameters, sample: int) -> Any:
     params = copy.copy(params)
     params.seed = derive_seed(sampling.seed, sample)
     return params
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """A seed in [0, 2^63) for one sample: seeds that are neighbours, as those of vLLM are, would share streams."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

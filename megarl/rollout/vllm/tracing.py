@@ -26,7 +26,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace, fill_padding, trace_loading
+from converters.layouts.traced_layout import LoadTrace
+from megarl.rollout.tracing import trace_load_weights
 from megarl.rollout.vllm import cpu, cpu_fp8
 from megarl.rollout.vllm.kind import VLLM
 
@@ -39,12 +40,7 @@ def _multiplies_raw_weight(module: Any) -> str | None:
 
 def _keeps_experts(module: Any) -> str | None:
     backend = module.quant_method.unquantized_backend
-    if module.moe_config.moe_parallel_config.enable_eplb:
-        return "the load balancer of the experts moves them"
-    kept = backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-    if kept or (backend is UnquantizedMoeBackend.CPU and cpu.expert_weights_are_kept()):
-        return None
-    return f"the expert kernel {backend.value} may keep it in an order of its own"
+    return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu.expert_weights_are_kept)
 
 
 def _keeps_codes(module: Any) -> str | None:
@@ -58,11 +54,14 @@ def _keeps_codes(module: Any) -> str | None:
 
 
 def _keeps_codes_of_experts(module: Any) -> str | None:
-    backend = module.quant_method.fp8_backend
+    return _keeps_as_loaded(module, module.quant_method.fp8_backend, Fp8MoeBackend, cpu_fp8.codes_are_kept)
+
+
+def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: Callable[[], bool]) -> str | None:
+    """Why experts do not stay as they were loaded with this one of the `backends`; None if they do."""
     if module.moe_config.moe_parallel_config.enable_eplb:
         return "the load balancer of the experts moves them"
-    kept = backend in (Fp8MoeBackend.TRITON, Fp8MoeBackend.BATCHED_TRITON)
-    if kept or (backend is Fp8MoeBackend.CPU and cpu_fp8.codes_are_kept()):
+    if backend in (backends.TRITON, backends.BATCHED_TRITON) or (backend is backends.CPU and is_kept_on_cpu()):
         return None
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
@@ -104,17 +103,12 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
-    """Where the tensors of a HuggingFace checkpoint lie in the parameters of this worker's vLLM `model`.
+    """See `trace_load_weights`; `model` is that of this worker.
 
-    Writes nothing but the constants that the loader puts into padding, such as rows beyond the vocabulary, and these
-    only if all could be traced. Raises UserError for a version of vLLM that is not supported.
+    Raises UserError for a version of vLLM that is not supported.
     """
     check_version()
-    parameters = loaded_parameters(model)
-    trace = trace_loading(model.load_weights, parameters, hf_shapes, hf_dtypes, excluded=_excluded(model, parameters))
-    if not trace.untraced:
-        fill_padding(trace, parameters)
-    return trace
+    return trace_load_weights(model, loaded_parameters(model), _reason, hf_shapes, hf_dtypes)
 
 
 def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
@@ -136,17 +130,6 @@ def _read_scales_from_parameters(experts: Any) -> None:
     """
     scales = experts.quant_method.moe_quant_config
     scales._w1.scale, scales._w2.scale = experts.w13_weight_scale_inv, experts.w2_weight_scale_inv
-
-
-def _excluded(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name of a parameter that may not be written straight -> the reason."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    excluded: dict[str, str] = {}
-    for module in model.modules():
-        if reason := _reason(module):
-            own = (names.get(id(parameter)) for parameter in module.parameters(recurse=False))
-            excluded |= {name: reason for name in own if name}
-    return excluded
 
 
 def _reason(module: nn.Module) -> str | None:

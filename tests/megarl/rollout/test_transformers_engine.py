@@ -15,9 +15,10 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.traced_layout import traced_layout
 from megarl.quickstart.tiny_models import TINY_MODELS
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.sampling import check_sampling
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megarl.rollout.transformers.model import SamplingModel
-from megarl.rollout.transformers.sampling import check_sampling, kept_log_probs, tokens_at
+from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
 from megarl.rollout.transformers.weights import ModelWeights
 
 DUMMY = TransformersArguments(load_format="dummy")

@@ -1,0 +1,26 @@
+"""Sampling parameters as every engine has to take them, and the seed of each sample of a request."""
+
+import hashlib
+
+from converters.errors import UserError
+from megarl.rollout.protocol import SamplingParameters
+
+
+def check_sampling(sampling: SamplingParameters) -> None:
+    """Raise UserError for values that say no distribution, and for no samples."""
+    if sampling.samples < 1:
+        raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
+    for name, is_possible, wanted in (
+        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k == -1 or sampling.top_k > 0, "-1 for all tokens, or 1 or more"),
+        ("max_tokens", sampling.max_tokens > 0, "1 or more"),
+    ):
+        if not is_possible:
+            raise UserError(f"a request with {name}={getattr(sampling, name)}: give {wanted}")
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """A seed in [0, 2^63) for one sample; engines may let neighbouring seeds share streams, as vLLM does."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
