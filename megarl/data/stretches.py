@@ -13,6 +13,8 @@ from megarl.process.errors import RunFailed
 Array: TypeAlias = npt.NDArray[Any]
 # Below this an array is cheaper to send along than to look up, and Ray (2.60) sends a result to its caller itself.
 _STORED_BYTES = 100 * 1024
+# Below this an array is cheaper to read as bytes than to find in other memory.
+_COPIED_BYTES = 8 * 1024
 # Short arrays that are looked at together: a copy of them has at most 25 MB.
 _AT_ONCE = 256
 # To compare values by their bits: not a number is equal to itself, and 0 is not -0.
@@ -84,6 +86,11 @@ def stored(values: Array) -> Array | Stored:
 def is_long(values: Stretch) -> bool:
     """Whether an array here belongs into the object store."""
     return isinstance(values, np.ndarray) and values.nbytes >= _STORED_BYTES
+
+
+def is_copied(values: Array | memoryview) -> bool:
+    """Whether an array is so short that who receives it has a copy, and not a view of what was sent."""
+    return values.nbytes < _COPIED_BYTES
 
 
 def here(values: Stretch) -> Array:

@@ -17,7 +17,7 @@ from megarl.data.stretches import (
     Values,
     constant,
     here,
-    is_long,
+    is_copied,
     joined,
     length_of,
     shortened,
@@ -101,7 +101,7 @@ class Turn:
 
 
 def _sent(values: Stretch) -> Stretch | bytes:
-    return values.tobytes() if isinstance(values, np.ndarray) and not is_long(values) else values
+    return values.tobytes() if isinstance(values, np.ndarray) and is_copied(values) else values
 
 
 def _turn(prompt_ids: Any, token_ids: Any, log_probs: Any, versions: Any, *rest: Any) -> Turn:
