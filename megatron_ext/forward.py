@@ -17,6 +17,7 @@ from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.overlap import overlapping
 from megatron_ext.packing import MicroBatch
+from megatron_ext.router_replay import aim, replaying
 
 Predict: TypeAlias = Callable[[Any, Tensor, MicroBatch], Any]
 """Called on the last stage with the model, its hidden states and the micro-batch."""
@@ -94,16 +95,17 @@ def _run_schedule(
 ) -> list[Any]:
     iterators = [iter(micro_batches) for _ in chunks]
     single = len(chunks) == 1
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators[0] if single else iterators,
-        model=chunks[0] if single else list(chunks),
-        num_microbatches=len(micro_batches),
-        # Shapes are exchanged between stages (variable_seq_lengths); these two are not read.
-        seq_length=micro_batches[0].tokens.shape[1],
-        micro_batch_size=1,
-        **options,
-    )
+    with replaying(chunks):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators[0] if single else iterators,
+            model=chunks[0] if single else list(chunks),
+            num_microbatches=len(micro_batches),
+            # Shapes are exchanged between stages (variable_seq_lengths); these two are not read.
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=1,
+            **options,
+        )
 
 
 def _forward_step(
@@ -121,6 +123,7 @@ def _forward_step(
         max_seqlen_q=micro_batch.max_seqlen,
         max_seqlen_kv=micro_batch.max_seqlen,
     )
+    aim(model, micro_batch)
     output = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=packed)
 
     def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature

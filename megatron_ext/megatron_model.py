@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -28,6 +29,7 @@ from megatron_ext.overlap import gather_weights, gathers_in_forward
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
+from megatron_ext.router_replay import routing_of, take_counts
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 
@@ -198,8 +200,14 @@ class MegatronModel:
         self.scheduler.step(increment=1)
         experts = self.chunks[0].config.num_moe_experts
         load = self._expert_load.take(experts, device.device()) if experts else None
+        replayed = None if batch.routed_experts is None else self._replayed()
         self.residence.count()
-        return StepResult(metrics, float(gradient_norm), learning_rate, load)
+        return StepResult(metrics, float(gradient_norm), learning_rate, load, replayed)
+
+    def _replayed(self) -> Tensor:
+        counts = take_counts(self.chunks, device.device())
+        dist.all_reduce(counts)
+        return counts.cpu()
 
     def _learning_rate(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
@@ -233,6 +241,8 @@ class MegatronModel:
 
     def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
         self.residence.require("weights")
+        if batch.routed_experts is not None:
+            routing_of(self._bare_chunks[0].config).check(batch.routed_experts)
         align = self.options.token_multiple
         return [pack(batch, sequences, align).to(device.device()) for sequences in micro_batches]
 

@@ -37,3 +37,6 @@ class StepResult:
     """The rate that the step used."""
     expert_load: Tensor | None = None
     """int64[layers, experts]: how many tokens each expert got, of all ranks; None of a model without experts."""
+    replayed: Tensor | None = None
+    """int64[2]: how many choices of a token in a layer were an engine's, and how many of them were not the router's, of
+    all ranks; None where none was replayed."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
+from megatron_ext.routed_experts import padded
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class RaggedBatch:
     With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
     data-parallel ranks get them whole and in order.
 
+    `routed_experts` uint8[T, bytes], if there are any, are `Routing` records of the tokens.
+
     Example: RaggedBatch(torch.tensor([5, 9, 40]), torch.tensor([2, 1]), {"weights": torch.tensor([0.0, 0.5, 0.5])})
     """
 
@@ -30,6 +33,7 @@ class RaggedBatch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     unit: int = 1
     names: Mapping[str, Tensor] = field(default_factory=dict)
+    routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
@@ -40,6 +44,8 @@ class RaggedBatch:
         for name, values in {"tokens": self.tokens, **self.fields}.items():
             if values.shape != (total,):
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
+        if self.routed_experts is not None and len(self.routed_experts) != total:
+            raise ValueError(f"RaggedBatch: {len(self.routed_experts)} records of routed experts for {total} tokens")
         for name, values in self.names.items():
             if values.shape != self.lengths.shape:
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)} for {len(self)} sequences")
@@ -59,7 +65,8 @@ class RaggedBatch:
 
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: values[chosen] for name, values in self.names.items()}
-        return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names)
+        routed_experts = None if self.routed_experts is None else take(self.routed_experts)
+        return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def with_fields(self, **fields: Tensor) -> "RaggedBatch":
         """The same sequences with more (or replaced) fields, each [T]."""
@@ -105,6 +112,9 @@ class MicroBatch:
     """See `RaggedBatch`."""
     names: Mapping[str, Tensor] = field(default_factory=dict)
     """See `RaggedBatch`; they stay on the CPU."""
+    routed_experts: Tensor | None = None
+    """uint8[T', bytes]: see `RaggedBatch`. A record belongs to the token at its index, which is fed there: it is not
+    shifted as labels are. Padding's says nothing."""
 
     @property
     def asked(self) -> Tensor:
@@ -125,6 +135,8 @@ class MicroBatch:
             for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets", "lengths")
         }
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
+        if self.routed_experts is not None:
+            moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
         return replace(self, fields=fields, **moved)
 
 
@@ -222,6 +234,7 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         real_tokens=real_tokens,
         unit=batch.unit,
         names=chosen.names,
+        routed_experts=None if chosen.routed_experts is None else padded(chosen.routed_experts, padding),
     )
 
 

@@ -65,6 +65,9 @@ REFUSED: Mapping[str, Refusal] = {
     "moe_expert_capacity_factor": Refusal(_DROPS),
     "moe_token_dropping": Refusal(_DROPS),
     "moe_pad_expert_input_to_capacity": Refusal(_DROPS),
+    "moe_enable_routing_replay": Refusal(
+        "nothing would be recorded or replayed by it alone; algorithm.router_replay=rollout replays what engines chose"
+    ),
     "moe_use_legacy_grouped_gemm": Refusal("its weights lie otherwise than checkpoints and refits know"),
     "tp_comm_overlap": Refusal(
         "Transformer Engine's user buffers are made for one length, and packed micro-batches differ"

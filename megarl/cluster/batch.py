@@ -12,6 +12,9 @@ from megarl.data.packed_stretches import Packed, packed, unpacked
 from megarl.data.stretches import Array, Values, joined, kept_here, nothing_of, shortened
 from megatron_ext.packing import RaggedBatch
 
+ROUTED_EXPERTS = "routed_experts"
+"""The field whose values are records of bytes, `RaggedBatch.routed_experts`."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -35,6 +38,9 @@ class Batch:
         """The sequences of a batch whose values are all here."""
         lengths = batch.lengths.numpy()
         fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
+        if batch.routed_experts is not None:
+            records = batch.routed_experts.numpy().view(np.dtype((np.void, batch.routed_experts.shape[1])))[:, 0]
+            fields[ROUTED_EXPERTS] = [(each,) for each in np.split(records, lengths.cumsum()[:-1])]
         tokens = [(each,) for each in _pieces(batch.tokens.to(torch.int32), lengths)]
         return cls(lengths, tokens, fields, batch.unit, {name: each.numpy() for name, each in batch.names.items()})
 
@@ -76,8 +82,12 @@ class Batch:
     def load(self) -> RaggedBatch:
         """The sequences in tensors of this process; what is stored is fetched."""
         names = {name: torch.tensor(each) for name, each in self.names.items()}
-        fields = {name: self.values(name) for name in self.fields}
-        return RaggedBatch(opened_values(self.tokens), torch.tensor(self.lengths), fields, self.unit, names)
+        fields = {name: self.values(name) for name in self.fields if name != ROUTED_EXPERTS}
+        lengths, routed_experts = torch.tensor(self.lengths), None
+        if ROUTED_EXPERTS in self.fields:
+            records = joined(self.fields[ROUTED_EXPERTS])
+            routed_experts = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.itemsize))
+        return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:
         """Values [T] that this process made, by sequence; long ones stay in the object store of its machine."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.data.stretches import Array, Stored, is_copied, is_long
+from megarl.data.stretches import Array, Stored, holds_numbers, is_copied, is_long
 
 
 class Rest(NamedTuple):
@@ -61,8 +61,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, np.ndarray) or value.ndim != 1 or not is_long(value):
             return None
         if id(value) not in self._places:
-            finite = bool(np.isfinite(value).all())
-            self._places[id(value)] = _Place(len(self.arrays), value.dtype.str, len(value), finite)
+            place = _Place(len(self.arrays), value.dtype.str, len(value), holds_numbers(value))
+            self._places[id(value)] = place
             self.arrays.append(value)
         return self._places[id(value)]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from converters.architectures import Head
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
-from megarl.cluster.batch import Batch
+from megarl.cluster.batch import ROUTED_EXPERTS, Batch
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
@@ -81,20 +81,24 @@ class TrainerGroup(WorkerGroup):
         self.call("build_frozen", model_path, self._options, head)
 
     def predictions(
-        self, batch: Batch, names: Sequence[str], *, temperature: float, reference: bool = False
+        self, batch: Batch, names: Sequence[str], *, temperature: float, reference: bool = False, replay: bool = False
     ) -> dict[str, list[Values]]:
         """Predictions for each token of `batch`, in its order: the fields of `LogProbs` that are named.
 
-        They stay in the object store, where the ranks made them, as do `log_probs` and `values`.
+        They stay in the object store, where the ranks made them, as do `log_probs` and `values`. With `replay` tokens
+        go to the experts that the batch names, if it does.
         """
         cut = self._cut(batch)
-        asked_by = [name for name in ASKED_BY if name in batch.fields][:1]
-        results = self._call_shares("predictions", batch.only(asked_by), cut, list(names), temperature, reference)
+        read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
+        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, reference)
         return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
-    def log_probs(self, batch: Batch, *, temperature: float, reference: bool = False) -> list[Values]:
-        """float32: log-probabilities of all tokens of `batch`, in its order."""
-        return self.predictions(batch, ["log_probs"], temperature=temperature, reference=reference)["log_probs"]
+    def log_probs(
+        self, batch: Batch, *, temperature: float, reference: bool = False, replay: bool = False
+    ) -> list[Values]:
+        """float32: log-probabilities of all tokens of `batch`, in its order. See `predictions`."""
+        options = {"temperature": temperature, "reference": reference, "replay": replay}
+        return self.predictions(batch, ["log_probs"], **options)["log_probs"]
 
     def values(self, batch: Batch) -> list[Values]:
         """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""

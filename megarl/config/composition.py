@@ -5,6 +5,7 @@ from dataclasses import fields
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source
 from megarl.algorithms.compatibility import check_algorithm
+from megarl.rollout import ENGINES
 from megarl.schema import CriticConfig, MegarlConfig
 
 
@@ -19,6 +20,7 @@ def check_composition(config: MegarlConfig) -> None:
     _check_self_play(config)
     _check_ranges(config)
     _check_whole_vocabulary(config)
+    _check_router_replay(config)
     buffer, longest = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > longest:
         raise UserError(
@@ -160,6 +162,28 @@ def _check_whole_vocabulary(config: MegarlConfig) -> None:
                     " and sequence weights of long responses would vanish; sample from all tokens with rollout."
                     f"{name}={_ALL_TOKENS[name]}, or leave the former out"
                 )
+
+
+def _check_router_replay(config: MegarlConfig) -> None:
+    if config.algorithm.router_replay == "none":
+        return
+    key = f"algorithm.router_replay={config.algorithm.router_replay}"
+    asked_for = ENGINES[config.rollout.engine].returning_experts
+    if asked_for is None:
+        able = ", ".join(name for name, kind in ENGINES.items() if kind.returning_experts is not None)
+        raise UserError(
+            f"{key} needs engines that say which experts a token went to, and rollout.engine={config.rollout.engine}"
+            f" does not: use one of {able}, or router_replay=none"
+        )
+    for name, value in asked_for.items():
+        if config.rollout.engine_args.get(name, value) != value:
+            raise UserError(
+                f"rollout.engine_args.{name}={config.rollout.engine_args[name]} contradicts {key}: leave it out"
+            )
+    if config.megatron.get("moe_router_fusion"):
+        raise UserError(
+            f"megatron.moe_router_fusion chooses the experts within a kernel, and {key} needs others: leave it out"
+        )
 
 
 def _first_set(critic: CriticConfig) -> str | None:

@@ -66,6 +66,8 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.optim.clip_grad": "megatron.clip_grad",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "megatron.lr_warmup_steps",
     "actor_rollout_ref.actor.optim.weight_decay": "megatron.weight_decay",
+    "actor_rollout_ref.actor.router_replay.mode": "algorithm.router_replay (R3 is rollout)",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": "algorithm.router_replay=rollout",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.n": "loop.samples_per_prompt",
     "actor_rollout_ref.rollout.tensor_parallel_size": "rollout.engine_args.tensor_parallel_size",

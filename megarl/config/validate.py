@@ -27,6 +27,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
     "rollout.engine": ENGINES,
     "rollout.weights": (AS_TRAINED, *NUMBER_FORMATS),
+    "algorithm.router_replay": ("none", "rollout"),
     "refit.path": ("auto", "direct", "loader"),
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),

@@ -80,7 +80,12 @@ def stored(values: Array) -> Array | Stored:
         return values
     import ray
 
-    return Stored(ray.put(values), values.dtype.str, len(values), bool(np.isfinite(values).all()))
+    return Stored(ray.put(values), values.dtype.str, len(values), holds_numbers(values))
+
+
+def holds_numbers(values: Array) -> bool:
+    """Whether none of the values is infinite or not a number; only one of floating point can be."""
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 def is_long(values: Stretch) -> bool:

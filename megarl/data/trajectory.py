@@ -55,6 +55,9 @@ class Turn:
     finish_reason: FinishReason
     text: str | None = None
     """The sampled tokens without special ones, where they are many."""
+    routed_experts: Values = ()
+    """Of an engine that was asked for them, a record of bytes for each of the P + T tokens: the experts that it went to
+    (`megatron_ext.routed_experts`). That of the last token, which was not fed to the model, says nothing."""
 
     def __post_init__(self) -> None:
         versions = length_of(self.versions)
@@ -62,6 +65,9 @@ class Turn:
             raise ValueError(
                 f"a turn of {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and {versions} versions"
             )
+        tokens, records = len(self.prompt_ids) + versions, sum(map(length_of, self.routed_experts))
+        if self.routed_experts and records != tokens:
+            raise ValueError(f"a turn of {tokens} tokens, its prompt included, and {records} records of their experts")
 
     @classmethod
     def of(
@@ -71,6 +77,7 @@ class Turn:
         log_probs: npt.ArrayLike,
         versions: npt.ArrayLike,
         finish_reason: FinishReason,
+        routed_experts: Values = (),
     ) -> "Turn":
         """From any sequences of numbers; arrays of the right type are taken as they are, versions said once if many."""
         known = np.asarray(versions, dtype=np.int32)
@@ -80,12 +87,14 @@ class Turn:
             np.asarray(log_probs, dtype=np.float32),
             shortened(known) if len(known) >= _MANY else known,
             finish_reason,
+            routed_experts=routed_experts,
         )
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Turn)
             and self.finish_reason == other.finish_reason
+            and bool(self.routed_experts) == bool(other.routed_experts)
             and all(map(np.array_equal, self._arrays(), other._arrays()))
         )
 
@@ -94,10 +103,11 @@ class Turn:
     def __reduce__(self) -> tuple[Any, ...]:
         # Short arrays as bytes: a tenth of the time, of thousands in a step. The prompt is shared by many turns.
         sampled = map(_sent, (self.token_ids, self.log_probs, self.versions))
-        return _turn, (self.prompt_ids, *sampled, self.finish_reason, self.text)
+        return _turn, (self.prompt_ids, *sampled, self.finish_reason, self.text, self.routed_experts)
 
     def _arrays(self) -> tuple[Array, ...]:
-        return here(self.prompt_ids), here(self.token_ids), here(self.log_probs), here(self.versions)
+        of_tokens = (self.prompt_ids, self.token_ids, self.log_probs, self.versions)
+        return *map(here, of_tokens), *([joined([self.routed_experts])] if self.routed_experts else [])
 
 
 def _sent(values: Stretch) -> Stretch | bytes:
@@ -177,6 +187,12 @@ class Trajectory:
     def versions(self) -> Values:
         """int32, S: the version of the weights that sampled each of the sampled tokens."""
         return tuple(turn.versions for turn in self.turns)
+
+    @property
+    def routed_experts(self) -> Values:
+        """Records of the experts of all T tokens; empty unless the engine gave them with every turn."""
+        of_turns = [turn.routed_experts for turn in self.turns]
+        return tuple(part for each in of_turns for part in each) if all(of_turns) else ()
 
     @property
     def sampled_tokens(self) -> int:

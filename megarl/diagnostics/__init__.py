@@ -5,8 +5,17 @@ from megarl.diagnostics.step import (
     advantage_metrics,
     expert_metrics,
     group_metrics,
+    replay_metrics,
     response_metrics,
     reward_metrics,
 )
 
-__all__ = ["Alerts", "advantage_metrics", "expert_metrics", "group_metrics", "response_metrics", "reward_metrics"]
+__all__ = [
+    "Alerts",
+    "advantage_metrics",
+    "expert_metrics",
+    "group_metrics",
+    "replay_metrics",
+    "response_metrics",
+    "reward_metrics",
+]

@@ -137,3 +137,9 @@ def expert_metrics(load: Tensor) -> dict[str, float]:
         "experts/idle_fraction": float((loads == 0).double().mean()),
         **{f"experts/imbalance/layer_{layer}": float(imbalance[i]) for i, layer in enumerate(layers.tolist())},
     }
+
+
+def replay_metrics(replayed: Tensor) -> dict[str, float]:
+    """Metrics of `replayed` int64[2], the choices of experts that were replayed, and those that were changed so."""
+    choices, changed = replayed.tolist()
+    return {"experts/changed_by_replay": changed / choices} if choices else {}

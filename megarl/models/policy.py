@@ -15,7 +15,7 @@ from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import megatron_layout
 from converters.manifest import manifest_of, require_files
 from megarl.rollout.number_format import in_number_format
-from megarl.schema import ModelConfig, RolloutConfig
+from megarl.schema import AlgorithmConfig, ModelConfig, RolloutConfig
 from megatron_ext.options import MegatronOptions
 from megatron_ext.supported_options import without_model_fields
 
@@ -83,6 +83,15 @@ def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
     """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")
     without_model_fields(architecture, options.transformer)
+
+
+def check_replay(architecture: Architecture, algorithm: AlgorithmConfig) -> None:
+    """Raise UserError if the routing of a model is to be replayed that has none."""
+    if algorithm.router_replay != "none" and not architecture.transformer_config.get("num_moe_experts"):
+        raise UserError(
+            f"algorithm.router_replay={algorithm.router_replay} sends tokens to the experts that the engine chose, and"
+            f" this {architecture.model_type} model has no experts: leave it out"
+        )
 
 
 def check_held(model: Model, rollout: RolloutConfig) -> None:

@@ -24,11 +24,14 @@ def engine_kind(name: str) -> EngineKind:
 def engine_configuration(config: MegarlConfig) -> RolloutConfig:
     """The group `rollout`, with the arguments that the rest of the configuration asks for.
 
-    They make the engine compute as the trainer does, and sleep if it takes turns with the trainer.
+    They make the engine compute as the trainer does, sleep if it takes turns with the trainer, and return the experts
+    of its tokens if the trainer is to send them there.
     """
     kind, rollout = engine_kind(config.rollout.engine), config.rollout
     if config.model.fp32_logits:
         rollout = kind.with_float32_logits(rollout)
     if config.cluster.sharing():
         rollout = replace(rollout, engine_args={**rollout.engine_args, **kind.able_to_sleep})
+    if config.algorithm.router_replay == "rollout" and kind.returning_experts is not None:
+        rollout = replace(rollout, engine_args={**rollout.engine_args, **kind.returning_experts})
     return rollout

@@ -71,6 +71,8 @@ class EngineKind:
     """With these arguments an engine can `sleep`."""
     float32_logits: Arguments
     """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
+    returning_experts: Arguments | None = None
+    """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
     layout_versions: Sequence[str] = ()
     """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
     packages: Mapping[str, str]

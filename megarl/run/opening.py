@@ -21,7 +21,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
-from megarl.models.policy import Model, check_held, check_layout, read_model
+from megarl.models.policy import Model, check_held, check_layout, check_replay, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export
 from megarl.output.places import EXPORT, LOGS
 from megarl.process.phase import phase
@@ -57,6 +57,7 @@ class Start:
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_layout(model.architecture, options)
+            check_replay(model.architecture, config.algorithm)
             if command in _WITH_ENGINES:
                 check_held(model, config.rollout)
             start = cls(config, command, model, options, latest_checkpoint(config, command))

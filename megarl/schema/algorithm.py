@@ -80,6 +80,9 @@ class AlgorithmConfig:
     truncated_responses_in_statistics: bool = True
     """Responses that are left out of the loss so stay in their group's statistics (DAPO); off leaves them out there,
     too, so that the advantages that are trained on are centred."""
+    router_replay: str = "none"
+    """Experts that the policy's tokens go to as it learns: none, those that its own routers choose; rollout, those that
+    the engine chose as it sampled (R3, arXiv 2510.11370), by weights that the routers give and learn."""
     updates_per_step: int = 1
     """Optimizer steps per rollout; the prompts of a step are cut into this many mini-batches."""
 

@@ -48,8 +48,8 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     """The trajectories of all groups, group by group; their tokens and log-probs stay where they are.
 
     Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
-    `turn_rewards`, where turns have scores of their own. Names, for errors: `response` and `prompt`, the places of the
-    trajectory in the step and of its prompt in the data.
+    `routed_experts`, where they are replayed; `turn_rewards`, where turns have scores of their own. Names, for errors:
+    `response` and `prompt`, the places of the trajectory in the step and of its prompt in the data.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     prompts = [group.prompt.index for group in groups for _ in group.trajectories]
@@ -57,6 +57,8 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
         "trained": [_trained(each, config) for each in trajectories],
         "rollout_log_probs": [each.log_probs for each in trajectories],
     }
+    if config.router_replay == "rollout":
+        fields["routed_experts"] = [_routed_experts(each) for each in trajectories]
     if any(each.turn_scores for each in trajectories):
         fields["turn_rewards"] = [_turn_rewards(each) for each in trajectories]
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
@@ -184,6 +186,12 @@ def _trained(trajectory: Trajectory, config: AlgorithmConfig) -> Values:
     counts = config.train_on_truncated_responses or not trajectory.is_truncated
     sampled = trajectory.is_sampled
     return (Runs(sampled.values & counts, sampled.lengths),)
+
+
+def _routed_experts(trajectory: Trajectory) -> Values:
+    if not trajectory.routed_experts:
+        raise RuntimeError("an engine that was asked for the experts of its tokens gave none with a turn")
+    return trajectory.routed_experts
 
 
 def _turn_rewards(trajectory: Trajectory) -> Values:

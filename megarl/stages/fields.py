@@ -37,6 +37,14 @@ FIELDS = (
         "corrections, policy loss",
         ("policy",),
     ),
+    Field(
+        "routed_experts",
+        np.void,
+        "the engine's experts of the token, in bytes",
+        "to_batch",
+        "the policy's routers",
+        ("policy",),
+    ),
     Field("turn_rewards", _F32, "score of a turn, at its last token", "to_batch", "with_advantages"),
     Field(
         "old_log_probs",
@@ -100,9 +108,10 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
     for name, sequences in fields.items():
         if name not in _BY_NAME:
             raise ValueError(f"a batch has no field {name!r}: enter it in megarl/stages/fields.py")
-        expected = np.dtype(_BY_NAME[name].dtype)
-        for found in {dtype_of(stretch) for values in sequences for stretch in values} - {expected}:
-            raise ValueError(f"the field {name!r} of a batch is {expected}, and not {found}")
+        expected = _BY_NAME[name].dtype
+        for found in {dtype_of(stretch) for values in sequences for stretch in values}:
+            if not np.issubdtype(found, expected):
+                raise ValueError(f"the field {name!r} of a batch is {np.dtype(expected)}, and not {found}")
     return batch.with_fields(**fields)
 
 

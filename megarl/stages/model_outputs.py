@@ -34,7 +34,7 @@ def with_model_outputs(
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
     if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
         names = ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
-        fields |= policy.predictions(batch, names, temperature=temperature)
+        fields |= policy.predictions(batch, names, temperature=temperature, replay=True)
         fields["old_log_probs"] = fields.pop("log_probs")
     if objective.needs_reference:
         fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True)

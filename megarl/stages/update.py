@@ -7,7 +7,7 @@ import torch
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.batch import Batch, opened_values, sequences_of
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.diagnostics import expert_metrics
+from megarl.diagnostics import expert_metrics, replay_metrics
 from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
 from megarl.stages.fields import Loss, for_loss, with_fields
@@ -47,8 +47,11 @@ def _selected(
 ) -> Iterator[Batch]:
     # A generator, so that each choice is made with the weights that the optimizer step before it left.
     for number, batch in enumerate(batches):
-        present = opened_values(trainer.log_probs(batch, temperature=temperature))
-        chosen = objective.select(for_loss(batch, _POLICY).load(), present, seed=(*seed, number))
+        present = opened_values(trainer.log_probs(batch, temperature=temperature, replay=True))
+        read = for_loss(batch, _POLICY)
+        # Long, and the ranks' alone.
+        read = read.only(read.fields.keys() - {"routed_experts"})
+        chosen = objective.select(read.load(), present, seed=(*seed, number))
         yield with_fields(batch, chosen=sequences_of(chosen, batch.lengths))
 
 
@@ -101,9 +104,11 @@ def _merged(steps: Sequence[StepResult]) -> list[Metrics]:
 
 def _metrics(steps: Sequence[StepResult], model: str) -> dict[str, MetricValue]:
     loads = [step.expert_load for step in steps if step.expert_load is not None]
+    replayed = [step.replayed for step in steps if step.replayed is not None]
     return {
         **Metrics.summary(_merged(steps)),
         f"{model}/gradient_norm": sum(step.gradient_norm for step in steps) / len(steps),
         f"{model}/learning_rate": steps[-1].learning_rate,
         **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
+        **(replay_metrics(torch.stack(replayed).sum(0)) if replayed else {}),
     }

@@ -73,6 +73,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("experts/imbalance/<layer>", "", "the same of each layer that has experts: layer_0 is the model's first"),
     Metric("experts/idle_fraction", "", "share of experts, over all layers, that got no token in the step"),
     Metric(
+        "experts/changed_by_replay",
+        "",
+        "share of the engine's choices, each of a token in a layer, in the place of which the trainer's router would "
+        "have chosen other experts; with algorithm.router_replay=rollout",
+    ),
+    Metric(
         "log_prob_difference/mean",
         "nats",
         "mean |engine - trainer| log-probability of the sampled tokens; not with algorithm.ratio_to=rollout and "

@@ -24,6 +24,8 @@ class TransformersArguments:
     """Samples of a request that are computed together. With 1, even the last bit of a sample depends on none else."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy reads no weights: the first update brings them."""
+    enable_return_routed_experts: bool = False
+    """Whether answers say which experts each token went to."""
     float32_logits: bool = False
     """Whether the output layer computes in float32 whatever `dtype` is."""
 

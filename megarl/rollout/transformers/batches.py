@@ -10,17 +10,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
+from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
 from megarl.rollout.sampling import check_sampling
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
+from megatron_ext.routed_experts import Routing
 
 
 @dataclass(eq=False)
@@ -32,6 +35,8 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[npt.NDArray[np.int16]] = field(default_factory=list)
+    """[layers, top-k]: of each of its tokens but the last, if the model tells, as it went when it was fed first."""
 
 
 class _Batch:
@@ -46,6 +51,8 @@ class _Batch:
             _Row(sample, np.random.default_rng(None if seed is None else (seed % 2**64, sample))) for sample in samples
         ]
         self._cache: DynamicCache | None = None
+        # Of the prompt's tokens, one for all samples.
+        self._prompt_experts: Values = ()
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -73,9 +80,9 @@ class _Batch:
             if self.in_flight.listener is not None:
                 self.in_flight.listener([token])
             if token in ends:
-                self._finish(row, "stop")
+                self._finish(row, "stop", model)
             elif len(row.token_ids) == self._sampling.max_tokens:
-                self._finish(row, "length")
+                self._finish(row, "length", model)
             else:
                 kept.append(place)
         if len(kept) < len(self._rows):
@@ -83,21 +90,29 @@ class _Batch:
             if kept and self._cache is not None:
                 self._cache.batch_select_indices(torch.tensor(kept, device=tokens.device))
 
-    def abort(self) -> None:
+    def abort(self, model: SamplingModel) -> None:
         """Finish all with the tokens that they have."""
         for row in self._rows:
-            self._finish(row, "abort")
+            self._finish(row, "abort", model)
         self._rows = []
 
     def _next_logits(self, model: SamplingModel) -> Tensor:
-        if self._cache is not None:
-            return model.next_logits([row.token_ids[-1:] for row in self._rows], self._cache)
-        self._cache = model.empty_cache()
         if self._rows[0].token_ids:
-            return model.next_logits([self._prompt + row.token_ids for row in self._rows], self._cache)
-        logits = model.next_logits([self._prompt], self._cache)
+            if self._cache is not None:
+                computed = model.compute([row.token_ids[-1:] for row in self._rows], self._cache)
+            else:
+                self._cache = model.empty_cache()
+                computed = model.compute([self._prompt + row.token_ids for row in self._rows], self._cache)
+            if computed.experts is not None:
+                for row, experts in zip(self._rows, computed.experts, strict=True):
+                    row.experts.append(experts[-1].copy())
+            return computed.logits
+        self._cache = model.empty_cache()
+        computed = model.compute([self._prompt], self._cache)
         self._cache.batch_repeat_interleave(len(self._rows))
-        return logits.expand(len(self._rows), -1)
+        if computed.experts is not None and model.routing is not None:
+            self._prompt_experts = (model.routing.records(computed.experts[0], len(self._prompt)),)
+        return computed.logits.expand(len(self._rows), -1)
 
     def _draw(self, log_probs: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -105,9 +120,17 @@ class _Batch:
         numbers = [row.random.random() for row in self._rows]
         return tokens_at(log_probs, torch.tensor(numbers, dtype=torch.float64, device=log_probs.device))
 
-    def _finish(self, row: _Row, reason: FinishReason) -> None:
-        turn = Turn.of(self.in_flight.prompt_ids, row.token_ids, row.log_probs, row.versions, reason)
+    def _finish(self, row: _Row, reason: FinishReason, model: SamplingModel) -> None:
+        experts = self._experts(row, model.routing) if model.routing is not None else ()
+        turn = Turn.of(self.in_flight.prompt_ids, row.token_ids, row.log_probs, row.versions, reason, experts)
         self.in_flight.finish(row.sample, turn)
+
+    def _experts(self, row: _Row, routing: Routing) -> Values:
+        """Records of the prompt's tokens and of those that were sampled; the last of them was not fed."""
+        nowhere = np.empty((0, routing.layers, routing.topk), dtype=np.int16)
+        of_prompt = self._prompt_experts or (routing.records(nowhere, len(self._prompt)),)
+        sampled = np.stack(row.experts) if row.experts else nowhere
+        return *of_prompt, routing.records(sampled, len(row.token_ids))
 
 
 class Batches:
@@ -149,7 +172,7 @@ class Batches:
     def abort(self) -> None:
         """Finish all samples with the tokens that they have."""
         while self._waiting:
-            self._waiting.popleft().abort()
+            self._waiting.popleft().abort(self._model)
 
     def fail(self, error: BaseException) -> None:
         """Let all requests raise `error`."""

@@ -13,6 +13,7 @@ _TESTED: Mapping[str, str] = dict.fromkeys(
         "max_num_seqs",
         "load_format",
         "float32_logits",
+        "enable_return_routed_experts",
     ),
     "megarl/rollout/test_transformers_arguments.py",
 )
@@ -28,5 +29,6 @@ TRANSFORMERS = EngineKind(
     context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},
+    returning_experts={"enable_return_routed_experts": True},
     packages={"cuda": "transformers", "cpu": "transformers"},
 )

@@ -1,8 +1,11 @@
 """The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
 
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +16,19 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from converters.errors import UserError
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megatron_ext import device
+from megatron_ext.routed_experts import Routing
+
+
+class Computed(NamedTuple):
+    """Results of a pass over R rows of T tokens.
+
+    Example: Computed(torch.zeros(1, 64), np.zeros((1, 5, 2, 2), np.int16))
+    """
+
+    logits: Tensor
+    """float32[R, vocabulary]: of what follows on each row."""
+    experts: npt.NDArray[np.int16] | None
+    """[R, T, layers with experts, top-k]: where each token went, if that is asked for."""
 
 
 class SamplingModel:
@@ -28,15 +44,22 @@ class SamplingModel:
         self.vocabulary: int = config.vocab_size
         self.max_tokens: int = arguments.max_model_len or config.max_position_embeddings
         self.end_token_ids = _end_token_ids(folder, config)
+        self._routing_recorder = _RoutingRecorder(self.module) if arguments.enable_return_routed_experts else None
         if arguments.float32_logits:
             _compute_logits_in_float32(self.module.get_output_embeddings())
 
+    @property
+    def routing(self) -> Routing | None:
+        """Sizes of the routing, if its choices are asked for."""
+        return self._routing_recorder and self._routing_recorder.routing
+
     @torch.inference_mode()
-    def next_logits(self, token_ids: list[list[int]], cache: DynamicCache) -> Tensor:
-        """Float32 logits [rows, vocabulary] of what follows on rows of tokens, after those of `cache`; it grows."""
+    def compute(self, token_ids: list[list[int]], cache: DynamicCache) -> Computed:
+        """A pass over rows of tokens of one length, after those of `cache`; it grows."""
         rows = torch.tensor(token_ids, device=self.module.device)
         output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].float()
+        experts = None if self._routing_recorder is None else self._routing_recorder.take(len(token_ids))
+        return Computed(output.logits[:, -1].float(), experts)
 
     def empty_cache(self) -> DynamicCache:
         """A cache without keys and values."""
@@ -64,6 +87,34 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
             if part in name:
                 tensor.data = tensor.to(kept[part])
     return model
+
+
+class _RoutingRecorder:
+    """Takes down which experts a pass sends its tokens to, layer by layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # By their argument of that name, which experts have in all models of transformers.
+        layers = [each for each in model.modules() if _CHOICE in inspect.signature(each.forward).parameters]
+        if not layers:
+            raise UserError(
+                f"a {model.config.model_type} model has no experts that rollout.engine_args."
+                "enable_return_routed_experts could return: leave it out, and set algorithm.router_replay=none"
+            )
+        self.routing = Routing(len(layers), model.config.num_experts_per_tok, int(layers[0].num_experts))
+        self._choices: list[Tensor] = []
+        for layer in layers:
+            layer.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def take(self, rows: int) -> npt.NDArray[np.int16]:
+        """The choices of the pass: [rows, tokens, layers, top-k]."""
+        choices, self._choices = self._choices, []
+        return torch.stack(choices, 1).unflatten(0, (rows, -1)).to("cpu", torch.int16).numpy()
+
+    def _note(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._choices.append(inspect.signature(layer.forward).bind(*arguments, **named).arguments[_CHOICE])
+
+
+_CHOICE = "top_k_index"
 
 
 def _end_token_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -45,7 +45,7 @@ def test_attention_and_experts_are_computed_as_asked_for(model_folder, reference
     arguments = read_arguments({"attn_implementation": "eager", "experts_implementation": "eager"})
     model = SamplingModel(folder, arguments)
     assert model.module.config._attn_implementation == model.module.config._experts_implementation == "eager"
-    log_probs = model.next_logits([PROMPTS[0]], model.empty_cache()).log_softmax(-1)
+    log_probs = model.compute([PROMPTS[0]], model.empty_cache()).logits.log_softmax(-1)
     assert torch.allclose(log_probs[0], reference_log_probs(folder, PROMPTS[0])[-1], atol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_weights_are_of_the_type_asked_for_but_those_that_transformers_keeps(mod
 def test_logits_are_not_rounded_where_that_is_asked_for(model_folder):
     def logits(**given):
         model = SamplingModel(model_folder("qwen3", 0), TransformersArguments(dtype="bfloat16", **given))
-        return model.next_logits([PROMPTS[0]], model.empty_cache())
+        return model.compute([PROMPTS[0]], model.empty_cache()).logits
 
     rounded, exact = logits(), logits(float32_logits=True)
     assert torch.equal(rounded, rounded.bfloat16().float())

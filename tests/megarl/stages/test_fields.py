@@ -90,12 +90,16 @@ def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objec
     made = {
         field.name: torch.from_numpy(np.random.default_rng(number).random(12).astype(field.dtype))
         for number, field in enumerate(FIELDS)
+        if field.dtype is not np.void
     }
-    batch = RaggedBatch(torch.arange(12), lengths, made)
+    records = torch.zeros(12, 4, dtype=torch.uint8)
+    batch = RaggedBatch(torch.arange(12), lengths, made, routed_experts=records)
     values = -torch.rand(12, generator=torch.Generator().manual_seed(99))
     predictions = values if loss == "value" else LogProbs(values, values.square(), values > -0.5)
     sent = for_loss(Batch.of(batch), loss).load()
-    assert set(sent.fields) == {field.name for field in FIELDS if loss in field.losses} < set(batch.fields)
+    read = {field.name for field in FIELDS if loss in field.losses}
+    assert set(sent.fields) == read - {"routed_experts"} < set(batch.fields)
+    assert (sent.routed_experts is not None) == ("routed_experts" in read)
     (whole, all_metrics), (part, metrics) = (objective(predictions, pack(each, [0, 1])) for each in (batch, sent))
     assert torch.equal(whole, part)
     assert Metrics.merge([all_metrics]).values() == Metrics.merge([metrics]).values()
@@ -103,14 +107,15 @@ def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objec
 
 @pytest.mark.parametrize("loss", ["policy", "value", "prime"])
 def test_no_field_is_sent_that_a_loss_does_not_read(loss: Loss) -> None:
-    """Each is named in the module of the loss, or in one that it reads its micro-batch with."""
+    """Each is named in the module of the loss, or in one that it reads its micro-batch with; routers read theirs."""
     modules = {
         "policy": ("policy_objective.py", "trained_tokens.py"),
         "value": ("value_loss.py", "trained_tokens.py"),
         "prime": ("implicit_reward.py", "sequences.py"),
     }
     text = "".join((ROOT / "megarl/algorithms" / name).read_text() for name in modules[loss])
-    assert [field.name for field in FIELDS if loss in field.losses and field.name not in text] == []
+    sent = {field.name for field in FIELDS if loss in field.losses} - {"routed_experts"}
+    assert [name for name in sent if name not in text] == []
 
 
 def test_the_docs_have_the_table() -> None:

@@ -1,0 +1,169 @@
+"""Routing that is replayed: the same experts, the trainer's own weights of them, however the model is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import run_ranks
+from megatron.core.transformer.moe.router import TopKRouter
+from parallel_rank import parallel_rank
+from torch import Tensor
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import SftObjective
+from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+from megatron_ext.routed_experts import Routing
+
+LENGTHS = (8, 4, 12, 6)
+ROUTING = Routing(layers=3, topk=2, experts=8)
+FIELDS = {"num_hidden_layers": 1 + ROUTING.layers, "n_routed_experts": ROUTING.experts}
+"""The first layer has no experts, and the routers score groups of them in a way of their own."""
+RECOMPUTED = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("deepseek_v3", tmp_path_factory.mktemp("model"), fields=FIELDS)
+
+
+def whole_batch(experts: Tensor | None) -> RaggedBatch:
+    """All sequences; `experts` [T, layers, topk] are replayed, but for the last token of each, which nobody fed."""
+    tokens, lengths = torch.arange(sum(LENGTHS)) % 40 + 4, torch.tensor(LENGTHS)
+    batch = RaggedBatch(tokens, lengths, {"weights": torch.ones(len(tokens))})
+    if experts is None:
+        return batch
+    of_sequences = [ROUTING.records(each.numpy()[:-1], len(each)) for each in experts.split(LENGTHS)]
+    records = np.concatenate(of_sequences)
+    return RaggedBatch(
+        tokens, lengths, batch.fields, routed_experts=torch.from_numpy(records.view(np.uint8)).view(len(records), -1)
+    )
+
+
+def other_experts() -> Tensor:
+    """Any experts [T, layers, topk]: no router's choice."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.rand(sum(LENGTHS), ROUTING.layers, ROUTING.experts, generator=generator)
+    return scores.topk(ROUTING.topk).indices
+
+
+def outcome(
+    rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any], experts: Tensor | None
+) -> dict[str, Any]:
+    """Predictions of two micro-batches and a train step; of no sequence if its rank has none, or is not the last."""
+    model = make_model(rank, sizes, folder, transformer)
+    return passes(model, sizes, whole_batch(experts))
+
+
+def make_model(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]) -> MegatronModel:
+    options = MegatronOptions(sizes, torch.float32, transformer=transformer, optimizer={"lr": 0.0})
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.prepare_training(5)
+    return model
+
+
+def passes(model: MegatronModel, sizes: ParallelSizes, whole: RaggedBatch) -> dict[str, Any]:
+    sequences = range(parallel_rank().data, len(LENGTHS), sizes.data_parallel_size)
+    batch, micro_batches = whole.select(sequences), [[index] for index in range(len(sequences))]
+    predictions = model.log_probs(batch, micro_batches, temperature=1.0)
+    step = model.train_step(batch, micro_batches, SftObjective())
+    of_sequences = () if predictions is None else predictions.log_probs.split(batch.lengths.tolist())
+    found = dict(zip(sequences, of_sequences, strict=False))
+    return {"log_probs": found, "norm": step.gradient_norm, "load": step.expert_load, "replayed": step.replayed}
+
+
+def in_one_process(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, Any]:
+    """Without a replay, with that of the router's own choice, and with that of others, twice; then without again."""
+    model = make_model(rank, sizes, folder, {})
+    chosen: dict[int, list[Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda router, _, output: chosen.setdefault(router.layer_number, []).append(output[1])
+        )
+        for module in model.chunks[0].modules()
+        if isinstance(module, TopKRouter)
+    ]
+    results = {"own": passes(model, sizes, whole_batch(None))}
+    for hook in hooks:
+        hook.remove()
+    # Of the predictions; the train step comes behind them.
+    of_layers = [torch.cat(maps[: len(LENGTHS)]) for _, maps in sorted(chosen.items())]
+    own = torch.stack([each.nonzero()[:, 1].view(-1, ROUTING.topk) for each in of_layers], 1)
+    results["own replayed"] = passes(model, sizes, whole_batch(own))
+    results["others"] = passes(model, sizes, whole_batch(other_experts()))
+    results["others again"] = passes(model, sizes, whole_batch(other_experts()))
+    results["own again"] = passes(model, sizes, whole_batch(None))
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    return run_ranks(in_one_process, ParallelSizes(), folder)[0]
+
+
+def test_a_router_that_replays_its_own_choice_changes_no_bit(expected: dict[str, Any]) -> None:
+    own = expected["own"]
+    assert own["replayed"] is None
+    for name in ("own replayed", "own again"):
+        replayed = expected[name]
+        assert all(torch.equal(log_probs, replayed["log_probs"][i]) for i, log_probs in own["log_probs"].items()), name
+        assert replayed["norm"] == own["norm"]
+        assert torch.equal(replayed["load"], own["load"])
+    assert expected["own replayed"]["replayed"].tolist() == [(sum(LENGTHS) - len(LENGTHS)) * ROUTING.layers, 0]
+
+
+def test_tokens_go_to_the_experts_of_their_records_and_the_last_ones_where_they_would(expected: dict[str, Any]) -> None:
+    others, experts = expected["others"], other_experts()
+    recorded = torch.ones(len(experts), dtype=torch.bool)
+    recorded[torch.tensor(LENGTHS).cumsum(0) - 1] = False
+    for layer in range(ROUTING.layers):
+        of_records = torch.bincount(experts[recorded, layer].flatten(), minlength=ROUTING.experts)
+        by_the_router = others["load"][1 + layer] - of_records
+        assert int(by_the_router.min()) >= 0
+        assert int(by_the_router.sum()) == ROUTING.topk * len(LENGTHS)
+    replayed, changed = others["replayed"].tolist()
+    assert replayed == int(recorded.sum()) * ROUTING.layers
+    assert 0.5 * replayed < changed < replayed
+    gaps = [(others["log_probs"][i] - expected["own"]["log_probs"][i]).abs().max() for i in range(len(LENGTHS))]
+    assert min(gaps) > 1e-3
+    assert all(
+        torch.equal(others["log_probs"][i], expected["others again"]["log_probs"][i]) for i in range(len(LENGTHS))
+    )
+
+
+@pytest.mark.parametrize(
+    ("cut", "recomputed"),
+    [
+        ({}, "moe"),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, None),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "full"),
+        ({"pipeline_model_parallel_size": 2}, "moe"),
+        ({"expert_model_parallel_size": 2}, "full"),
+    ],
+    ids=["one", "TP and EP", "VPP", "PP", "DP and EP"],
+)
+def test_no_cut_and_no_recomputation_changes_what_is_replayed(
+    expected: dict[str, Any], folder: Path, cut: dict[str, int], recomputed: str | None
+) -> None:
+    sizes = ParallelSizes(world_size=2 if cut else 1, **cut)
+    transformer = RECOMPUTED[recomputed] if recomputed else {}
+    ranks = run_ranks(outcome, sizes, folder, transformer, other_experts())
+    others = expected["others"]
+    log_probs = {i: each for rank in ranks for i, each in rank["log_probs"].items()}
+    assert sorted(log_probs) == list(range(len(LENGTHS)))
+    for i, each in log_probs.items():
+        torch.testing.assert_close(each, others["log_probs"][i], atol=1e-5, rtol=0)
+    for rank in ranks:
+        assert rank["norm"] == pytest.approx(others["norm"], rel=1e-5)
+        assert torch.equal(rank["load"], others["load"])
+        assert torch.equal(rank["replayed"], others["replayed"])
