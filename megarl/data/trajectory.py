@@ -56,8 +56,8 @@ class Turn:
     text: str | None = None
     """The sampled tokens without special ones, where they are many."""
     routed_experts: Values = ()
-    """Of an engine that was asked for them, a record of bytes for each of the P + T tokens: the experts that it went to
-    (`megatron_ext.routed_experts`). That of the last token, which was not fed to the model, says nothing."""
+    """Experts that each of the P + T tokens went to, where the engine was asked for them: records of bytes
+    (`megatron_ext.routed_experts`). The last token was not fed to the model, and its record says nothing."""
 
     def __post_init__(self) -> None:
         versions = length_of(self.versions)

@@ -172,6 +172,13 @@ def test_multi_token_prediction(run, tmp_path):
     assert "num_nextn_predict_layers: 0" in message
 
 
+def test_replayed_routing_of_a_model_without_experts(run, tmp_path):
+    dense = write_tiny_model("qwen3", tmp_path / "dense")
+    message = run(f"model.path={dense}", "rollout.engine=transformers", "algorithm.router_replay=rollout", *ONE_RANK)
+    assert "algorithm.router_replay=rollout sends tokens to the experts that the engine chose" in message
+    assert "this qwen3 model has no experts: leave it out" in message
+
+
 ONE_RANK = ("cluster.trainer_ranks=1", "megatron.expert_model_parallel_size=1")
 
 

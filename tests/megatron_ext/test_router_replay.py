@@ -1,6 +1,7 @@
 """Routing that is replayed: the same experts, the trainer's own weights of them, however the model is cut."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from launch import run_ranks
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from parallel_rank import parallel_rank
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.routed_experts import Routing
+from megatron_ext.router_replay import RecordedChoice, replaying
 
 LENGTHS = (8, 4, 12, 6)
 ROUTING = Routing(layers=3, topk=2, experts=8)
@@ -167,3 +170,55 @@ def test_no_cut_and_no_recomputation_changes_what_is_replayed(
         assert rank["norm"] == pytest.approx(others["norm"], rel=1e-5)
         assert torch.equal(rank["load"], others["load"])
         assert torch.equal(rank["replayed"], others["replayed"])
+
+
+@pytest.mark.parametrize("groups", [None, 4])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_weights_of_replayed_experts_are_the_routers_and_learn(sigmoid: bool, groups: int | None) -> None:
+    experts, topk, tokens = 16, 5, 50
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=experts,
+        moe_router_topk=topk,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=groups and 2,
+        moe_router_score_function="sigmoid" if sigmoid else "softmax",
+        moe_router_enable_expert_bias=sigmoid,
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+        perform_initialization=False,
+    )
+    router = TopKRouter(config=config, pg_collection=SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None))
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(tokens, 1, experts, generator=generator, dtype=torch.float64).requires_grad_()
+    _, own = router.routing(logits)
+    recorded = torch.rand(tokens, experts, generator=generator).topk(topk).indices
+    recorded[::7] = -1
+    router.router_replay = RecordedChoice()
+    router.router_replay.aim(recorded)
+    weights, chosen = router.routing(logits)
+    expected = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, recorded.clamp(min=0), True)
+    expected[::7] = own[::7]
+    assert torch.equal(chosen, expected)
+    scores = logits[:, 0].float().sigmoid().double() if sigmoid else logits[:, 0].exp()
+    by_hand = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, by_hand, atol=1e-6, rtol=1e-5)
+    upstream = torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+    gradients = [torch.autograd.grad(each, logits, upstream, retain_graph=True)[0] for each in (weights, by_hand)]
+    assert float(gradients[0].abs().max()) > 0.01
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+
+
+def test_a_record_that_no_router_asked_for_is_no_silence() -> None:
+    router = RecordedChoice()
+    chunk = SimpleNamespace(
+        decoder=SimpleNamespace(
+            layers=[SimpleNamespace(mlp=SimpleNamespace(router=SimpleNamespace(router_replay=router)))]
+        )
+    )
+    with pytest.raises(RuntimeError, match="left 1 micro-batches"), replaying([chunk]):
+        router.aim(torch.zeros(3, 2, dtype=torch.long))
+    with replaying([chunk]):
+        pass

@@ -51,7 +51,7 @@ class _Batch:
             _Row(sample, np.random.default_rng(None if seed is None else (seed % 2**64, sample))) for sample in samples
         ]
         self._cache: DynamicCache | None = None
-        # Of the prompt's tokens, one for all samples.
+        # Those of the prompt's tokens, which all samples share.
         self._prompt_experts: Values = ()
 
     def __bool__(self) -> bool:

@@ -1,6 +1,7 @@
 """Batches on the way to the ranks: small, fetched by those who compute, and the same to the last bit."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,13 @@ import ray
 import torch
 
 from megarl.cluster.batch import Batch, opened_values, sequences_of
+from megarl.cluster.long_arrays import put_back, taken_out
+from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, kept_here, shortened
+from megarl.schema import AlgorithmConfig
+from megarl.stages.batch import to_batch
 from megatron_ext.packing import RaggedBatch
+from megatron_ext.routed_experts import Routing
 
 NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.float32)
 
@@ -58,6 +64,37 @@ def test_what_is_long_stays_in_the_object_store_until_it_is_read() -> None:
     assert not is_finite(kept_here(values))
 
 
+@pytest.mark.usefixtures("shared_cluster")
+def test_experts_of_a_long_turn_go_to_the_ranks_by_reference() -> None:
+    """The prompt's records, which two samples share, are stored once; the controller is sent none."""
+    tokens, routing = 4000, Routing(layers=4, topk=8, experts=128)
+    experts = np.random.default_rng(0).random((tokens, 4, 128)).argsort(-1)[..., :8]
+    of_prompt, of_response = routing.records(experts, tokens), routing.records(experts[1:], tokens)
+    prompt, sampled = [5] * tokens, [7] * tokens
+    turns = [
+        Turn.of(prompt, sampled, [-1.0] * tokens, [3] * tokens, "stop", (of_prompt, of_response)) for _ in range(2)
+    ]
+    pickled, arrays = taken_out(turns)
+    assert sum(each.itemsize == 32 for each in arrays) == 2
+    assert len(pickled) < 100_000, "12 bytes a token, of its numbers and log-probs"
+    arrived = put_back(pickled, [ray.put(each) for each in arrays])
+    assert all(isinstance(each, Stored) for turn in arrived for each in turn.routed_experts)
+    assert arrived == turns
+    group = PromptGroup(Prompt(0, "any", prompt, "", {}), 0, [Trajectory((turn,), "stop") for turn in arrived])
+    batch = to_batch([group], AlgorithmConfig(router_replay="rollout"))
+    share = pickle.dumps(batch.select([1]).only(["routed_experts"]))
+    assert len(share) < 40_000
+    loaded = pickle.loads(share).load()
+    assert loaded.fields == {}
+    routing.check(loaded.routed_experts)
+    found = routing.experts_of(loaded.routed_experts, range(4)).numpy()
+    assert np.array_equal(found[:-1], np.concatenate([experts, experts[1:]]))
+    assert "routed_experts" not in to_batch([group], AlgorithmConfig()).fields
+    without = replace(group, trajectories=[Trajectory((replace(turns[0], routed_experts=()),), "stop")])
+    with pytest.raises(RuntimeError, match="was asked for the experts of its tokens gave none"):
+        to_batch([without], AlgorithmConfig(router_replay="rollout"))
+
+
 def test_what_is_gone_from_the_object_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(references: list[str]) -> list[np.ndarray]:
         raise ray.exceptions.ObjectLostError(references[0], None, "")
@@ -77,7 +114,8 @@ def whole() -> RaggedBatch:
         "old_log_probs": -torch.rand(total, generator=generator),
     }
     tokens = torch.randint(150_000, (total,), generator=generator)
-    return RaggedBatch(tokens, lengths, fields, unit=2, names={"response": torch.arange(12)})
+    records = torch.randint(256, (total, 6), dtype=torch.uint8, generator=generator)
+    return RaggedBatch(tokens, lengths, fields, 2, {"response": torch.arange(12)}, records)
 
 
 @pytest.mark.parametrize("chosen", [[2, 3, 10, 11, 0, 1], []])
@@ -90,6 +128,7 @@ def test_a_share_arrives_as_it_was_cut(chosen: list[int]) -> None:
     for name, values in expected.fields.items():
         assert arrived.fields[name].dtype == values.dtype
         assert torch.equal(arrived.fields[name], values)
+    assert torch.equal(arrived.routed_experts, expected.routed_experts)
     assert arrived.names["response"].tolist() == chosen
     assert arrived.unit == 2
 
@@ -97,7 +136,7 @@ def test_a_share_arrives_as_it_was_cut(chosen: list[int]) -> None:
 def test_a_token_is_as_many_bytes_as_its_values_differ() -> None:
     batch = whole()
     everything = len(pickle.dumps(Batch.of(batch), protocol=5))
-    assert everything < 8.7 * len(batch.tokens), "4 of the token, 4 of the log-prob"
+    assert everything < 14.7 * len(batch.tokens), "4 of the token, 4 of the log-prob, 6 of the experts"
     assert len(pickle.dumps(Batch.of(batch).only(["weights"]), protocol=5)) < 4.5 * len(batch.tokens)
 
 

@@ -35,6 +35,7 @@ def test_groups_of_one_with_group_statistics(advantage: str) -> None:
         check_composition(config(samples=1, algorithm={"advantage": advantage}))
 
 
+REPLAY = {"algorithm": {"router_replay": "rollout"}, "rollout": RolloutConfig(engine="transformers")}
 REFUSED = {
     "a value loss without a critic": (
         {"critic": CriticConfig(warmup_steps=3)},
@@ -54,6 +55,17 @@ REFUSED = {
     "dynamic sampling in groups of one": (
         {"samples": 1, "algorithm": {"advantage": "reinforce_plus_plus", "dynamic_sampling": True}},
         "looks for prompts whose responses differ",
+    ),
+    "a router that cannot be told": (
+        {"megatron": {"moe_router_fusion": True}, **REPLAY},
+        r"megatron\.moe_router_fusion chooses the experts within a kernel, and algorithm\.router_replay=rollout",
+    ),
+    "an engine that is told to be silent": (
+        {
+            "rollout": RolloutConfig(engine="transformers", engine_args={"enable_return_routed_experts": False}),
+            "algorithm": {"router_replay": "rollout"},
+        },
+        r"enable_return_routed_experts=False contradicts algorithm\.router_replay=rollout: leave it out",
     ),
     "distillation without a teacher": ({"algorithm": {"advantage": "distillation"}}, "needs a teacher"),
     "a teacher without distillation": ({"teachers": {"a": TeacherConfig("x")}}, "does not learn from any"),

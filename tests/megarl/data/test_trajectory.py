@@ -58,6 +58,18 @@ def test_turns_are_compared_by_what_is_in_them() -> None:
     assert replace(ASKED, finish_reason="length") != ASKED
 
 
+def test_routed_experts_are_of_all_tokens_and_part_of_a_turn() -> None:
+    records = np.arange(5, dtype=np.uint8)[:, None].repeat(3, 1).view("V3")[:, 0]
+    routed = replace(ASKED, routed_experts=(records[:2], records[2:4]))
+    assert pickle.loads(pickle.dumps(routed)) == routed
+    assert routed != ASKED
+    assert routed != replace(routed, routed_experts=(records[:2], records[1:3]))
+    assert Trajectory((routed,), "stop").routed_experts == routed.routed_experts
+    assert Trajectory((routed, ANSWERED), "stop").routed_experts == ()
+    with pytest.raises(ValueError, match="a turn of 4 tokens, its prompt included, and 5 records"):
+        replace(ASKED, routed_experts=(records,))
+
+
 def test_pieces_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens, 1 log-probs and 2 versions"):
         Turn.of([1], [2, 3], [-1.0], [0, 0], "stop")

@@ -56,6 +56,14 @@ def test_what_is_given_wins_over_what_keeps_logits_from_being_rounded() -> None:
     assert engine_configuration(config).engine_args == {"float32_logits": False}
 
 
+def test_an_engine_is_asked_for_experts_where_they_are_replayed() -> None:
+    config = MegarlConfig()
+    config.rollout.engine = "transformers"
+    assert engine_configuration(config).engine_args == {}
+    config.algorithm.router_replay = "rollout"
+    assert engine_configuration(config).engine_args == {"enable_return_routed_experts": True}
+
+
 def test_no_engine_and_no_torch_is_imported_for_the_table() -> None:
     """A configuration is checked, and a job submitted, on a machine that has neither."""
     program = "import sys, megarl.rollout; sys.exit(bool({'torch', 'vllm', 'ray'} & set(sys.modules)))"

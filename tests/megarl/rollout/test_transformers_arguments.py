@@ -1,5 +1,6 @@
 """Arguments of the transformers engine: each does what it says, and a wrong one is a sentence."""
 
+import numpy as np
 import pytest
 import torch
 from engine_host import PROMPTS
@@ -8,9 +9,11 @@ from transformers import AutoModelForCausalLM
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
+from megarl.data.stretches import joined
 from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.transformers.arguments import TransformersArguments, read_arguments
+from megarl.rollout.transformers.batches import Batches
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.weights import ModelWeights
 
@@ -94,3 +97,59 @@ def test_no_weights_are_read_where_an_update_brings_them(transformers_engines, f
     with pytest.raises(UserError, match="transformers cannot serve"):
         transformers_engines.start(tmp_path)
     transformers_engines.running = None
+
+
+@torch.no_grad()
+def experts_of_a_plain_forward(folder, token_ids):
+    """[tokens, layers, top-k], as the routers themselves give them."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda _module, _inputs, output: found.append(output[2]))
+    model(torch.tensor([token_ids]))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_experts_of_every_token_are_those_of_a_plain_forward(model_folder, name):
+    """Whatever is sampled together, and though the keys and values are computed anew in between."""
+    folder = model_folder(name, 0)
+    model = SamplingModel(folder, TransformersArguments(enable_return_routed_experts=True))
+    batches = Batches(model, max_samples=4)
+    sampling = SamplingParameters(samples=6, max_tokens=9, seed=3)
+    futures = batches.add([Request(prompt, sampling) for prompt in PROMPTS[:2]])
+    for step in range(100):
+        if step == 4:
+            batches.forget()
+        if batches:
+            batches.step(0)
+    turns = [turn for future in futures for turn in future.result(timeout=0)]
+    assert len({tuple(turn.token_ids) for turn in turns}) > 6
+    for turn in turns:
+        tokens = [*turn.prompt_ids, *turn.token_ids]
+        records = joined([turn.routed_experts])
+        content = torch.from_numpy(records.view(np.uint8)).view(len(tokens), -1)
+        found = model.routing.experts_of(content, range(model.routing.layers))
+        expected = experts_of_a_plain_forward(folder, tokens[:-1])
+        assert torch.equal(found[:-1].sort(-1).values, expected.sort(-1).values)
+        assert found[-1].unique().tolist() == [-1]
+    # The prompt's are one array for all samples that were computed with it.
+    assert turns[0].routed_experts[0] is turns[3].routed_experts[0]
+
+
+def test_what_is_aborted_says_where_its_tokens_went(model_folder):
+    model = SamplingModel(model_folder("qwen3_moe", 0), TransformersArguments(enable_return_routed_experts=True))
+    batches = Batches(model, max_samples=4)
+    (future,) = batches.add([REQUEST])
+    for _ in range(3):
+        batches.step(0)
+    batches.abort()
+    records = [joined([turn.routed_experts]) for turn in future.result(timeout=0)]
+    nothing = model.routing.records(np.empty((0, model.routing.layers, model.routing.topk)), 1)
+    # Four samples had three tokens, the last of which was never fed; two had none.
+    assert [int((each == nothing).sum()) for each in records] == [1] * 4 + [len(PROMPTS[0])] * 2
+
+
+def test_a_dense_model_has_no_experts_to_return(model_folder):
+    with pytest.raises(UserError, match=r"qwen3 model has no experts .* set algorithm\.router_replay=none"):
+        SamplingModel(model_folder("qwen3", 0), TransformersArguments(enable_return_routed_experts=True))
