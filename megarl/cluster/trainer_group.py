@@ -97,8 +97,8 @@ class TrainerGroup(WorkerGroup):
         self, batch: Batch, *, temperature: float, reference: bool = False, replay: bool = False
     ) -> list[Values]:
         """float32: log-probabilities of all tokens of `batch`, in its order. See `predictions`."""
-        options = {"temperature": temperature, "reference": reference, "replay": replay}
-        return self.predictions(batch, ["log_probs"], **options)["log_probs"]
+        names = ["log_probs"]
+        return self.predictions(batch, names, temperature=temperature, reference=reference, replay=replay)["log_probs"]
 
     def values(self, batch: Batch) -> list[Values]:
         """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""

@@ -51,7 +51,7 @@ class SamplingModel:
     @property
     def routing(self) -> Routing | None:
         """Sizes of the routing, if its choices are asked for."""
-        return self._routing_recorder and self._routing_recorder.routing
+        return None if self._routing_recorder is None else self._routing_recorder.routing
 
     @torch.inference_mode()
     def compute(self, token_ids: list[list[int]], cache: DynamicCache) -> Computed:
