@@ -74,7 +74,7 @@ def main() -> None:
         f"Versions: torch {torch.__version__}, transformers {transformers.__version__}",
         f"Command: `python benchmarks/router_replay.py --prompts {arguments.prompts}`",
         f"Qwen3-MoE, random weights, {MODEL}; {arguments.prompts * SAMPLES} responses of up to {RESPONSE} tokens."
-        " A choice is that of a token in a layer. Gaps are |engine - trainer| of the sampled tokens' log-probs, in nats.",
+        " A choice is of a token in a layer. Gaps are |engine - trainer| of the sampled tokens' log-probs, in nats.",
         "\n".join(_HEADER + rows(arguments.prompts)),
     ]
     text = "\n\n".join(lines)
