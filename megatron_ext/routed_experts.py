@@ -1,12 +1,14 @@
 """The experts of each token as they travel from an engine to the ranks: one record of bytes per token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from converters.errors import UserError
 
 _NONE = 0xFF
 """Every byte of a record that says nothing: the token goes to the experts that the trainer chooses."""
@@ -23,6 +25,15 @@ class Routing(NamedTuple):
     layers: int
     topk: int
     experts: int
+
+    @classmethod
+    def of(cls, transformer_config: Mapping[str, Any], num_layers: int) -> "Routing":
+        """The sizes of a model with these fields of TransformerConfig. Raises UserError where there are no experts."""
+        experts = transformer_config.get("num_moe_experts")
+        if not experts:
+            raise UserError("a model without experts has no routing to replay: set algorithm.router_replay=none")
+        layers = layers_with_experts(transformer_config, num_layers)
+        return cls(len(layers), transformer_config["moe_router_topk"], experts)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -75,6 +86,14 @@ class Routing(NamedTuple):
     @staticmethod
     def _say_nothing(records: Tensor) -> Tensor:
         return (records == _NONE).all(1)
+
+
+def layers_with_experts(transformer_config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """The layers with experts, of all, by fields of TransformerConfig."""
+    pattern = transformer_config.get("moe_layer_freq", 1)
+    if isinstance(pattern, int):
+        return [layer for layer in range(num_layers) if layer % pattern == 0]
+    return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
 
 def padded(records: Tensor, padding: int) -> Tensor:

@@ -7,7 +7,6 @@ learn.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,9 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from converters.errors import UserError
 from megatron_ext.packing import MicroBatch
-from megatron_ext.routed_experts import Routing
+from megatron_ext.routed_experts import Routing, layers_with_experts
 from megatron_ext.router import Choice, GroupScoredChoice
 
 
@@ -92,7 +90,10 @@ def aim(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
         for choice in _choices([chunk]):
             choice.aim(None)
         return
-    routing, places = routing_of(config), {layer: place for place, layer in enumerate(_layers_with_experts(config))}
+    routing, places = (
+        routing_of(config),
+        {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))},
+    )
     routers = list(_routers(chunk))
     rows = _rows_of_this_rank(micro_batch.routed_experts, config)
     experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in routers])
@@ -115,16 +116,7 @@ def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:
 
 def routing_of(config: TransformerConfig) -> Routing:
     """The sizes of a model's routing. Raises UserError where there are no experts."""
-    if config.num_moe_experts is None:
-        raise UserError("a model without experts has no routing to replay: set algorithm.router_replay=none")
-    return Routing(len(_layers_with_experts(config)), config.moe_router_topk, config.num_moe_experts)
-
-
-def _layers_with_experts(config: TransformerConfig) -> list[int]:
-    pattern: Any = config.moe_layer_freq
-    if isinstance(pattern, int):
-        return [layer for layer in range(config.num_layers) if layer % pattern == 0]
-    return [layer for layer, has_experts in enumerate(pattern) if has_experts]
+    return Routing.of(vars(config), config.num_layers)
 
 
 def _rows_of_this_rank(records: Tensor, config: TransformerConfig) -> Tensor:
