@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
-from megarl.rollout.vllm import cpu, cpu_fp8
+from megarl.rollout.vllm import cpu, cpu_fp8, cpu_routed_experts
 from megarl.rollout.vllm.kind import PART_ARGUMENTS, QUANTISATION, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
@@ -92,7 +92,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
             " leave shared out of cluster.pools, or take rollout.replicas engines"
         )
     if device.backend() == "gloo":
-        given = cpu.without_sleep_mode(given)
+        given = cpu_routed_experts.without_argument(cpu.without_sleep_mode(given))
         cpu_fp8.take_float32_activations()
     required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
     VLLM.check(_own_left_out(given))

@@ -18,9 +18,12 @@ from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
+from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
+from megarl.rollout.vllm.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.sequences import SequencesInFlight
 from megarl.rollout.worker_memory import require
+from megatron_ext import device
 from megatron_ext.device_memory import CountedMemory
 
 R = TypeVar("R")
@@ -44,10 +47,14 @@ class VllmEngine(OwnedEngine):
         prepare_environment(self._engine_args)
         # Before all else of vLLM, which comes with it.
         load("vllm.v1.engine.llm_engine", "LLMEngine")
+        returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(ARGUMENT) else None
         config = make_engine_config(self._model_path, self._engine_args)
-        parallel = config.parallel_config.data_parallel_size > 1
-        self._core = DataParallelCore(config) if parallel else InProcessCore(config)
-        self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len)
+        if config.parallel_config.data_parallel_size > 1:
+            self._core = DataParallelCore(config)
+        else:
+            is_recorded = returned is not None and device.backend() == "gloo"
+            self._core = RecordingCore(config) if is_recorded else InProcessCore(config)
+        self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len, returned)
         self._version = -1 if config.load_config.load_format == "dummy" else 0
 
     @by_owner

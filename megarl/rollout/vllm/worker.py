@@ -16,7 +16,16 @@ from vllm.platforms import current_platform
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
-from megarl.rollout.vllm import cpu, cpu_fp8, processes, quantised_load, routers, tracing, weight_transfer
+from megarl.rollout.vllm import (
+    cpu,
+    cpu_fp8,
+    cpu_routed_experts,
+    processes,
+    quantised_load,
+    routers,
+    tracing,
+    weight_transfer,
+)
 from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
@@ -48,6 +57,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class."""
 
     _receiver: WeightReceiver | None = None
+    _recorder: cpu_routed_experts.Recorder
 
     def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
@@ -70,6 +80,14 @@ class WorkerExtension:
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what this worker holds, where there is no GPU to do it."""
         cpu.memory_of(self).count_in(memory)
+
+    def record_routed_experts(self) -> None:
+        """Take down which experts tokens go to, where vLLM does not."""
+        self._recorder = cpu_routed_experts.Recorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def take_routed_experts(self) -> dict[str, cpu_routed_experts.Rows]:
+        """See `Recorder.take`."""
+        return self._recorder.take()
 
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""

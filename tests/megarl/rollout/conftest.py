@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import pytest
 import torch
 from engine_host import END_ID, Engines, Served, running_engines
@@ -11,6 +12,7 @@ from trainer_ranks import Trainer
 from transfer_ranks import start_fork_server
 from transformers import AutoModelForCausalLM
 
+from megarl.data.stretches import joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.sglang.engine import SglangEngine
@@ -142,6 +144,34 @@ def reference_log_probs():
         return (load(folder)(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
 
     return log_probs
+
+
+@pytest.fixture(scope="session")
+def check_experts():
+    """Check the routed experts of a turn against the routers of a HuggingFace folder, in a plain forward."""
+
+    @functools.cache
+    def load(folder):
+        model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+        for name, module in model.named_modules():
+            if name.endswith(".gate"):
+                module.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+        return model, chosen
+
+    @torch.no_grad()
+    def check(folder, turn, routing):
+        model, chosen = load(folder)
+        chosen.clear()
+        token_ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
+        model(torch.tensor([token_ids[:-1]]))
+        records = torch.from_numpy(joined([turn.routed_experts]).view(np.uint8)).view(len(token_ids), -1)
+        routing.check(records)
+        found = routing.experts_of(records, range(routing.layers))
+        assert torch.equal(found[:-1].sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
+        # Nobody fed the last token.
+        assert found[-1].unique().tolist() == [-1]
+
+    return check
 
 
 @pytest.fixture(scope="session")

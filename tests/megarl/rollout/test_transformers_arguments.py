@@ -99,19 +99,8 @@ def test_no_weights_are_read_where_an_update_brings_them(transformers_engines, f
     transformers_engines.running = None
 
 
-@torch.no_grad()
-def experts_of_a_plain_forward(folder, token_ids):
-    """[tokens, layers, top-k], as the routers themselves give them."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
-    for name, module in model.named_modules():
-        if name.endswith(".gate"):
-            module.register_forward_hook(lambda _module, _inputs, output: found.append(output[2]))
-    model(torch.tensor([token_ids]))
-    return torch.stack(found, 1)
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_the_experts_of_every_token_are_those_of_a_plain_forward(model_folder, name):
+def test_the_experts_of_every_token_are_those_of_a_plain_forward(model_folder, check_experts, name):
     """Whatever is sampled together, and though the keys and values are computed anew in between."""
     folder = model_folder(name, 0)
     model = SamplingModel(folder, TransformersArguments(enable_return_routed_experts=True))
@@ -126,13 +115,7 @@ def test_the_experts_of_every_token_are_those_of_a_plain_forward(model_folder, n
     turns = [turn for future in futures for turn in future.result(timeout=0)]
     assert len({tuple(turn.token_ids) for turn in turns}) > 6
     for turn in turns:
-        tokens = [*turn.prompt_ids, *turn.token_ids]
-        records = joined([turn.routed_experts])
-        content = torch.from_numpy(records.view(np.uint8)).view(len(tokens), -1)
-        found = model.routing.experts_of(content, range(model.routing.layers))
-        expected = experts_of_a_plain_forward(folder, tokens[:-1])
-        assert torch.equal(found[:-1].sort(-1).values, expected.sort(-1).values)
-        assert found[-1].unique().tolist() == [-1]
+        check_experts(folder, turn, model.routing)
     # The prompt's are one array for all samples that were computed with it.
     assert turns[0].routed_experts[0] is turns[3].routed_experts[0]
 

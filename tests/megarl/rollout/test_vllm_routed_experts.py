@@ -1,0 +1,54 @@
+"""Routed experts of vLLM: each token's own, whatever is computed with it, computed again, or ended early."""
+
+import numpy as np
+import pytest
+from engine_host import PROMPTS
+
+from converters.errors import UserError
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.vllm.cpu_routed_experts import without_argument
+from megarl.rollout.vllm.returned_experts import ReturnedExperts
+
+
+def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folders, half_generated, check_experts):
+    engine, routing = (
+        engines.start(folders[0], enable_return_routed_experts=True),
+        ReturnedExperts.of(folders[0]).routing,
+    )
+    sampling = [SamplingParameters(samples=3, max_tokens=8 + 5 * place, seed=place) for place in range(len(PROMPTS))]
+    requests = [Request(prompt, each) for prompt, each in zip(PROMPTS, sampling, strict=True)]
+    turns = [turn for of_prompt in engine.generate(requests) for turn in of_prompt]
+    assert len({tuple(turn.token_ids) for turn in turns}) > 6
+    for turn in turns:
+        check_experts(folders[0], turn, routing)
+
+    # All keys and values are computed again in the middle of a response, which is then ended early.
+    generating = half_generated(engine)
+    engine.reset_prefix_cache()
+    engine.resume()
+    other = engine.generate(requests[:1])[0]
+    engine.pause("abort")
+    ((aborted,),) = generating.result(60)
+    engine.resume()
+    for turn in (aborted, *other):
+        check_experts(folders[0], turn, routing)
+
+
+def test_layers_without_experts_are_left_out_of_rows(model_folder):
+    returned = ReturnedExperts.of(model_folder("deepseek_v3", 0))
+    assert (returned.routing.layers, returned.layers) == (1, [1])
+    rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2) % 4
+    (records,) = returned.records([rows[:2], rows[2:]], 5)
+    assert records.view(np.uint8).reshape(5, 2).tolist() == [[2, 3], [2, 3], [2, 3], [255, 255], [255, 255]]
+    (nothing,) = returned.records([], 2)
+    assert nothing.view(np.uint8).tolist() == [255] * 4
+    with pytest.raises(RuntimeError, match="experts of 3 tokens, and fed less than 3"):
+        returned.records([rows], 3)
+
+
+def test_what_is_not_possible_on_a_cpu():
+    given = {"enable_return_routed_experts": True, "max_model_len": 32}
+    assert without_argument(given) == {"max_model_len": 32, "enable_prefix_caching": False}
+    assert without_argument({"max_model_len": 32}) == {"max_model_len": 32}
+    with pytest.raises(UserError, match="data_parallel_size=2 with enable_return_routed_experts needs GPUs"):
+        without_argument({**given, "data_parallel_size": 2})
