@@ -14,14 +14,14 @@ from megatron_ext.routed_experts import Routing, layers_with_experts
 
 
 class ReturnedExperts(NamedTuple):
-    """What the rows of a model are.
+    """Rows of a model: what they are.
 
     Example: ReturnedExperts(Routing(layers=58, topk=8, experts=256), layers=[3, 4, ..., 60])
     """
 
     routing: Routing
     layers: Sequence[int]
-    """Those with experts, of all."""
+    """The layers with experts, of all."""
 
     @classmethod
     def of(cls, model_path: Path) -> "ReturnedExperts":

@@ -11,10 +11,8 @@ from megarl.rollout.vllm.returned_experts import ReturnedExperts
 
 
 def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folders, half_generated, check_experts):
-    engine, routing = (
-        engines.start(folders[0], enable_return_routed_experts=True),
-        ReturnedExperts.of(folders[0]).routing,
-    )
+    engine = engines.start(folders[0], enable_return_routed_experts=True)
+    routing = ReturnedExperts.of(folders[0]).routing
     sampling = [SamplingParameters(samples=3, max_tokens=8 + 5 * place, seed=place) for place in range(len(PROMPTS))]
     requests = [Request(prompt, each) for prompt, each in zip(PROMPTS, sampling, strict=True)]
     turns = [turn for of_prompt in engine.generate(requests) for turn in of_prompt]
