@@ -25,8 +25,9 @@ from megarl.cluster.placement import Role
 from megarl.cluster.reservation import Seats, reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.streams import Stream, results_of
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Worker, results_of, wait
+from megarl.cluster.worker_group import Worker, wait
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.rewards import Score
@@ -111,7 +112,7 @@ class Consumers(TrainerGroup):
 def sample(engine: Worker, responses: int, tokens: int) -> list[PromptGroup]:
     """Scored groups of an engine's turns; half of the responses are right."""
     prompt = [5] * PROMPT_TOKENS
-    stream = engine.stream("generate_each", [prompt] * (responses // SAMPLES), SAMPLES, tokens)
+    stream = Stream.begin(engine, "generate_each", [prompt] * (responses // SAMPLES), SAMPLES, tokens)
     return [
         PromptGroup(Prompt(place, "made up", prompt, "", {}), place, [_scored(*each) for each in enumerate(turns)])
         for _, (place, turns) in results_of([stream])
@@ -187,7 +188,7 @@ def main() -> None:
         reserve(_roles(ClusterConfig()), ClusterConfig()) as seats,
     ):
         trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, seats[POLICY], Path(logs))
-        engine = Worker(seats[ENGINE], 0, Path(logs))
+        engine = Worker(seats[ENGINE], 0, logs=Path(logs))
         wait([engine.begin_make("data_plane_workers", "Engine")])
         # Once small, so that what is loaded and started the first time is no step's.
         step(engine, trainer, config, SAMPLES * options.updates, 16)

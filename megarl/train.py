@@ -87,7 +87,8 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    return metrics | job.turns.end_step() | clock.end_step(tokens=batch.total_tokens)
+    metrics |= job.turns.end_step() | job.engines.end_step()
+    return metrics | clock.end_step(tokens=batch.total_tokens)
 
 
 def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:

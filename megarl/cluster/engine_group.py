@@ -1,9 +1,9 @@
 """The engines as one object: requests are spread over them, and weights go to all of them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -17,7 +17,10 @@ from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.reservation import Seats
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, results_of, wait
+from megarl.cluster.restarts import Restarts
+from megarl.cluster.router import Router, SharedByEngines
+from megarl.cluster.streams import results_of
+from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGroup, wait
 from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
@@ -40,23 +43,49 @@ _CALLS_AT_ONCE = 4
 class Engines:
     """Engines that are alike. Requests go to the least loaded that serves, weights to all."""
 
-    def __init__(
-        self,
-        handles: Sequence[EngineHandle],
-        routing: "Lock | None" = None,
-        number_format: NumberFormat | None = None,
-    ) -> None:
-        """`number_format` is the one in which they hold the weights, if not as these are trained."""
+    def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
         self.handles = list(handles)
-        self.number_format = number_format
-        self._routing = routing or Lock()
+        self._shared, self._restarts = shared, shared.restarts
+        self._router = Router(self.handles, shared)
 
     def __len__(self) -> int:
         return len(self.handles)
 
     def only(self, *numbers: int) -> "Engines":
         """Some of the engines, to be given weights while the others serve."""
-        return Engines([self.handles[number] for number in numbers], self._routing, self.number_format)
+        return self._those(self.handles[number] for number in numbers)
+
+    def with_version(self, version: int) -> "Engines":
+        """The engines that have the weights of a version."""
+        return self._those(handle for handle in self.handles if handle.is_up and handle.version == version)
+
+    def without_version(self, version: int) -> "Engines":
+        """The engines that are up and have other weights, or none. Where none is up, one is waited for."""
+        self.restart_dead()
+        self._restarts.go_on()
+        while not any(handle.is_up for handle in self.handles):
+            self._restarts.wait()
+        return self._those(handle for handle in self.handles if handle.is_up and handle.version != version)
+
+    @property
+    def number_format(self) -> NumberFormat | None:
+        """The one in which they hold the weights, if not as these are trained."""
+        return self._shared.number_format
+
+    def restart_dead(self) -> bool:
+        """Begin to start those anew that are down; whether there are any. Raises as `Restarts.begin`."""
+        dead = [handle for handle in self.handles if handle.state == "down"]
+        for handle in dead:
+            self._restarts.begin(handle)
+        return bool(dead)
+
+    def workers(self) -> list[Worker]:
+        """The process that answers for each engine: another one after a restart."""
+        return [handle.worker for handle in self.handles]
+
+    def but(self, workers: Collection[Worker]) -> "Engines":
+        """The engines for which others answer than these."""
+        return self._those(handle for handle in self.handles if handle.worker not in workers)
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
         """Begin a call of a method of `Engine` in every engine."""
@@ -72,54 +101,44 @@ class Engines:
         return [answers[index] for index in range(len(requests))]
 
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """Each request's place and samples, as they are finished; all samples of a request are of one engine."""
-        shares = self._route(requests)
-        streams = {
-            handle.stream(Engine.generate_each, [requests[place] for place in places]): handle
-            for handle, places in shares.items()
-        }
-        left = {place: handle for handle, places in shares.items() for place in places}
-        try:
-            for stream, (index, turns) in results_of(streams):
-                place = shares[streams[stream]][index]
-                self._add_load(left.pop(place), -requests[place].sampling.samples)
-                yield place, turns
-        finally:
-            for place, handle in left.items():
-                self._add_load(handle, -requests[place].sampling.samples)
+        """Each request's place and samples, as they are finished; all samples of a request are of one engine.
+
+        Requests that an engine leaves unanswered when it dies go to the others, or to one that was started anew.
+        """
+        return self._router.generate_each(requests)
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled."""
-        (handle,) = self._route([request])
+        (handle,) = self._router.route([request])
         try:
             for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
                 yield token_ids
         finally:
-            self._add_load(handle, -request.sampling.samples)
+            self._router.add_load(handle, -request.sampling.samples)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""
-        wait(self.begin(Engine.pause, mode))
+        self._tell(Engine.pause, mode)
 
     def resume(self) -> None:
         """Sample on after `pause`."""
-        wait(self.begin(Engine.resume))
+        self._tell(Engine.resume)
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed for earlier prompts."""
-        wait(self.begin(Engine.reset_prefix_cache))
+        self._tell(Engine.reset_prefix_cache)
 
     def sleep(self) -> None:
         """Let the engines give the memory of weights and KV cache back."""
-        wait(self.begin(Engine.sleep))
+        self._tell(Engine.sleep)
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
         """Let the engines have these parts back."""
-        wait(self.begin(Engine.wake_up, sorted(parts)))
+        self._tell(Engine.wake_up, sorted(parts))
 
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what the engines hold, from now on, where there is no GPU to do it."""
-        wait(self.begin(Engine.count_memory, memory))
+        self._tell(Engine.count_memory, memory)
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
@@ -127,9 +146,19 @@ class Engines:
 
     def commit_update(self, version: int, timeout_s: float) -> None:
         """Lift the fence: from here on all engines serve `version`."""
-        wait(self.begin(Engine.commit_update, version), timeout_s)
-        for handle in self.handles:
-            handle.committed(version)
+        committing = [(handle, handle.begin(Engine.commit_update, version)) for handle in self.handles]
+        deadline, failures = time.monotonic() + timeout_s, list[WorkerFailed]()
+        for handle, call in committing:
+            try:
+                wait([call], max(0.0, deadline - time.monotonic()))
+            except WorkerFailed as failure:
+                # The others have their weights all the same, and are to be known for it.
+                failures.append(failure)
+            else:
+                handle.committed(version)
+                self._restarts.serves(handle)
+        if failures:
+            raise failures[0]
 
     def trace_layouts(
         self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
@@ -166,37 +195,35 @@ class Engines:
         """Free what belongs to the transfer that was opened, if any."""
         wait(self.begin(Engine.call_receivers, WeightReceiver.close))
 
-    def _route(self, requests: Sequence[Request]) -> dict[EngineHandle, list[int]]:
-        """The places of the requests that each engine gets.
+    def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
+        return Engines(list(handles), self._shared)
 
-        It depends on the loads alone, so that engines that were idle get the same requests whenever they are asked.
-        """
-        shares: dict[EngineHandle, list[int]] = {}
-        with self._routing:
-            serving = [handle for handle in self.handles if handle.state == "serving"]
-            for place, request in enumerate(requests):
-                # Where none serves, requests wait for the end of an update, and a failure says what it was.
-                handle = min(serving or self.handles, key=lambda each: each.load)
-                handle.load += request.sampling.samples
-                shares.setdefault(handle, []).append(place)
-        return shares
-
-    def _add_load(self, handle: EngineHandle, samples: int) -> None:
-        with self._routing:
-            handle.load += samples
+    def _tell(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
+        """Call a method of the engines that are up."""
+        telling = [(handle, handle.begin(method, *arguments)) for handle in self.handles if handle.is_up]
+        for handle, call in telling:
+            try:
+                wait([call])
+            except WorkerFailed:
+                if handle.state != "down":
+                    raise
+                self._restarts.begin(handle)
 
 
 class EngineGroup(Engines):
     """Engines, each in a process of its own. A context manager: they end with it."""
 
-    def __init__(self, config: RolloutConfig, seats: Seats, logs: Path) -> None:
+    def __init__(self, config: RolloutConfig, seats: Seats, logs: Path, restarts: int = 0) -> None:
+        """Engines that die are started anew, at most `restarts` times in all."""
         self._config = config
         self._kind = engine_kind(config.engine)
         nodes = self._kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
         handles = [EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)]
-        super().__init__(handles, number_format=number_format(config.weights))
+        beginning = Restarts(restarts, self._start_again, up_within_s=seats.timeout_s)
+        super().__init__(handles, SharedByEngines(beginning, number_format(config.weights)))
+        self._start: tuple[Path, Arguments]
 
     def __enter__(self) -> Self:
         self.processes.__enter__()
@@ -205,7 +232,11 @@ class EngineGroup(Engines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.processes.__exit__(kind, error, trace)
+        if kind is None:
+            # One that is down, or just starting, has nothing that would not end with its process.
+            up = chain.from_iterable(handle.processes for handle in self.handles if handle.is_up)
+            wait([process.begin("close") for process in up])
+        self.processes.kill()
 
     def nodes(self) -> list[str]:
         """The machine of every process of the engines. Raises UserError if they are not up in time."""
@@ -217,18 +248,14 @@ class EngineGroup(Engines):
         Without `load_weights` their first weights come by a refit. Raises UserError for a model that does not fit the
         number format of the engines.
         """
-        given = self._arguments(model_path)
-        arguments = given if load_weights else {**given, **self._kind.without_weights}
+        arguments: Arguments = self._config.engine_args
+        if self.number_format is not None:
+            arguments = in_number_format(self._config, read_json(model_path / CONFIG))
+        self._start = model_path, arguments if load_weights else {**arguments, **self._kind.without_weights}
         # First of all there has to be room for them.
         self.nodes()
-        making = [handle.begin_make(self._kind, model_path, arguments) for handle in self.handles]
-        wait(list(chain.from_iterable(making)))
+        wait(list(chain.from_iterable(handle.begin_make(self._kind, *self._start) for handle in self.handles)))
         return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
-
-    def _arguments(self, model_path: Path) -> Arguments:
-        if self.number_format is None:
-            return self._config.engine_args
-        return in_number_format(self._config, read_json(model_path / CONFIG))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
         """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""
@@ -241,3 +268,24 @@ class EngineGroup(Engines):
         versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))
         for handle, version, worker_parts in zip(self.handles, versions, parts, strict=True):
             handle.started(version, worker_parts)
+
+    def bring_back_with(self, give_weights: Callable[[], object]) -> None:
+        """Let engines that were started anew have their weights from `give_weights`, not from the model's folder."""
+        model_path, arguments = self._start
+        self._start = model_path, {**arguments, **self._kind.without_weights}
+        self._restarts.give_weights = give_weights
+
+    def end_step(self) -> dict[str, float]:
+        """Metrics of the restarts since the last step."""
+        return self._restarts.end_step()
+
+    def _start_again(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        """See `restarts.Start`."""
+        handle.renew([self.processes.renew(process) for process in handle.processes])
+        # Another may not begin while anything of the first has its memory, its ports or its GPUs.
+        yield [process.begin_end_others() for process in handle.processes]
+        yield handle.begin_make(self._kind, *self._start)
+        yield handle.begin_start()
+        version, parts = handle.begin(Engine.version), handle.begin(Engine.worker_parts)
+        yield [version, parts]
+        handle.started(wait([version])[0], wait([parts])[0])

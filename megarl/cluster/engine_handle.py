@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 from megarl.cluster.meeting import check_that_all_meet, listen
-from megarl.cluster.worker_group import Call, Stream, Worker, WorkerGone, wait
+from megarl.cluster.streams import Stream
+from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGone, wait
 from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.protocol import Engine, EngineDiedError
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
-EngineState: TypeAlias = Literal["starting", "serving", "updating", "failed"]
+EngineState: TypeAlias = Literal["starting", "serving", "updating", "restarting", "down"]
 
 
 class EngineHandle:
@@ -19,7 +20,8 @@ class EngineHandle:
 
     Example: an engine of two workers that samples 64 responses with the weights of step 12 has state "serving",
     version 12, load 64 and worker_nodes ["node-a", "node-a"]. One that starts without weights is "starting" until its
-    first update is committed; one that is "updating" lets requests wait.
+    first update is committed; one that is "updating" lets requests wait. One that has died is "down", and "restarting"
+    from when new processes take the seats of the old ones until they are up; then it is "starting" again.
     """
 
     def __init__(self, processes: Sequence[Worker]) -> None:
@@ -33,16 +35,36 @@ class EngineHandle:
         """The machine that each of its workers is on, as Ray names it; known once it has started."""
 
     @property
+    def name(self) -> str:
+        """As its log is called."""
+        return self.worker.log.stem
+
+    @property
     def state(self) -> EngineState:
         """Whether it can be asked for samples."""
-        return "failed" if any(map(_has_died, (self.worker, *self.parts))) else self._state
+        return self._state if self.death is None else "down"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be asked for anything."""
+        return self.state not in ("restarting", "down")
+
+    @property
+    def death(self) -> WorkerFailed | None:
+        """The failure that it has died of, as far as it was heard of."""
+        return next((each.failure for each in self.processes if each.failure and _is_death(each.failure)), None)
+
+    @property
+    def processes(self) -> list[Worker]:
+        """The one that answers, and those on other machines."""
+        return [self.worker, *self.parts]
 
     def begin_make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> list[Call[None]]:
         """Begin to make the engine in its processes. Raises UserError where these do not see each other."""
         if not self.parts:
             return [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
         assert kind.part_class is not None, f"{kind.title} spans one machine"
-        processes = [self.worker, *self.parts]
+        processes = self.processes
         check_that_all_meet(processes, listen(processes))
         (first,) = wait([self.worker.begin_free_address()])
         made = [kind.engine_class, *[kind.part_class] * len(self.parts)]
@@ -53,7 +75,7 @@ class EngineHandle:
 
     def begin_start(self) -> list[Call[None]]:
         """Begin to start it in all its processes: those of an engine over machines wait for each other."""
-        return [process.begin(Engine.start.__name__) for process in (self.worker, *self.parts)]
+        return [process.begin(Engine.start.__name__) for process in self.processes]
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> Call[R]:
         """Begin a call of a method of `Engine`, such as `Engine.write`."""
@@ -61,14 +83,18 @@ class EngineHandle:
 
     def stream(self, method: Callable[[Any, *Ts], Any], *arguments: *Ts) -> Stream:
         """Begin a call of a method of `Engine` that gives its results one by one."""
-        return self.worker.stream(method.__name__, *arguments)
+        return Stream.begin(self.worker, method.__name__, *arguments)
 
     def started(self, version: int, worker_parts: Sequence[int]) -> None:
         """Note that it is up, with the weights of this version and its workers in these processes."""
-        nodes = wait([process.begin_node() for process in (self.worker, *self.parts)])
+        nodes = wait([process.begin_node() for process in self.processes])
         self.worker_nodes = [nodes[part] for part in worker_parts]
-        if version >= 0:
-            self._state, self.version = "serving", version
+        self._state, self.version = "serving" if version >= 0 else "starting", version
+
+    def renew(self, processes: Sequence[Worker]) -> None:
+        """Go on with new processes in the place of those that died; `started` says that it is up again."""
+        self.worker, *self.parts = processes
+        self._state, self.version = "restarting", -1
 
     def begin_update(self, version: int, names: Sequence[str]) -> Call[None]:
         """Begin to fence it; from here on new requests go to engines that serve, if there are any."""
@@ -81,6 +107,5 @@ class EngineHandle:
         self._state, self.version = "serving", version
 
 
-def _has_died(process: Worker) -> bool:
-    failure = process.failure
-    return isinstance(failure, WorkerGone) or (failure is not None and isinstance(failure.error, EngineDiedError))
+def _is_death(failure: WorkerFailed) -> bool:
+    return isinstance(failure, WorkerGone) or isinstance(failure.error, EngineDiedError)

@@ -12,6 +12,7 @@ import ray
 from megarl.cluster.long_arrays import taken_out
 from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
+from megarl.process.writers import end_other_writers
 
 SocketAddress: TypeAlias = tuple[str, int]
 """An address and a port of a machine."""
@@ -47,6 +48,10 @@ class WorkerActor:
     def log_to(self, log: Path) -> None:
         """Send everything that this process prints, C++ libraries included, to `log`."""
         _redirect_output(log)
+
+    def end_others(self, log: Path) -> None:
+        """End what is left, on this machine, of those that wrote to `log` before."""
+        end_other_writers(log)
 
     def listen(self) -> SocketAddress:
         """Listen until `make`, at this address."""

@@ -1,9 +1,9 @@
 """Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
-from megarl.cluster.long_arrays import put_back
 from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
 from megarl.cluster.worker_actor import SocketAddress, WorkerActor
@@ -29,23 +28,25 @@ class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
     """A call failed in a worker, for a `reason`; `details` are the end of its log, `error` is what was raised there."""
 
     def __init__(self, reason: str, log: Path, error: BaseException | None = None) -> None:
-        self.reason, self.error = reason, error
+        self.reason, self.error, self.log = reason, error, log
+        self.happened = reason
+        """The reason without what to do."""
         self.details = f"The end of {log}:\n{last_lines(log)}"
         super().__init__(f"{reason}\n{self.details}")
 
 
 class WorkerGone(WorkerFailed, RunFailed):
-    """The process of a worker is gone, or does not answer; the reason also says what to do."""
+    """The process of a worker is gone, or does not answer: what `happened`, and what to do."""
 
-    def __init__(self, reason: str, log: Path) -> None:
-        super().__init__(reason, log)
-        self.sentence = reason
+    def __init__(self, happened: str, advice: str, log: Path) -> None:
+        super().__init__(f"{happened}: {advice}", log)
+        self.happened, self.sentence = happened, self.reason
 
 
 class Worker:
     """The worker process `number` of a role. Its `failure` is the last one that was seen of it."""
 
-    def __init__(self, seats: Seats, number: int, logs: Path, calls_at_once: int = 1) -> None:
+    def __init__(self, seats: Seats, number: int, *, logs: Path, calls_at_once: int = 1) -> None:
         role = seats.role
         self.log = logs / f"{role.name}_{number}.log"
         self.failure: WorkerFailed | None = None
@@ -89,9 +90,13 @@ class Worker:
         """Begin a call of the object's `method`."""
         return Call(self, self.actor.call.remote(method, *arguments))
 
-    def stream(self, method: str, *arguments: Any) -> "Stream":
-        """Begin a call of the object's `method`, which gives its results one by one."""
-        return Stream(self, self.actor.stream.remote(method, *arguments))
+    def begin_stream(self, method: str, *arguments: Any) -> ray.ObjectRefGenerator:
+        """Begin a call of the object's `method`, which gives its results one by one: see `streams`."""
+        return self.actor.stream.remote(method, *arguments)
+
+    def begin_end_others(self) -> "Call[None]":
+        """Begin to end what others that had its seat left on its machine."""
+        return Call(self, self.actor.end_others.remote(self.log))
 
     def kill(self) -> None:
         """End the process, whatever it does."""
@@ -106,15 +111,7 @@ class Call(Generic[R]):
     reference: ray.ObjectRef
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A call that was begun in a worker and gives its results one by one; `results_of` waits for them."""
-
-    worker: Worker
-    references: ray.ObjectRefGenerator
-
-
-class _Failed(NamedTuple):
+class Failed(NamedTuple):
     """A call ended with a failure."""
 
     failure: Exception
@@ -127,7 +124,8 @@ class WorkerGroup:
         self.name = seats.role.name
         """The role of the processes."""
         self._seats = seats
-        self.workers = [Worker(seats, number, logs, calls_at_once) for number in range(len(seats))]
+        self._worker_in_seat = partial(Worker, seats, logs=logs, calls_at_once=calls_at_once)
+        self.workers = [self._worker_in_seat(number) for number in range(len(seats))]
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -141,8 +139,19 @@ class WorkerGroup:
         # After a failure a worker may be stuck in a collective with one that is gone: it is not asked to leave.
         if kind is None:
             self.call("close")
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes, whatever they do."""
         for worker in self.workers:
             worker.kill()
+
+    def renew(self, worker: Worker) -> Worker:
+        """Begin a new process in the seat of a worker, whose own is killed."""
+        number = self.workers.index(worker)
+        worker.kill()
+        self.workers[number] = renewed = self._worker_in_seat(number)
+        return renewed
 
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
         """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
@@ -217,45 +226,15 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
         done = _first_done(pending, left)
         if done is None:
             worker = pending[0].worker
-            reason = f"{worker.log.stem} gave no answer for {timeout_s:g} s: see the end of its log"
-            worker.failure = WorkerGone(reason, worker.log)
+            silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
+            worker.failure = WorkerGone(silent, "see the end of its log", worker.log)
             raise worker.failure
         pending.remove(done)
-        answer = _answer(done)
-        if isinstance(answer, _Failed):
+        answer = answer_of(done)
+        if isinstance(answer, Failed):
             raise _cause(answer.failure, pending)
         results[done.reference] = answer
     return [results[call.reference] for call in calls]
-
-
-def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
-    """Yield the results of all streams, as they come, each with its stream. Raises as `wait`.
-
-    Long arrays of a result are `Stored`: they stay with the worker until somebody opens them.
-    """
-    by_references = {stream.references: stream for stream in streams}
-    while by_references:
-        (ready,), _ = ray.wait(list(by_references), num_returns=1)
-        result = next(ready, None)
-        if result is None:
-            del by_references[ready]
-            continue
-        stream = by_references[ready]
-        answer = _answer(Call[Any](stream.worker, result))
-        if isinstance(answer, _Failed):
-            raise answer.failure
-        rest, arrays = answer
-        yield stream, put_back(rest, arrays_behind(stream, arrays) if arrays else [])
-
-
-def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef]:
-    """References to the arrays of the result that came last. Raises as `wait`."""
-    # A failure comes as the last thing of a stream, in the place of any of them or of the None behind them.
-    *arrays, last = islice(stream.references, count + 1)
-    answer = _answer(Call[Any](stream.worker, last))
-    if isinstance(answer, _Failed):
-        raise answer.failure
-    return arrays
 
 
 def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> None:
@@ -271,7 +250,7 @@ def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> N
         if done is None:
             break
         pending.remove(done)
-        if isinstance(answer := _answer(done), _Failed):
+        if isinstance(answer := answer_of(done), Failed):
             failures.append(answer.failure)
     if failures:
         raise min(failures, key=lambda failure: _depth(failure, consequence))
@@ -299,34 +278,35 @@ def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
         if done is None:
             break
         left.remove(done)
-        other = _answer(done)
-        if isinstance(other, _Failed) and isinstance(other.failure, WorkerGone):
+        other = answer_of(done)
+        if isinstance(other, Failed) and isinstance(other.failure, WorkerGone):
             return other.failure
     return failure
 
 
-def _answer(done: Call[R]) -> "R | _Failed":
+def answer_of(done: Call[R]) -> "R | Failed":
     """The result of a call that has ended, or why it failed. Each time it is asked for, Ray makes a copy."""
     log = done.worker.log
     try:
         return ray.get(done.reference)
     except RayTaskError as error:
         if isinstance(error.cause, UserError | RunFailed):
-            return _Failed(error.cause)
+            return Failed(error.cause)
         done.worker.failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
     except OutOfMemoryError:
         done.worker.failure = WorkerGone(
-            f"Ray ended {log.stem}, because the memory of its machine was nearly full: leave the machine to the run, "
-            f"or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines); {_GOES_ON}",
+            f"Ray ended {log.stem}, because the memory of its machine was nearly full",
+            "leave the machine to the run, or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or "
+            f"engines); {_GOES_ON}",
             log,
         )
     except RayActorError as error:
         if "node has died" in str(error):
-            reason = f"{log.stem} is gone with the Ray node that it was on: see to the machine; {_GOES_ON}"
+            happened, advice = f"{log.stem} is gone with the Ray node that it was on", "see to the machine"
         else:
-            reason = (
-                f"the process of {log.stem} died: where the end of its log says nothing, the kernel may have ended it "
-                f"for want of memory (dmesg tells); {_GOES_ON}"
+            happened = f"the process of {log.stem} died"
+            advice = (
+                "where the end of its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
             )
-        done.worker.failure = WorkerGone(reason, log)
-    return _Failed(done.worker.failure)
+        done.worker.failure = WorkerGone(happened, f"{advice}; {_GOES_ON}", log)
+    return Failed(done.worker.failure)

@@ -1,7 +1,9 @@
 """The direct path: every shard goes from a rank that has it straight to where an engine keeps it."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -44,8 +46,11 @@ class DirectPath:
         self._config = config
         dtypes = trainer.weight_dtypes()
         quantisation = _quantisation(engines, architecture, dtypes)
-        traces = _traces(engines, architecture, dtypes, quantisation)
-        trainer_nodes, worker_nodes = trainer.nodes(), engines.worker_nodes()
+        self._trace = partial(_traces, architecture=architecture, policy_dtypes=dtypes, quantisation=quantisation)
+        traces = self._trace(engines)
+        self._workers = engines.workers()
+        self._trainer_nodes = trainer_nodes = trainer.nodes()
+        worker_nodes = engines.worker_nodes()
         usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
         self._transport = usual if config.transport == "auto" else config.transport
         bare = self._transport == "rdma" and not trainer.has_rdma_ports
@@ -64,6 +69,20 @@ class DirectPath:
             self._spec.check(dtypes)
         except CutBlocksError as error:
             raise NoDirectPathError(str(error)) from error
+        self._is_connected = False
+
+    def to(self, engines: Engines) -> "DirectPath":
+        """See `Path.to`. Engines that are new are asked where they keep their weights, as the first ones were."""
+        if engines.workers() == self._workers:
+            return self
+        new = engines.but(self._workers)
+        if len(new) and self._trace(new) != self._spec.traces:
+            raise RuntimeError("an engine that was started anew keeps its weights elsewhere than before")
+        path = copy(self)
+        path._engines, path._workers, path._is_connected = engines, engines.workers(), False
+        topology = _topology(self._trainer_nodes, engines.worker_nodes())
+        path._spec = replace(self._spec, replicas=len(engines), topology=topology)
+        return path
 
     @property
     def description(self) -> str:
@@ -77,6 +96,7 @@ class DirectPath:
         rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
         rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
         self._wait(self._trainer.begin_connect(rendezvous), self._engines.begin_connect(rendezvous))
+        self._is_connected = True
 
     def confirm(self, version: int) -> None:
         """Connect, and compare the engines' parameters, which hold `version`, with what `send` would write there.
@@ -92,13 +112,15 @@ class DirectPath:
 
     def send(self, version: int) -> int:
         """See `Path.send`."""
+        if not self._is_connected:
+            self.connect()
         return self._send(version, self._engines.begin(Engine.receive, version))
 
     def recover(self, failure: WorkerFailed) -> None:
         """See `Path.recover`: a transfer that failed while all processes live is made once more."""
         if not isinstance(failure.error, TransferError):
             raise failure
-        self.connect()
+        self._is_connected = False
 
     def settle(self, version: int) -> "DirectPath":  # noqa: ARG002
         """See `Path.settle`."""
@@ -106,6 +128,7 @@ class DirectPath:
 
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
+        self._is_connected = False
         self._trainer.close_transfer()
         self._engines.close_transfer()
 

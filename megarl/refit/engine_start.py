@@ -60,7 +60,7 @@ class EngineStart:
         if self._is_apart and self._refit is None:
             self._wait_for_engines()
             self._turns.begin_refit()
-            self._refit = self._make_refit(direct_path(*self._parties), loaded_version=0)
+            self._refit = self._make_refit(direct_path(*self._parties))
 
     def finish(self) -> Refit:
         """Wait for the engines. How their weights come from now on."""
@@ -69,7 +69,7 @@ class EngineStart:
             self._wait_for_engines()
             # Where engines keep their weights is traced with these in place.
             self._turns.begin_refit()
-            self._refit = self._make_refit(loader_path(*self._parties), loaded_version=None)
+            self._refit = self._make_refit(loader_path(*self._parties))
         return self._refit
 
     def _wait_for_engines(self) -> None:
@@ -82,17 +82,18 @@ class EngineStart:
     def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
         return self._trainer, self._engines, self._model.architecture, self._config.refit
 
-    def _make_refit(self, path: Path, loaded_version: int | None) -> Refit:
-        return Refit(
+    def _make_refit(self, path: Path) -> Refit:
+        refit = Refit(
             self._trainer,
             self._engines,
             path,
             list(self._model.architecture.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
             check=self._log_prob_check(),
-            loaded_version=loaded_version,
             turns=self._turns,
         )
+        self._engines.bring_back_with(refit.catch_up)
+        return refit
 
     def _log_prob_check(self) -> LogProbCheck | None:
         if self._config.refit.verify != "logprobs":

@@ -1,5 +1,7 @@
 """The loader path: whole HuggingFace tensors, put together in shared memory, read by the engine's own loader."""
 
+from copy import copy
+
 from converters.architectures import Architecture
 from converters.errors import UserError
 from megarl.cluster.engine_group import Engines
@@ -29,6 +31,7 @@ class LoaderPath:
     ) -> None:
         self._trainer = trainer
         self._engines = engines
+        self._workers = engines.workers()
         self._config = config
         self._buckets = cut_into_buckets(
             architecture.hf_shapes,
@@ -47,6 +50,15 @@ class LoaderPath:
         if self._config.path == "loader":
             return "loader (refit.path=loader)"
         return f"loader ({self._refusal or 'this is the first refit'})"
+
+    def to(self, engines: Engines) -> "LoaderPath":
+        """See `Path.to`."""
+        if engines.workers() == self._workers:
+            return self
+        path = copy(self)
+        path._engines, path._workers, path._is_open = engines, engines.workers(), False
+        path.candidate = self.candidate and self.candidate.to(engines)
+        return path
 
     def refuse_direct(self, reason: str) -> None:
         """Go on through the loader for this `reason`. Raises UserError if the configuration forbids that."""

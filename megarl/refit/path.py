@@ -1,7 +1,8 @@
 """The shape of a path: how weights get from the trainer's ranks into engines that have begun an update."""
 
-from typing import Protocol
+from typing import Protocol, Self
 
+from megarl.cluster.engine_group import Engines
 from megarl.cluster.worker_group import WorkerFailed
 
 
@@ -13,6 +14,9 @@ class Path(Protocol):
     @property
     def description(self) -> str:
         """The path of the next weights, in a few words."""
+
+    def to(self, engines: Engines) -> Self:
+        """The same path to other engines of the same kind: some, or with new ones in the place of those that died."""
 
     def send(self, version: int) -> int:
         """Give all weights to engines that have begun the update to `version`. Returns the number of bytes."""

@@ -14,8 +14,9 @@ class Refit:
     """Makes every refit a transaction: begin, the weights on a path, commit; then the check, if there is one.
 
     `path` is that of the first refit, after which it may hand over to another one. `names` are those of all HF tensors.
-    `loaded_version` is what the engines have already, if they read weights when they started: it is not sent again.
-    Where trainer and engines take `turns`, a refit has one of its own.
+    Engines that have a version already, from the folder that they started with, do not get it again. One that dies is
+    left out, and gets the weights when it was started anew. Where trainer and engines take `turns`, a refit has one of
+    its own.
     """
 
     def __init__(
@@ -27,7 +28,6 @@ class Refit:
         *,
         timeout_s: float,
         check: LogProbCheck | None = None,
-        loaded_version: int | None = None,
         turns: Turns | None = None,
     ) -> None:
         self._trainer = trainer
@@ -36,7 +36,7 @@ class Refit:
         self._names = list(names)
         self._timeout_s = timeout_s
         self._check = check
-        self._loaded_version = loaded_version
+        self._version = -1
         self._turns = turns or Turns()
 
     @property
@@ -46,24 +46,43 @@ class Refit:
 
     def __call__(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
-        path, size, repeated = self._path, 0, False
         self._turns.begin_refit()
-        if version != self._loaded_version:
-            try:
-                size = self._transaction(version)
-            except WorkerFailed as failure:
-                # Where all processes are there, what a failed update has written is no harm: it is written again.
-                path.recover(failure)
-                repeated = True
-                size = self._transaction(version)
+        path, (size, repeated) = self._path, self._update(version)
         metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated), "refit/bytes": size}
-        self._path = path.settle(version)
+        self._version = version
         if self._check is not None:
             metrics |= self._check(self._trainer, self._engines, self._turns)
         return metrics
 
-    def _transaction(self, version: int) -> int:
-        self._engines.begin_update(version, self._names, self._timeout_s)
-        size = self._path.send(version)
-        self._engines.commit_update(version, self._timeout_s)
+    def catch_up(self) -> None:
+        """Give the present version to engines that do not have it; the ranks have it still."""
+        self._update(self._version)
+
+    def _update(self, version: int) -> tuple[int, bool]:
+        """The bytes that were sent, and whether that had to be repeated."""
+        repeated = recovered = False
+        while True:
+            try:
+                size = self._send(version)
+                self._path = self._path.to(self._engines.with_version(version)).settle(version)
+            except WorkerFailed as failure:
+                repeated = True
+                if self._engines.restart_dead():
+                    continue
+                if recovered:
+                    raise
+                # Where all processes are there, what a failed update has written is no harm: it is written again.
+                self._path.recover(failure)
+                recovered = True
+            else:
+                return size, repeated
+
+    def _send(self, version: int) -> int:
+        """A transaction with those engines that are up and do not have the version; the number of bytes."""
+        size = 0
+        while len(engines := self._engines.without_version(version)):
+            self._path = self._path.to(engines)
+            engines.begin_update(version, self._names, self._timeout_s)
+            size += self._path.send(version)
+            engines.commit_update(version, self._timeout_s)
         return size

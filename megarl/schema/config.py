@@ -221,6 +221,15 @@ class ClusterConfig:
     a machine at a time, in bytes, as the memory of a GPU would limit them; null is no limit."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
+    max_engine_restarts: int = 3
+    """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
+    0, and engines of a shared pool: the first ends it."""
+
+    @property
+    def engine_restarts(self) -> int:
+        """How many restarts of engines there may be."""
+        # A new engine measures how much memory is free, when the trainer may have its own there.
+        return 0 if self.sharing() else self.max_engine_restarts
 
     def sharing(self) -> frozenset[str]:
         """The roles that take turns on the same GPUs."""

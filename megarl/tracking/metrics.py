@@ -135,6 +135,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("refit/bytes", "bytes", "what the refit moved from the ranks to the engines"),
     Metric("refit/repeated", "", "1 if the transfer failed and was made again"),
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
+    Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),
+    Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
     Metric("staleness/mean", "versions", "how many versions behind the newest weights a response's oldest token is"),
     Metric("staleness/max", "versions", "the same of the oldest response"),
     Metric(

@@ -2,14 +2,30 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Condition
 
 from megarl.data import Turn
 from megarl.rollout.kind import EngineKind, EngineSizes
+from megarl.rollout.protocol import EngineDiedError, UpdateError
 
 DEADLY = 666
 """A prompt that begins with this token ends the process."""
+SCRIPT = "MEGARL_TEST_DEATHS"
+"""The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
+there: the first engine that comes by takes it away and ends."""
+
+
+def pass_by(moment):
+    """End here if the script says so."""
+    for death in sorted(Path(os.environ.get(SCRIPT, os.devnull)).glob(f"{moment}.*")):
+        with suppress(FileNotFoundError):
+            death.unlink()
+            print(f"the last words of an engine, {moment}", flush=True)
+            if death.suffix == ".error":
+                raise EngineDiedError("the echo died away")
+            os._exit(7)
 
 
 class EchoEngine:
@@ -20,6 +36,7 @@ class EchoEngine:
         self._changed = Condition()
 
     def start(self):
+        pass_by("start")
         if self._has_parts:
             time.sleep(3600)
 
@@ -37,15 +54,23 @@ class EchoEngine:
                 assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
                 version = self._version
             yield place, [echo(request, sample, version) for sample in range(request.sampling.samples)]
+            pass_by("generate")
 
     def generate_stream(self, request):
         yield request.prompt_token_ids
 
     def begin_update(self, version, names):
         assert names == ["weight"]
+        if version <= self._version:
+            raise UpdateError("it has this version")
+        pass_by("begin_update")
         self._is_fenced = True
 
+    def reset_prefix_cache(self):
+        pass_by("reset_prefix_cache")
+
     def commit_update(self, version):
+        pass_by("commit_update")
         with self._changed:
             self._version, self._is_fenced = version, False
             self._changed.notify_all()

@@ -157,7 +157,7 @@ def check_that_an_answer_nobody_waits_for_is_no_load(engines):
 def lose_the_first(engines):
     with pytest.raises(WorkerGone, match="the process of engine_0 died"):
         engines.generate([request(DEADLY)])
-    assert states(engines) == [("failed", 3, 0), ("serving", 3, 0)]
+    assert states(engines) == [("down", 3, 0), ("serving", 3, 0)]
     answers, servers = spread(engines, [request(prompt) for prompt in range(3)])
     assert answers == [[[prompt, prompt + 100, 0]] for prompt in range(3)]
     assert len(set.union(*servers)) == 1

@@ -25,15 +25,13 @@ from megarl.cluster.placement import Role
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.streams import Stream, arrays_behind, results_of
 from megarl.cluster.worker_group import (
     Call,
-    Stream,
     WorkerFailed,
     WorkerGone,
     WorkerGroup,
-    arrays_behind,
     in_order_of_gpus,
-    results_of,
     wait,
     wait_together,
 )
@@ -207,7 +205,7 @@ def test_dead_worker_is_reported_with_its_last_lines(make_group):
 def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_group):
     with make_group() as group:
         first, second = group.workers
-        found = [result for _, result in results_of([first.stream("give", 3), second.stream("give", 2)])]
+        found = [result for _, result in results_of([Stream.begin(first, "give", 3), Stream.begin(second, "give", 2)])]
         assert sorted(number for number, _, _ in found) == [0, 0, 1, 1, 2]
         for number, (many, few, again, floats), text in found:
             assert (type(many), type(floats), few.tolist(), text) == (Stored, Stored, [0, 1, 2], "text")
@@ -221,8 +219,7 @@ def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_g
         # A failure in the place of an array, and of what follows the last one.
         for count, arrays in ((3, 1), (1, 1)):
             references = iter([*(ray.put(np.arange(3)) for _ in range(arrays)), first.begin("fail").reference])
-            with pytest.raises(WorkerFailed, match="a fault of the program"):
-                arrays_behind(Stream(first, references), count)
+            assert "a fault of the program" in arrays_behind(Stream(first, references), count).failure.reason
     assert caught.value.details == "ObjectRef(00ff) is gone"
     assert "the end of its own log says why" in caught.value.sentence
 
@@ -243,7 +240,7 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
 
     monkeypatch.setattr(ray, "get", get)
     worker = SimpleNamespace(log=tmp_path / "trainer_3.log", failure=None)
-    failure = worker_group._answer(Call(worker, None)).failure
+    failure = worker_group.answer_of(Call(worker, None)).failure
     assert isinstance(failure, WorkerGone)
     assert failure.sentence.startswith("Ray ended trainer_3, because the memory of its machine was nearly full: ")
     raylet = Path(ray._private.worker._global_node.get_logs_dir_path()) / "raylet.out"

@@ -1,0 +1,201 @@
+"""Engines that die and are started anew: the engines echo, and die where a script says so."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from echo_engine import ECHO, SCRIPT
+from eventually import eventually, has_ended
+
+import megarl.rollout
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.worker_group import WorkerFailed, WorkerGone
+from megarl.process.writers import end_other_writers
+from megarl.refit.refit import Refit
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+
+class OnThePath:
+    """A path of the weights to engines that need none."""
+
+    is_direct = True
+    description = "nothing moves"
+
+    def to(self, engines):
+        return self
+
+    def send(self, version):
+        return 1
+
+    def recover(self, failure):
+        raise failure
+
+    def settle(self, version):
+        return self
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """`script("start", "start")`: engines die twice when they start."""
+    folder = tmp_path / "script"
+    folder.mkdir()
+    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", ECHO)
+    monkeypatch.setitem(ECHO.loopback_environment, SCRIPT, str(folder))
+
+    def write(*moments, suffix=".death"):
+        for number, moment in enumerate(moments):
+            (folder / f"{moment}.{number}{suffix}").touch()
+
+    yield write
+    assert not list(folder.iterdir()), "a death that nobody died"
+
+
+@pytest.fixture
+def open_group(tmp_path):
+    @contextmanager
+    def make(replicas, restarts):
+        config = RolloutConfig(engine="echo", replicas=replicas)
+        with (
+            reserve([engine_role(ClusterConfig(), config)], ClusterConfig()) as seats,
+            EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
+        ):
+            engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
+            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60)
+            engines.bring_back_with(refit.catch_up)
+            yield engines, refit
+
+    return make
+
+
+REQUESTS = [Request([prompt], SamplingParameters(samples=1 + prompt % 3, seed=prompt + 100)) for prompt in range(8)]
+
+
+def answered(engines):
+    """The tokens of all requests, without the process that gave them; each is answered once."""
+    answers = list(engines.generate_each(REQUESTS))
+    assert sorted(place for place, _ in answers) == list(range(len(REQUESTS)))
+    return [[turn.token_ids[:-1].tolist() for turn in turns] for _, turns in sorted(answers, key=lambda each: each[0])]
+
+
+EXPECTED = [[[p, p + 100, sample] for sample in range(1 + p % 3)] for p in range(8)]
+
+
+def states(engines):
+    return [(handle.state, handle.version, handle.load) for handle in engines.handles]
+
+
+def test_engines_that_die_come_back_and_nothing_is_lost_or_done_twice(open_group, script, capsys):
+    """In one test, because processes take seconds to start."""
+    with open_group(2, restarts=7) as (engines, refit):
+        refit(0)
+        check_a_death_in_a_rollout(engines, script, capsys)
+        check_a_death_in_a_refit(engines, refit, script)
+        check_that_the_last_one_is_waited_for(engines, script)
+        check_a_death_between_rollouts(engines, refit, script)
+
+
+def check_a_death_in_a_rollout(engines, script, capsys):
+    before = engines.workers()
+    script("generate")
+    assert answered(engines) == EXPECTED
+    said = capsys.readouterr().err
+    assert "the process of engine_" in said
+    assert " is started again (restart 1 of 7), and the others go on\n" in said
+    assert " requests: they are asked again\n" in said
+    assert eventually(lambda: back(engines))
+    (one,) = [handle for handle in engines.handles if handle.worker not in before]
+    assert one.worker.log in [worker.log for worker in before]
+    assert f"{one.name} serves again, " in capsys.readouterr().err
+    metrics = engines.end_step()
+    assert metrics.pop("engines/seconds_down") > 0
+    assert metrics == {"engines/restarts": 1} == engines.end_step()
+
+
+def back(engines):
+    """Whether all serve; rollouts go on meanwhile."""
+    assert answered(engines) == EXPECTED
+    return all(handle.state == "serving" for handle in engines.handles)
+
+
+def check_a_death_in_a_refit(engines, refit, script):
+    # The one that lives has the weights when the other is heard of, and is not asked to take them again.
+    script("commit_update")
+    metrics = refit(1)
+    assert (metrics["refit/repeated"], metrics["refit/bytes"]) == (1, 0)
+    assert sorted(state for state, _, _ in states(engines)) == ["restarting", "serving"]
+    assert eventually(lambda: back(engines))
+    script("begin_update")
+    assert refit(2)["refit/repeated"] == 1
+    assert eventually(lambda: back(engines))
+    assert states(engines) == [("serving", 2, 0)] * 2
+
+
+def check_that_the_last_one_is_waited_for(engines, script):
+    # Also one of which the process is there, and the engine in it not.
+    script("generate", suffix=".error")
+    script("start", "generate")
+    assert answered(engines) == EXPECTED
+    assert eventually(lambda: back(engines))
+    assert states(engines) == [("serving", 2, 0)] * 2
+    assert engines.end_step()["engines/restarts"] == 6
+
+
+def check_a_death_between_rollouts(engines, refit, script):
+    script("reset_prefix_cache")
+    engines.reset_prefix_cache()
+    assert sorted(state for state, _, _ in states(engines)) == ["restarting", "serving"]
+    assert refit(3)["refit/repeated"] == 0
+    assert [version for state, version, _ in states(engines) if state == "serving"] == [3]
+
+
+def test_one_death_too_many_is_told_with_the_first(open_group, script, tmp_path):
+    with pytest.raises(WorkerGone) as caught, open_group(1, restarts=2) as run:
+        die(run, script, "generate", "start", "start")
+    assert caught.value.sentence.startswith(
+        "engines died more often than cluster.max_engine_restarts=2 allows, the last time: the process of engine_0 "
+        "died: the first time, the process of engine_0 died: where the end of its log"
+    )
+    assert caught.value.details == f"The end of {tmp_path / 'engine_0.log'}:\nthe last words of an engine, generate"
+    assert "start" in (tmp_path / "engine_0.log").read_text()
+
+
+def die(run, script, *moments, **options):
+    engines, refit = run
+    refit(0)
+    script(*moments, **options)
+    answered(engines)
+
+
+def test_without_restarts_the_first_death_ends_the_run(open_group, script):
+    with pytest.raises(WorkerFailed, match=r"^EngineDiedError: the echo died away"), open_group(1, 0) as run:
+        die(run, script, "generate", suffix=".error")
+    shared = ClusterConfig(pools={"all": PoolConfig(["trainer", "engine"], nodes=1, shared=True)})
+    assert (ClusterConfig().engine_restarts, shared.engine_restarts) == (3, 0)
+
+
+def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
+    log = tmp_path / "engine_0.log"
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with log.open("w") as output, (tmp_path / "engine_1.log").open("w") as another:
+        # As one whose parent is gone.
+        left = subprocess.Popen(sleep, stdout=output, start_new_session=True)
+        stays = subprocess.Popen(sleep, stdout=another)
+    try:
+        end_other_writers(log)
+        assert has_ended(psutil.Process(left.pid))
+        assert not has_ended(psutil.Process(stays.pid))
+    finally:
+        for process in (left, stays):
+            process.kill()
+            process.wait()
+    assert os.getpid() in psutil.pids()
