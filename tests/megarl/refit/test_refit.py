@@ -1,5 +1,7 @@
 """Refits of a whole job: which path they take, and what becomes of the run when something fails in the middle."""
 
+import os
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,7 +31,7 @@ from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
 from megarl.run.opening import Start
 from megarl.tracking.clock import Clock
-from megarl.train import train_step
+from megarl.train import sample, train_step
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
@@ -91,13 +93,13 @@ def run_in(group, worker, function, *arguments):
     ray.get(group.workers[worker].actor.__ray_call__.remote(lambda _: function(*arguments)))
 
 
-def test_a_failed_transfer_is_repeated_and_a_dead_rank_ends_the_run(open_run):
+def test_a_failed_transfer_is_repeated_engines_that_die_come_back_and_a_dead_rank_ends_the_run(open_run):
     with pytest.raises(WorkerFailed, match=r"^the process of trainer_1 died: .*\n.*trainer_1\.log"):
         repeat_and_lose_a_rank(open_run)
 
 
 def repeat_and_lose_a_rank(open_run):
-    with open_run("rollout.engine=transformers") as job:
+    with open_run("rollout.engine=transformers", "rollout.replicas=2") as job:
         job.refit(0)
         assert job.refit.description == "direct, through shared_memory"
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
@@ -108,9 +110,63 @@ def repeat_and_lose_a_rank(open_run):
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["log_prob_difference/max"] < 1e-4
         check_the_route(job)
+        check_that_engines_killed_in_a_rollout_change_no_number(job)
+        check_that_a_refit_goes_on_without_an_engine_that_is_killed_in_it(job)
         run_in(job.trainer, 1, break_at, "packed", 1, "kill")
         # Heard of, and not given up: refit.timeout_s is longer than a test may take.
-        job.refit(3)
+        job.refit(job.state.step + 1)
+
+
+def check_that_engines_killed_in_a_rollout_change_no_number(job):
+    position = job.state.sampler.state_dict()
+    undisturbed = sampled_numbers(job)
+    job.state.sampler.load_state_dict(position)
+    # The second one when it has the requests of both: then none is left, and the rollout waits.
+    for engine, steps in ((0, 10), (1, 20)):
+        run_in(job.engines.processes, engine, die_after_steps, steps)
+    assert sampled_numbers(job) == undisturbed
+    assert job.engines.end_step()["engines/restarts"] == 2
+
+
+def sampled_numbers(job):
+    """All that a rollout gives to training, by value."""
+    _, groups, _ = sample(job, Clock())
+    return [
+        (group.ordinal, each.reward, turn.token_ids.tolist(), turn.log_probs.tolist(), turn.versions.tolist())
+        for group in groups
+        for each in group.trajectories
+        for turn in each.turns
+    ]
+
+
+def check_that_a_refit_goes_on_without_an_engine_that_is_killed_in_it(job):
+    while not all(handle.state == "serving" for handle in job.engines.handles):
+        sampled_numbers(job)
+    assert job.engines.end_step()["engines/seconds_down"] > 0
+    run_in(job.engines.processes, 0, break_at, "unpacked", 1, "kill")
+    metrics = train_step(job, Clock())
+    assert (metrics["refit/direct"], metrics["refit/repeated"], metrics["engines/restarts"]) == (1, 1, 3)
+    assert [handle.version for handle in job.engines.handles] == [-1, job.state.step]
+    while not all(handle.state == "serving" for handle in job.engines.handles):
+        metrics = train_step(job, Clock())
+    # Both have the weights of the ranks, the new one too.
+    metrics = train_step(job, Clock())
+    assert (metrics["refit/repeated"], metrics["engines/restarts"]) == (0, 3)
+    assert metrics["log_prob_difference/max"] < 1e-4
+
+
+def die_after_steps(count):
+    """In this process: after so many tokens, in the midst of a rollout."""
+    from megarl.rollout.transformers.batches import Batches
+
+    step, left = Batches.step, iter(range(count))
+
+    def step_or_die(self, version):
+        step(self, version)
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Batches.step = step_or_die
 
 
 def check_the_route(job):
