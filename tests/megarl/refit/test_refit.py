@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import transfer_ranks
+from eventually import eventually
 from transfer_ranks import break_at
 
 from converters.architectures import read_architecture
@@ -140,19 +141,19 @@ def sampled_numbers(job):
 
 
 def check_that_a_refit_goes_on_without_an_engine_that_is_killed_in_it(job):
-    while not all(handle.state == "serving" for handle in job.engines.handles):
-        sampled_numbers(job)
+    assert eventually(lambda: sampled_numbers(job) and all(each.state == "serving" for each in job.engines.handles))
     assert job.engines.end_step()["engines/seconds_down"] > 0
+    version = job.state.step
     run_in(job.engines.processes, 0, break_at, "unpacked", 1, "kill")
     metrics = train_step(job, Clock())
-    assert (metrics["refit/direct"], metrics["refit/repeated"], metrics["engines/restarts"]) == (1, 1, 3)
-    assert [handle.version for handle in job.engines.handles] == [-1, job.state.step]
-    while not all(handle.state == "serving" for handle in job.engines.handles):
-        metrics = train_step(job, Clock())
-    # Both have the weights of the ranks, the new one too.
-    metrics = train_step(job, Clock())
-    assert (metrics["refit/repeated"], metrics["engines/restarts"]) == (0, 3)
+    # Sampled by both, which have the weights of the ranks.
     assert metrics["log_prob_difference/max"] < 1e-4
+    assert (metrics["refit/direct"], metrics["refit/repeated"], metrics["engines/restarts"]) == (1, 1, 3)
+    assert [(each.state, each.version) for each in job.engines.handles] == [
+        ("restarting", -1),
+        ("serving", version + 1),
+    ]
+    assert train_step(job, Clock())["log_prob_difference/max"] < 1e-4
 
 
 def die_after_steps(count):
@@ -196,7 +197,9 @@ def test_tokens_tell_what_no_checksum_saw_and_a_dead_engine_ends_the_run(open_ru
 
 
 def probe_and_lose_the_engine(open_run):
-    with open_run("refit.verify=logprobs", "refit.transport=tcp", "rollout.replicas=2") as job:
+    with open_run(
+        "refit.verify=logprobs", "refit.transport=tcp", "rollout.replicas=2", "cluster.max_engine_restarts=0"
+    ) as job:
         assert job.refit(0)["refit/log_prob_difference"] < 1e-4
         assert job.refit.description == "direct, through tcp"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
