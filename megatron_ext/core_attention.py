@@ -7,6 +7,7 @@ is made before the model is.
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from converters.errors import UserError
 from megatron_ext import device
-from megatron_ext.attention import PackedAttention
+from megatron_ext.packed_attention import PackedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ class _PaddedValues(nn.Module):
 
 def why_not(core: type[nn.Module], config: TransformerConfig) -> str | None:
     """Why `core` cannot be the attention of a model with `config`; None if a pass forward and backward is right."""
+    # Of whole sequences: the ranks of a context-parallel group would each have a part.
+    config = copy(config)
+    config.context_parallel_size = 1
     inputs = _inputs(config)
     try:
         found = _pass(core, config, inputs)

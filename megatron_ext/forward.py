@@ -16,25 +16,26 @@ from megatron_ext.backbone import LanguageModel, ValueModel
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.overlap import overlapping
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing import MicroBatch, Part
 from megatron_ext.router_replay import aim, replaying
 
-Predict: TypeAlias = Callable[[Any, Tensor, MicroBatch], Any]
-"""Called on the last stage with the model, its hidden states and the micro-batch."""
+Predict: TypeAlias = Callable[[Any, Tensor, Part], Any]
+"""Called on the last stage with the model, its hidden states and the tokens that they are of."""
 
 
 def predict_labels(temperature: float) -> Predict:
     """A language model's predictions of the labels of a micro-batch that are asked for."""
 
-    def predict(model: LanguageModel, hidden: Tensor, micro_batch: MicroBatch) -> LogProbs:
-        return model.predict_labels(hidden, micro_batch.labels.squeeze(0), micro_batch.asked, temperature=temperature)
+    def predict(model: LanguageModel, hidden: Tensor, own: Part) -> LogProbs:
+        own_labels = model.predict_labels(hidden, own.labels.squeeze(0), own.asked, temperature=temperature)
+        return own_labels.mapped(own.whole)
 
     return predict
 
 
-def predict_values(model: ValueModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # noqa: ARG001
+def predict_values(model: ValueModel, hidden: Tensor, own: Part) -> Tensor:
     """A value model's values [T'] of a micro-batch: index i is that of the state in which token i + 1 comes next."""
-    return model.values(hidden)
+    return own.whole(model.values(hidden))
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
@@ -116,17 +117,18 @@ def _forward_step(
     consume: Callable[[Any, MicroBatch], Any],
 ) -> tuple[Tensor, Callable]:
     micro_batch = next(micro_batches)
+    own = micro_batch.own
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        cu_seqlens_kv=micro_batch.cu_seqlens,
-        max_seqlen_q=micro_batch.max_seqlen,
-        max_seqlen_kv=micro_batch.max_seqlen,
+        cu_seqlens_q=own.cu_seqlens,
+        cu_seqlens_kv=own.cu_seqlens,
+        max_seqlen_q=own.max_seqlen,
+        max_seqlen_kv=own.max_seqlen,
     )
-    aim(model, micro_batch)
-    output = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=packed)
+    aim(model, own)
+    output = model(own.tokens, own.position_ids, None, packed_seq_params=packed)
 
     def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
-        return consume(predict(unwrap_model(model), hidden, micro_batch), micro_batch)
+        return consume(predict(unwrap_model(model), hidden, own), micro_batch)
 
     return output, on_last_stage

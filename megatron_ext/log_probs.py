@@ -3,6 +3,7 @@
 The vocabulary of the output layer is cut over tensor-parallel ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +34,16 @@ class LogProbs:
 
     def placed(self, places: Tensor, count: int) -> "LogProbs":
         """The same at `places` long[T] of `count` labels, and 0 at all others; differentiable."""
+        return self.mapped(lambda values: values.new_zeros(count).index_copy(0, places, values))
 
-        def place(values: Tensor) -> Tensor:
-            return values.new_zeros(count).index_copy(0, places, values)
-
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "LogProbs":
+        """Each as `function` makes it."""
         squares = self.probability_squares
         return LogProbs(
-            place(self.log_probs),
-            place(self.entropy),
-            place(self.greedy),
-            None if squares is None else place(squares),
+            function(self.log_probs),
+            function(self.entropy),
+            function(self.greedy),
+            None if squares is None else function(squares),
         )
 
 

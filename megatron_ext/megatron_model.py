@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
+from megatron_ext.context_parallel import cut
 from megatron_ext.device_memory import StatePart
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.expert_load import ExpertLoad
@@ -243,8 +244,15 @@ class MegatronModel:
         self.residence.require("weights")
         if batch.routed_experts is not None:
             routing_of(self._bare_chunks[0].config).check(batch.routed_experts)
-        align = self.options.token_multiple
-        return [pack(batch, sequences, align).to(device.device()) for sequences in micro_batches]
+        packed = (self._packed(batch, sequences) for sequences in micro_batches)
+        return [each.to(device.device()) for each in packed]
+
+    def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:
+        parallel, align = self.options.parallel, self.options.token_multiple
+        if parallel.context_parallel_size == 1:
+            return pack(batch, sequences, align)
+        whole, rank = pack(batch, sequences), parallel.coordinates(self.rank).context
+        return replace(whole, part=cut(whole, parallel.context_parallel_size, rank, align))
 
 
 def _order(micro_batches: Sequence[Sequence[int]]) -> Tensor:

@@ -23,6 +23,7 @@ _PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "num_layers_in_first_pipeline_stage",
@@ -117,7 +118,6 @@ def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[st
         **required_fields(),
         **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        "context_parallel_size": 1,
         # Required by MoE under tensor parallelism, and by latent attention for the gradient of the rotary key.
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "overlap_p2p_comm": interleaved,

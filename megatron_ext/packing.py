@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +83,35 @@ ASKED_BY = ("weights", "trained")
 
 
 @dataclass(frozen=True)
+class Part:
+    """Tokens that one rank computes with: all of a micro-batch, or a part of each of its sequences."""
+
+    tokens: Tensor
+    """long[1, L]"""
+    labels: Tensor
+    """long[1, L]"""
+    position_ids: Tensor
+    """long[1, L]: each sequence counts from 0."""
+    cu_seqlens: Tensor
+    """int32[sequences + 1]: PackedSeqParams.cu_seqlens_q and _kv."""
+    max_seqlen: int
+    asked: Tensor
+    """bool[L]: the labels about which the model is asked something."""
+    routed_experts: Tensor | None
+    """uint8[L, bytes]: see `RaggedBatch`."""
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Values [L] to those [T'] of the micro-batch."""
+        return values
+
+    def to(self, device: torch.device) -> Self:
+        """The same tokens with their tensors on `device`."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences as `GPTModel` takes them; T' counts the alignment's padding too.
 
@@ -115,6 +145,21 @@ class MicroBatch:
     routed_experts: Tensor | None = None
     """uint8[T', bytes]: see `RaggedBatch`. A record belongs to the token at its index, which is fed there: it is not
     shifted as labels are. Padding's says nothing."""
+    part: Part | None = None
+    """The tokens that this rank computes with, where these are not all."""
+
+    @property
+    def own(self) -> Part:
+        """The tokens that this rank computes with."""
+        return self.part or Part(
+            tokens=self.tokens,
+            labels=self.labels,
+            position_ids=self.position_ids,
+            cu_seqlens=self.cu_seqlens,
+            max_seqlen=self.max_seqlen,
+            asked=self.asked,
+            routed_experts=self.routed_experts,
+        )
 
     @property
     def asked(self) -> Tensor:
@@ -137,7 +182,7 @@ class MicroBatch:
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
         if self.routed_experts is not None:
             moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
-        return replace(self, fields=fields, **moved)
+        return replace(self, fields=fields, part=self.part and self.part.to(device), **moved)
 
 
 def assign(

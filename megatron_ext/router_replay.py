@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing import Part
 from megatron_ext.routed_experts import Routing, layers_with_experts
 from megatron_ext.router import Choice, GroupScoredChoice
 
@@ -83,10 +83,10 @@ def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         raise RuntimeError(f"a router left {left} micro-batches of routed experts that it had to replay")
 
 
-def aim(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
+def aim(chunk: torch.nn.Module, own: Part) -> None:
     """Send the tokens of the chunk's next forward pass to their recorded experts, or to the chunk's own choice."""
     config: TransformerConfig = unwrap_model(chunk).config
-    if micro_batch.routed_experts is None:
+    if own.routed_experts is None:
         for choice in _choices([chunk]):
             choice.aim(None)
         return
@@ -95,7 +95,7 @@ def aim(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
         {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))},
     )
     routers = list(_routers(chunk))
-    rows = _rows_of_this_rank(micro_batch.routed_experts, config)
+    rows = _rows_of_this_rank(own.routed_experts, config)
     experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in routers])
     for router, of_layer in zip(routers, experts.unbind(1), strict=True):
         _install(router).aim(of_layer)

@@ -15,10 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from converters.architectures.extensions import Extensions
 from converters.layouts.megatron import ModuleNames
 from megatron_ext import device
-from megatron_ext.attention import PackedAttention
 from megatron_ext.core_attention import core_attention, needs_preflight
 from megatron_ext.extensions import check_transformer_engine_suffices, extend_layer
 from megatron_ext.norms import RMSNorm
+from megatron_ext.packed_attention import PackedAttention
 from megatron_ext.router import extend_router
 
 # Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's

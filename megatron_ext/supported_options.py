@@ -33,7 +33,7 @@ class Refusal(NamedTuple):
         return " or ".join(str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False))
 
 
-_CONTEXT = "context parallelism is not supported: sequences are not cut"
+_CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
 _AUXILIARY = (
     "policy-gradient losses are normalised over the global batch, and Megatron's auxiliary losses over each"
     " micro-batch, so that their weight would depend on how the batch was cut"
@@ -51,7 +51,6 @@ _RANDOM = "the trainer would route at random, and the engine, which samples, doe
 _INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
 
 REFUSED: Mapping[str, Refusal] = {
-    "context_parallel_size": Refusal(_CONTEXT, (None, 1)),
     "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
     "hybrid_context_parallel": Refusal(_CONTEXT),
     "moe_aux_loss_coeff": Refusal(_AUXILIARY, (None, 0)),
@@ -120,6 +119,7 @@ TESTED: Mapping[str, str] = {
     "tensor_model_parallel_size": "megatron_ext/test_model.py",
     "pipeline_model_parallel_size": "megatron_ext/test_model.py",
     "virtual_pipeline_model_parallel_size": "megatron_ext/test_model.py",
+    "context_parallel_size": "megatron_ext/test_context_parallel.py",
     "expert_model_parallel_size": "megatron_ext/test_model.py",
     "expert_tensor_parallel_size": "megatron_ext/test_model.py",
     "num_layers_in_first_pipeline_stage": "megatron_ext/test_foreign_checkpoints.py",

@@ -82,7 +82,7 @@ def parameter_part(
 
 def whole_parameter(architecture: Architecture, parameter: Parameter) -> ParameterPart:
     """A parameter of the model as one rank would have it, without padding."""
-    return parameter_part(architecture, ParallelSizes(), parameter, RankCoordinates(0, 0, 0, 0))
+    return parameter_part(architecture, ParallelSizes(), parameter, ParallelSizes().coordinates(0))
 
 
 def _layers(

@@ -10,6 +10,7 @@ class RankCoordinates:
     """A rank's place in each kind of parallelism."""
 
     tensor: int
+    context: int
     pipeline: int
     expert: int
     expert_tensor: int
@@ -27,6 +28,8 @@ class ParallelSizes:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline stage."""
+    context_parallel_size: int = 1
+    """Ranks that have a part of each sequence, and all the same weights."""
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     """Tensor parallelism of the experts; None is tensor_model_parallel_size."""
@@ -37,7 +40,10 @@ class ParallelSizes:
         for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
-        self._check_world("tensor_model_parallel_size", self.tensor_model_parallel_size)
+        dense_name = "tensor_model_parallel_size x context_parallel_size"
+        if self.context_parallel_size == 1:
+            dense_name = "tensor_model_parallel_size"
+        self._check_world(dense_name, self.tensor_model_parallel_size * self.context_parallel_size)
         expert_name = "expert_model_parallel_size x expert_tensor_parallel_size"
         self._check_world(expert_name, self.expert_model_parallel_size * self.expert_tensor_size)
         if self.chunks > 1 and self.pipeline_model_parallel_size == 1:
@@ -71,14 +77,16 @@ class ParallelSizes:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of ranks that hold the same dense weights."""
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        """The number of parts into which a batch falls."""
+        stage_ranks = self.world_size // self.pipeline_model_parallel_size
+        return stage_ranks // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """The place of `rank`, in Megatron's order tp-cp-ep-dp-pp (the leftmost varies fastest)."""
         stage_ranks = self.world_size // self.pipeline_model_parallel_size
         return RankCoordinates(
             tensor=rank % self.tensor_model_parallel_size,
+            context=rank // self.tensor_model_parallel_size % self.context_parallel_size,
             pipeline=rank // stage_ranks,
             expert=rank // self.expert_tensor_size % self.expert_model_parallel_size,
             expert_tensor=rank % self.expert_tensor_size,
@@ -86,12 +94,12 @@ class ParallelSizes:
 
     def data_parallel_rank(self, rank: int) -> int:
         """Which share of a batch `rank` works on, 0 to data_parallel_size - 1."""
-        return rank // self.tensor_model_parallel_size % self.data_parallel_size
+        return rank // (self.tensor_model_parallel_size * self.context_parallel_size) % self.data_parallel_size
 
     def holds_predictions(self, rank: int) -> bool:
         """Whether `rank` is the one, of those that share its part of a batch, whose results are asked for."""
         place = self.coordinates(rank)
-        return place.tensor == 0 and place.pipeline == self.pipeline_model_parallel_size - 1
+        return place.tensor == place.context == 0 and place.pipeline == self.pipeline_model_parallel_size - 1
 
     def padded_vocabulary(self, vocab_size: int) -> int:
         """`vocab_size` of a GPTModel: the next multiple of tensor_model_parallel_size."""

@@ -11,6 +11,7 @@ _SIZES = (
     (("--tp", "--tensor-model-parallel-size"), 1, "tensor-parallel size"),
     (("--pp", "--pipeline-model-parallel-size"), 1, "pipeline-parallel size"),
     (("--vpp", "--num-virtual-stages-per-pipeline-rank"), None, "virtual stages of each pipeline stage"),
+    (("--cp", "--context-parallel-size"), 1, "context-parallel size"),
     (("--ep", "--expert-model-parallel-size"), 1, "expert-parallel size"),
     (("--etp", "--expert-tensor-parallel-size"), None, "tensor-parallel size of the experts (default: --tp)"),
     (("--decoder-first-pipeline-num-layers",), None, "layers of the first pipeline stage, where it has its own number"),
@@ -31,14 +32,15 @@ def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "Pa
 
     if ranks is None:
         # A size below 1 is refused by its name, not by what it does to the number of ranks.
-        tp, pp, ep = (max(1, size) for size in (options.tp, options.pp, options.ep))
+        tp, pp, cp, ep = (max(1, size) for size in (options.tp, options.pp, options.cp, options.ep))
         etp = max(1, tp if options.etp is None else options.etp)
-        ranks = pp * math.lcm(tp, ep * etp)
+        ranks = pp * math.lcm(tp * cp, ep * etp)
     return ParallelSizes(
         world_size=ranks,
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp,
+        context_parallel_size=options.cp,
         expert_model_parallel_size=options.ep,
         expert_tensor_parallel_size=options.etp,
         num_layers_in_first_pipeline_stage=options.decoder_first_pipeline_num_layers,

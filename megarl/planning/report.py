@@ -144,6 +144,7 @@ def _sizes(parallel: ParallelSizes) -> dict[str, int]:
         "tp": parallel.tensor_model_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
         "vpp": parallel.chunks,
+        "cp": parallel.context_parallel_size,
         "ep": parallel.expert_model_parallel_size,
         "etp": parallel.expert_tensor_size,
         "dp": parallel.data_parallel_size,
@@ -153,5 +154,5 @@ def _sizes(parallel: ParallelSizes) -> dict[str, int]:
 def _say_sizes(parallel: ParallelSizes) -> str:
     """The sizes that are not 1, as Megatron's users abbreviate them."""
     said = [f"{name.upper()} {size}" for name, size in _sizes(parallel).items() if size > 1 and name != "dp"]
-    copies = parallel.data_parallel_size
+    copies = parallel.data_parallel_size * parallel.context_parallel_size
     return ", ".join([*said, *([f"attention {copies} times"] if copies > 1 else [])]) or "not cut"

@@ -146,7 +146,7 @@ class LoopConfig:
     samples_per_prompt: int = 8
     """Responses to each prompt; for GRPO the size of a group."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens of one packed micro-batch on one data-parallel rank."""
+    """Tokens of one packed micro-batch on one data-parallel rank; context-parallel ranks have a part of them each."""
     eval_every: int = 10
     """Greedy evaluation on eval_files every so many steps; 0 never."""
     eval_at_start: bool = True

@@ -72,18 +72,29 @@ def test_ranks_are_in_megatrons_order():
         expert_tensor_parallel_size=1,
     )
     assert sizes.data_parallel_size == 4
-    assert sizes.coordinates(0) == RankCoordinates(tensor=0, pipeline=0, expert=0, expert_tensor=0)
-    assert sizes.coordinates(3) == RankCoordinates(tensor=1, pipeline=0, expert=3, expert_tensor=0)
-    assert sizes.coordinates(5) == RankCoordinates(tensor=1, pipeline=0, expert=1, expert_tensor=0)
-    assert sizes.coordinates(14) == RankCoordinates(tensor=0, pipeline=1, expert=2, expert_tensor=0)
+    assert sizes.coordinates(0) == RankCoordinates(tensor=0, context=0, pipeline=0, expert=0, expert_tensor=0)
+    assert sizes.coordinates(3) == RankCoordinates(tensor=1, context=0, pipeline=0, expert=3, expert_tensor=0)
+    assert sizes.coordinates(5) == RankCoordinates(tensor=1, context=0, pipeline=0, expert=1, expert_tensor=0)
+    assert sizes.coordinates(14) == RankCoordinates(tensor=0, context=0, pipeline=1, expert=2, expert_tensor=0)
     assert [sizes.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [rank for rank in range(16) if sizes.holds_predictions(rank)] == [8, 10, 12, 14]
+
+
+def test_ranks_that_share_sequences_are_in_megatrons_order():
+    sizes = ParallelSizes(
+        world_size=16, tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=2
+    )
+    assert sizes.data_parallel_size == 2
+    assert sizes.coordinates(3) == RankCoordinates(tensor=1, context=1, pipeline=0, expert=0, expert_tensor=1)
+    assert sizes.coordinates(12) == RankCoordinates(tensor=0, context=0, pipeline=1, expert=0, expert_tensor=0)
+    assert [sizes.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert [rank for rank in range(16) if sizes.holds_predictions(rank)] == [8, 12]
 
 
 def test_expert_tensor_parallelism_is_that_of_the_dense_layers_unless_set():
     sizes = ParallelSizes(world_size=8, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     assert sizes.expert_tensor_size == 2
-    assert sizes.coordinates(3) == RankCoordinates(tensor=1, pipeline=0, expert=1, expert_tensor=1)
+    assert sizes.coordinates(3) == RankCoordinates(tensor=1, context=0, pipeline=0, expert=1, expert_tensor=1)
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_tensor_parallelism():
@@ -96,6 +107,11 @@ def test_vocabulary_is_padded_to_a_multiple_of_tensor_parallelism():
     [
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0"),
         ({"world_size": 3, "tensor_model_parallel_size": 2}, "3 ranks cannot be divided by tensor_model"),
+        (
+            {"world_size": 6, "tensor_model_parallel_size": 2, "context_parallel_size": 2},
+            "6 ranks cannot be divided by tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel"
+            "_size = 4 x 1",
+        ),
         ({"world_size": 2, "expert_model_parallel_size": 4}, "2 ranks cannot be divided by expert_model"),
         (
             {"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},

@@ -107,10 +107,10 @@ def gradients(
 
     mine = sequences()[parallel_rank().data :: sizes.data_parallel_size]
     _run(wrapped, sizes, mine, lose, forward_only=False)
-    return _in_huggingface_names(rank, sizes, folder, chunks)
+    return in_huggingface_names(rank, sizes, folder, chunks)
 
 
-def _in_huggingface_names(
+def in_huggingface_names(
     rank: int, sizes: ParallelSizes, folder: Path, chunks: Sequence[torch.nn.Module]
 ) -> dict[str, Tensor]:
     local = {

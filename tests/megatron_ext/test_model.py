@@ -138,7 +138,8 @@ def assert_same_gradients(shares: list[dict[str, Tensor]], expected: Mapping[str
     ("overrides", "words"),
     [
         ({"no_such_field": 1}, "no_such_field"),
-        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2, but here it must be 1"),
+        ({"hybrid_context_parallel": True}, "the same context_parallel_size ranks"),
         ({"tp_comm_overlap": True}, "user buffers"),
         ({"attention_dropout": 0.25}, "attention_dropout=0.25 is not what config.json of this qwen3 model says"),
         ({"fp8": "e4m3"}, "fp8=e4m3 needs Transformer Engine"),

@@ -100,7 +100,7 @@ def test_a_failed_transfer_is_repeated_engines_that_die_come_back_and_a_dead_ran
 
 
 def repeat_and_lose_a_rank(open_run):
-    with open_run("rollout.engine=transformers", "rollout.replicas=2") as job:
+    with open_run("rollout.engine=transformers", "rollout.replicas=2", "megatron.context_parallel_size=2") as job:
         job.refit(0)
         assert job.refit.description == "direct, through shared_memory"
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
