@@ -21,6 +21,7 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import ServerGoneError
 from megarl.rollout.sglang.in_flight import InFlight
@@ -35,6 +36,7 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 _NOTHING = base64.b64encode(pickle.dumps([])).decode()
 """An update without tensors, as the server reads it."""
+_RETURNS_EXPERTS = "enable_return_routed_experts"
 _POLL_S = 0.1
 _ABORT_S = 10.0
 _TAGS: Mapping[str, str] = {"weights": "weights", "kv_cache": "kv_cache"}
@@ -69,7 +71,9 @@ class SglangEngine(OwnedEngine):
             self._end_server()
             raise
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
-        self._in_flight = InFlight(self._server.client, Limits(about["max_req_input_len"], vocabulary), self._fails)
+        returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(_RETURNS_EXPERTS) else None
+        limits = Limits(about["max_req_input_len"], vocabulary, returned)
+        self._in_flight = InFlight(self._server.client, limits, self._fails)
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 

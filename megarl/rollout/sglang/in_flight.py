@@ -85,12 +85,12 @@ class InFlight:
         """Finish what was not sent, with no token."""
         calls, self._waiting = self._waiting, []
         for call in calls:
-            call.finish(aborted(call.request, call.prompt_ids))
+            call.finish(aborted(call.request, call.prompt_ids, self._limits))
 
     def abort_asked(self) -> None:
         """Finish what the server did not answer, with no token; it ends what nobody waits for."""
         for call in list(self._calls):
-            call.finish(aborted(call.request, call.prompt_ids))
+            call.finish(aborted(call.request, call.prompt_ids, self._limits))
             if call.task is not None:
                 call.task.cancel()
 
@@ -108,7 +108,7 @@ class InFlight:
             answer = await (
                 self._client.ask("/generate", body) if call.listener is None else self._streamed(call, body)
             )
-            call.finish(turns(call.request, answer, call.prompt_ids))
+            call.finish(turns(call.request, answer, call.prompt_ids, self._limits))
         except CallRefusedError as error:
             asked = f"a prompt of {len(call.prompt_ids)} tokens with {call.request.sampling}"
             call.fail(UserError(f"SGLang refuses {asked}: {error}"))

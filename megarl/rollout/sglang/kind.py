@@ -59,6 +59,7 @@ _TESTED: Mapping[str, str] = {
     "max_running_requests": "megarl/rollout/conftest.py",
     "load_format": "megarl/rollout/test_sglang_server.py",
     "tp_size": "megarl/rollout/test_sglang_server.py",
+    "enable_return_routed_experts": "megarl/rollout/test_sglang_engine.py",
 }
 
 
@@ -89,6 +90,7 @@ SGLANG = EngineKind(
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},
     float32_logits={"enable_fp32_lm_head": True},
+    returning_experts={"enable_return_routed_experts": True},
     layout_versions=("0.5",),
     packages={"cuda": "sglang", "cpu": "sglang"},
 )

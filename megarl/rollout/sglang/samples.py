@@ -1,5 +1,6 @@
 """From requests to what SGLang's server is asked, and from its answers to turns."""
 
+import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ import numpy as np
 
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
+from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_sampling, derive_seed
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -17,11 +20,12 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of the served model."""
+    """Sizes of the served model, and of its routing if the server tells of it."""
 
     tokens: int
     """Tokens that a prompt and its response may have together."""
     vocabulary: int
+    returned: ReturnedExperts | None = None
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -60,11 +64,12 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "logprob_start_len": -1,
         "stream": stream,
         "return_sampling_mask": is_cut,
+        "return_routed_experts": limits.returned is not None,
     }
     return {**body, "input_ids": request.prompt_token_ids, "sampling_params": each[0]} if stream else body
 
 
-def turns(request: Request, answer: Any, prompt_ids: Any) -> list[Turn]:
+def turns(request: Request, answer: Any, prompt_ids: Any, limits: Limits) -> list[Turn]:
     """The samples that the server answered a request with.
 
     Raises FloatingPointError where a log-probability is no number, RuntimeError where an answer breaks the rules.
@@ -72,15 +77,16 @@ def turns(request: Request, answer: Any, prompt_ids: Any) -> list[Turn]:
     answers = answer if isinstance(answer, list) else [answer]
     if len(answers) != request.sampling.samples:
         raise RuntimeError(f"SGLang gave {len(answers)} samples and was asked for {request.sampling.samples}")
-    return [_turn(request, each, prompt_ids) for each in answers]
+    return [_turn(request, each, prompt_ids, limits) for each in answers]
 
 
-def aborted(request: Request, prompt_ids: Any) -> list[Turn]:
+def aborted(request: Request, prompt_ids: Any, limits: Limits) -> list[Turn]:
     """The samples of a request that the server was never asked for."""
-    return [Turn.of(prompt_ids, [], [], [], "abort") for _ in range(request.sampling.samples)]
+    experts = () if limits.returned is None else limits.returned.records([], len(prompt_ids))
+    return [Turn.of(prompt_ids, [], [], [], "abort", experts) for _ in range(request.sampling.samples)]
 
 
-def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any) -> Turn:
+def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any, limits: Limits) -> Turn:
     about = answer["meta_info"]
     reason = about["finish_reason"]["type"]
     if reason not in _FINISH_REASONS:
@@ -94,7 +100,18 @@ def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any) -> Turn:
         raise FloatingPointError("SGLang gave log-probabilities that are no numbers; the weights hold NaN or inf")
     if reason == "length" and len(token_ids) != request.sampling.max_tokens:
         raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {request.sampling.max_tokens}")
-    return Turn.of(prompt_ids, token_ids, values, _versions(about, len(token_ids)), _FINISH_REASONS[reason])
+    experts = () if limits.returned is None else _experts(about, len(prompt_ids) + len(token_ids), limits.returned)
+    return Turn.of(prompt_ids, token_ids, values, _versions(about, len(token_ids)), _FINISH_REASONS[reason], experts)
+
+
+def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -> Values:
+    """Records of a prompt and its response. The server tells of all that was fed, not of what ended as it waited."""
+    if "routed_experts" not in about:
+        if about["finish_reason"]["type"] != "abort":
+            raise RuntimeError("SGLang was asked for the experts of its tokens and gave none")
+        return returned.records([], tokens)
+    rows = np.frombuffer(base64.b64decode(about["routed_experts"]), dtype=np.int32)
+    return returned.records([rows.reshape(-1, returned.all_layers, returned.routing.topk)], tokens)
 
 
 def _log_probs(about: Mapping[str, Any]) -> Sequence[float | None]:

@@ -16,11 +16,11 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
 from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
-from megarl.rollout.vllm.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.sequences import SequencesInFlight
 from megarl.rollout.worker_memory import require
 from megatron_ext import device

@@ -12,9 +12,9 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
-from megarl.rollout.vllm.returned_experts import ReturnedExperts
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, **sampling):
         "logprob_start_len": -1,
         "stream": False,
         "return_sampling_mask": shared["top_k"] > 0,
+        "return_routed_experts": True,
     }
     return client.begin(client.ask("/generate", body))
 
@@ -104,6 +105,12 @@ def an_answer_has_a_log_prob_and_a_version_for_each_token(client):
     assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
     assert len(versions_of(answer)) == 12
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@rule
+def a_server_that_was_not_made_to_tell_of_experts_tells_of_none(client):
+    (answer,) = ask(client).result(60)
+    assert "routed_experts" not in answer["meta_info"]
 
 
 @rule

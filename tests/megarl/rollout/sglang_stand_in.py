@@ -5,6 +5,7 @@ It samples from a model that sees the last token alone: the logits are its row o
 """
 
 import asyncio
+import base64
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
 from megarl.rollout.sglang.parent import end_with_parent
@@ -51,8 +53,8 @@ class Model:
 
 
 class Sample:
-    def __init__(self, prompt, sampling, limit, asked):
-        self.prompt, self.sampling, self.asked = prompt, sampling, asked
+    def __init__(self, prompt, sampling, limit, asked, sizes=()):
+        self.prompt, self.sampling, self.asked, self.sizes = prompt, sampling, asked, sizes
         self.most = max(0, min(sampling["max_new_tokens"], limit - len(prompt) - 1))
         self.token_ids, self.log_probs, self.kept_log_probs, self.versions = [], [], [], []
         self.reason = None
@@ -77,6 +79,12 @@ class Sample:
         elif len(self.token_ids) >= self.most:
             self.reason = "length"
 
+    def experts(self):
+        """[all tokens but the last, layers, top-k]: those that follow the token."""
+        layers, topk, experts = self.sizes
+        fed = np.array((self.prompt + self.token_ids)[:-1], dtype=np.int32)
+        return (fed[:, None, None] + np.arange(layers)[:, None] + np.arange(topk)).astype(np.int32) % experts
+
     def answer(self):
         spans = []
         for place, version in enumerate(self.versions):
@@ -95,6 +103,8 @@ class Sample:
         }
         if self.asked["return_sampling_mask"]:
             about["output_token_sampling_logprobs"] = self.kept_log_probs
+        if self.asked.get("return_routed_experts") and self.sizes and self.reason:
+            about["routed_experts"] = base64.b64encode(self.experts().tobytes()).decode()
         return {"output_ids": self.token_ids, "meta_info": about}
 
 
@@ -106,7 +116,12 @@ class StandIn:
     def __init__(self, arguments):
         self._arguments = arguments
         folder = Path(arguments["model_path"])
-        self._ends = {json.loads((folder / "config.json").read_text())["eos_token_id"]}
+        config = json.loads((folder / "config.json").read_text())
+        self._ends = {config["eos_token_id"]}
+        # Without the argument the server takes a request for experts, and tells of none.
+        self._sizes = ()
+        if arguments.get("enable_return_routed_experts"):
+            self._sizes = ReturnedExperts.of(folder).routing
         self._model = Model(folder)
         self._runner = SimpleNamespace(model=self._model, weight_updater=SimpleNamespace(tp_rank=0))
         self._version = arguments["weight_version"]
@@ -191,7 +206,7 @@ class StandIn:
         prompts, samplings = asked["input_ids"], asked["sampling_params"]
         if isinstance(samplings, dict):
             prompts, samplings = [prompts], [samplings]
-        samples = [Sample(*each, self._limit, asked) for each in zip(prompts, samplings, strict=True)]
+        samples = [Sample(*each, self._limit, asked, self._sizes) for each in zip(prompts, samplings, strict=True)]
         for sample in samples:
             if len(sample.prompt) > self._limit:
                 raise RefusedError(f"The input ({len(sample.prompt)} tokens) is longer than the model's context length")

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import sglang_stand_in
@@ -14,8 +15,9 @@ from engine_host import END_ID, PROMPTS, Served, Weights
 from sglang_rules import RULES
 
 from converters.errors import UserError
-from megarl.data.stretches import here
+from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import process
 from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
 from megarl.rollout.sglang.calls import REFUSED
@@ -122,6 +124,25 @@ def endless(pool, served):
         return generating
 
     return begin
+
+
+def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, folders, pool):
+    engine, returned = start(enable_return_routed_experts=True), ReturnedExperts.of(folders[0])
+    sampling = SamplingParameters(samples=3, max_tokens=7, seed=5)
+    turns = [turn for of_prompt in engine.generate([Request(each, sampling) for each in PROMPTS]) for turn in of_prompt]
+    assert len({tuple(turn.token_ids) for turn in turns}) > 6
+    for turn in turns:
+        fed = np.concatenate([turn.prompt_ids, turn.token_ids])[:-1]
+        rows = np.stack([fed[:, None] + layer + np.arange(2) for layer in returned.layers], 1) % 4
+        assert np.array_equal(joined([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
+    # What never reaches the server goes to no experts.
+    engine.pause("keep")
+    waiting = pool.submit(engine.generate, [Request(PROMPTS[0], sampling)])
+    time.sleep(0.3)
+    engine.pause("abort")
+    (turns,) = waiting.result(20)
+    for turn in turns:
+        assert np.array_equal(joined([turn.routed_experts]), *returned.records([], len(PROMPTS[0])))
 
 
 def test_an_update_brings_new_tokens_and_their_version(served):

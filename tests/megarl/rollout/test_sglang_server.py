@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import process
 from megarl.rollout.sglang.kind import SGLANG
 from megatron_ext.device_memory import CountedMemory
@@ -25,11 +26,13 @@ JOINED = "model.layers.1.self_attn.qkv_proj.weight"
     ("name", "tied", "arguments"),
     [
         ("qwen3", True, {"load_format": "dummy"}),
-        ("qwen3_moe", False, {"load_format": "dummy"}),
+        ("qwen3_moe", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
         ("qwen3_moe", False, {"tp_size": 2}),
     ],
 )
-def test_greedy_equals_huggingface_before_and_after_updates(host, model_folder, assert_greedy, name, tied, arguments):
+def test_greedy_equals_huggingface_before_and_after_updates(
+    host, model_folder, assert_greedy, check_experts, name, tied, arguments
+):
     folders = [model_folder(name, seed, tied) for seed in (0, 1)]
     served = Served(host.start(folders[0], **arguments), folders)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
@@ -39,6 +42,8 @@ def test_greedy_equals_huggingface_before_and_after_updates(host, model_folder, 
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
             assert_greedy(folder, prompt, generation)
             assert generation.versions.tolist() == [version] * len(generation.token_ids)
+            if "enable_return_routed_experts" in arguments:
+                check_experts(folder, generation, ReturnedExperts.of(folder).routing)
 
     if "load_format" in arguments:
         with pytest.raises(UpdateError, match="dummy weights"):
@@ -62,7 +67,7 @@ def test_the_tables_name_arguments_that_the_server_has(kind):
     names = subprocess.run([python, "-c", program], env=environment, check=True, capture_output=True, text=True)
     known = {*names.stdout.split(), "model_path"}
     assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
-    assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5)} <= known
+    assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
 
 
 def test_weights_are_written_straight_into_its_parameters(served, folders, make_trainer, assert_greedy):

@@ -6,8 +6,8 @@ from engine_host import PROMPTS
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.cpu_routed_experts import without_argument
-from megarl.rollout.vllm.returned_experts import ReturnedExperts
 
 
 def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folders, half_generated, check_experts):

@@ -1,4 +1,4 @@
-"""Experts of tokens as vLLM returns them, to records: vLLM names some for every layer, also where there are none."""
+"""Experts of tokens as engines return them, to records: they name some for every layer, also where there are none."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,27 +16,29 @@ from megatron_ext.routed_experts import Routing, layers_with_experts
 class ReturnedExperts(NamedTuple):
     """Rows of a model: what they are.
 
-    Example: ReturnedExperts(Routing(layers=58, topk=8, experts=256), layers=[3, 4, ..., 60])
+    Example: ReturnedExperts(Routing(layers=58, topk=8, experts=256), layers=[3, 4, ..., 60], all_layers=61)
     """
 
     routing: Routing
     layers: Sequence[int]
     """The layers with experts, of all."""
+    all_layers: int
 
     @classmethod
     def of(cls, model_path: Path) -> "ReturnedExperts":
         """Rows of the model of a HuggingFace folder. Raises UserError where it has no experts."""
         architecture = read_architecture(read_json(model_path / CONFIG))
         layers = layers_with_experts(architecture.transformer_config, architecture.num_layers)
-        return cls(Routing.of(architecture.transformer_config, architecture.num_layers), layers)
+        routing = Routing.of(architecture.transformer_config, architecture.num_layers)
+        return cls(routing, layers, architecture.num_layers)
 
     def records(self, rows: Sequence[npt.NDArray[Any]], tokens: int) -> Values:
         """Records of the `tokens` of a prompt and its response, by the rows of those that were fed.
 
-        Raises RuntimeError where there are more rows than that.
+        Tokens beyond the rows have records that say nothing. Raises RuntimeError where there are too many rows.
         """
-        shape = (0, max(self.layers) + 1, self.routing.topk)
+        shape = (0, self.all_layers, self.routing.topk)
         together = np.concatenate(rows) if rows else np.empty(shape, np.uint8)
         if len(together) >= tokens:
-            raise RuntimeError(f"vLLM returned the experts of {len(together)} tokens, and fed less than {tokens}")
+            raise RuntimeError(f"an engine returned the experts of {len(together)} tokens, and fed less than {tokens}")
         return (self.routing.records(together[:, self.layers], tokens),)
