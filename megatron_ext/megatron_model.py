@@ -242,10 +242,11 @@ class MegatronModel:
 
     def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
         self.residence.require("weights")
-        if batch.routed_experts is not None:
-            routing_of(self._bare_chunks[0].config).check(batch.routed_experts)
-        packed = (self._packed(batch, sequences) for sequences in micro_batches)
-        return [each.to(device.device()) for each in packed]
+        packed = [self._packed(batch, sequences).to(device.device()) for sequences in micro_batches]
+        for each in packed:
+            if each.routed_experts is not None:
+                routing_of(self._bare_chunks[0].config).check(each.routed_experts)
+        return packed
 
     def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:
         parallel, align = self.options.parallel, self.options.token_multiple

@@ -1,6 +1,7 @@
 """The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class _RoutingRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # By their argument of that name, which experts have in all models of transformers.
-        layers = [each for each in model.modules() if _CHOICE in inspect.signature(each.forward).parameters]
+        layers = [each for each in model.modules() if _CHOICE in _arguments(each)]
         if not layers:
             raise UserError(
                 f"a {model.config.model_type} model has no experts that rollout.engine_args."
@@ -103,15 +104,20 @@ class _RoutingRecorder:
         self.routing = Routing(len(layers), model.config.num_experts_per_tok, int(layers[0].num_experts))
         self._choices: list[Tensor] = []
         for layer in layers:
-            layer.register_forward_pre_hook(self._note, with_kwargs=True)
+            note = partial(self._note, _arguments(layer).index(_CHOICE))
+            layer.register_forward_pre_hook(note, with_kwargs=True)
 
     def take(self, rows: int) -> npt.NDArray[np.int16]:
         """The choices of the pass: [rows, tokens, layers, top-k]."""
         choices, self._choices = self._choices, []
         return torch.stack(choices, 1).unflatten(0, (rows, -1)).to("cpu", torch.int16).numpy()
 
-    def _note(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._choices.append(inspect.signature(layer.forward).bind(*arguments, **named).arguments[_CHOICE])
+    def _note(self, place: int, _layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._choices.append(named[_CHOICE] if _CHOICE in named else arguments[place])
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 _CHOICE = "top_k_index"

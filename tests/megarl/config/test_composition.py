@@ -1,5 +1,7 @@
 """Parts of an algorithm that do not go together are refused before anything starts."""
 
+from dataclasses import replace
+
 import pytest
 
 from converters.errors import UserError
@@ -9,6 +11,7 @@ from megarl.config.composition import check_composition
 from megarl.config.folder import recipes_folder
 from megarl.config.without_effect import without_effect
 from megarl.models.auxiliary import wanted_auxiliary
+from megarl.rollout import ENGINES
 from megarl.schema import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -211,6 +214,12 @@ def test_it_is_taken(groups: dict) -> None:
 def test_teachers_are_started_where_something_learns_from_them(algorithm: dict, wanted: list[str]) -> None:
     run = config(algorithm=algorithm, teachers={"a": TeacherConfig("x")}, model=ModelConfig("y"))
     assert list(wanted_auxiliary(run)) == wanted
+
+
+def test_an_engine_that_does_not_say_where_tokens_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "transformers", replace(ENGINES["transformers"], returning_experts=None))
+    with pytest.raises(UserError, match=r"rollout\.engine=transformers does not: use one of vllm, sglang, or"):
+        check_composition(config(**REPLAY))
 
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
