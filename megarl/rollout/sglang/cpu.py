@@ -100,6 +100,20 @@ def import_torchvision_without_cuda() -> None:
     _define("torchvision", "nms", "qnms")
 
 
+def register_hooks() -> None:
+    """Tell SGLang's registry of hooks those for a CPU."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_HOST_MEMORY}._cuda_host_register", leave_memory_unpinned, HookType.REPLACE)
+
+
+def leave_memory_unpinned(*_: Any, **__: Any) -> None:
+    """Leave memory of the host as it is, which no GPU reads.
+
+    SGLang keeps routed experts in memory that it pins by CUDA, on a CPU too, and a torch without CUDA raises.
+    """
+
+
 def memory_of(runner: Any) -> WorkerMemory:
     """The weights and the KV cache of a worker, to be moved: SGLang's own call answers that it did, and does nothing.
 
@@ -111,6 +125,7 @@ def memory_of(runner: Any) -> WorkerMemory:
     return runner.megarl_memory
 
 
+_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _MASK = 0xFFFFFFFF
 
 

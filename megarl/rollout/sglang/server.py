@@ -52,11 +52,14 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 
 
 end_with_parent()
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+_IS_ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+if _IS_ON_CPU:
     cpu.install()
 # Another version is refused by `main`, and may not have the registry.
 if version("sglang") in VERSIONS:
     hooks.register()
+    if _IS_ON_CPU:
+        cpu.register_hooks()
 
 if __name__ == "__main__":
     sys.exit(main())
