@@ -20,6 +20,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import traced_layout, untraced
 from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.kind import VLLM
 from megatron_ext.device_memory import CountedMemory
 
@@ -33,10 +34,13 @@ def _segments():
     return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist")}
 
 
-def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, tmp_path):
+def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, check_experts, tmp_path):
     before = _segments()
-    served = Served(engines.start(folders[0], tensor_parallel_size=2, enable_expert_parallel=True), folders)
-    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    arguments = {"enable_expert_parallel": True, "enable_return_routed_experts": True}
+    served = Served(engines.start(folders[0], tensor_parallel_size=2, **arguments), folders)
+    greedy = served.greedy(PROMPTS[0])
+    assert_greedy(folders[0], PROMPTS[0], greedy)
+    check_experts(folders[0], greedy, ReturnedExperts.of(folders[0]).routing)
     shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
     traces = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
     layout = traced_layout([trace.shard for trace in traces], shapes)
