@@ -1,14 +1,14 @@
-"""An engine without a model: it answers with the prompt, the seed, the sample and its own process."""
+"""An engine without a model: it answers with the prompt, the seed, the sample and its own process.
+
+Nothing of megarl is imported, since it would bring torch, which costs more than all else that a process does here.
+"""
 
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition
-
-from megarl.data import Turn
-from megarl.rollout.kind import EngineKind, EngineSizes
-from megarl.rollout.protocol import EngineDiedError, UpdateError
+from types import SimpleNamespace
 
 DEADLY = 666
 """A prompt that begins with this token ends the process."""
@@ -24,6 +24,8 @@ def pass_by(moment):
             death.unlink()
             print(f"the last words of an engine, {moment}", flush=True)
             if death.suffix == ".error":
+                from megarl.rollout.protocol import EngineDiedError
+
                 raise EngineDiedError("the echo died away")
             os._exit(7)
 
@@ -62,7 +64,7 @@ class EchoEngine:
     def begin_update(self, version, names):
         assert names == ["weight"]
         if version <= self._version:
-            raise UpdateError("it has this version")
+            raise ValueError("it has this version")
         pass_by("begin_update")
         self._is_fenced = True
 
@@ -89,28 +91,11 @@ class EchoPart:
         os._exit(7)
 
 
+def ask(prompt, samples=1):
+    """A request, as far as an echo goes."""
+    return SimpleNamespace(prompt_token_ids=[prompt], sampling=SimpleNamespace(samples=samples, seed=prompt + 100))
+
+
 def echo(request, sample, version):
     tokens = [*request.prompt_token_ids, request.sampling.seed, sample, os.getpid()]
-    return Turn.of(request.prompt_token_ids, tokens, [0.0] * len(tokens), [version] * len(tokens), "stop")
-
-
-ECHO = EngineKind(
-    title="Echo",
-    engine_class=("echo_engine", "EchoEngine"),
-    argument_class=("no_such_engine", "Arguments"),
-    refused={},
-    tested={},
-    sizes=lambda _arguments: EngineSizes(2, None, "bf16"),
-    context_argument="context",
-    workers=lambda _arguments: 2,
-    nodes=lambda arguments: arguments.get("nodes", 1),
-    part_class=("echo_engine", "EchoPart"),
-    part_arguments=lambda number, first: {"number": number, "first": first},
-    loopback_environment={
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    },
-    without_weights={"version": -1},
-    float32_logits={},
-    layout_versions=(),
-    packages={},
-)
+    return SimpleNamespace(token_ids=tokens, versions=[version] * len(tokens))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import DEADLY, ECHO
+from echo_engine import DEADLY
+from echo_engine import ask as request
+from echo_kind import ECHO
 from eventually import eventually, has_ended
 
 import megarl.rollout
@@ -18,7 +20,6 @@ from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.runtime import free_port
 from megarl.cluster.worker_group import WorkerGone
-from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import ClusterConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
@@ -67,14 +68,10 @@ def actors():
     return [child for child in children if "WorkerActor" in "".join(child.cmdline())]
 
 
-def request(prompt, samples=1):
-    return Request([prompt], SamplingParameters(samples=samples, seed=prompt + 100))
-
-
 def spread(engines, requests):
     """The answers without the process that gave them, and the processes that answered each request."""
     answers = engines.generate(requests)
-    tokens = [[turn.token_ids.tolist() for turn in turns] for turns in answers]
+    tokens = [[turn.token_ids for turn in turns] for turns in answers]
     servers = [{each[-1] for each in own} for own in tokens]
     return [[each[:-1] for each in own] for own in tokens], servers
 
