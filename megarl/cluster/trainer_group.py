@@ -25,6 +25,7 @@ from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
+from megarl.resharding.moved import Moved
 from megarl.schema import ClusterConfig
 from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
@@ -169,9 +170,9 @@ class TrainerGroup(WorkerGroup):
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""
         return self.begin("connect_transfer", rendezvous)
 
-    def begin_send(self, version: int, *, with_checksum: bool) -> list[Call[int]]:
-        """Begin to send the present weights as `version`; the result is the bytes that each rank sent."""
-        return self.begin("send", version, with_checksum)
+    def begin_send(self, version: int, *, with_checksum: bool, delta: bool) -> list[Call[Moved]]:
+        """Begin to send the present weights as `version`; the result is how much each rank sent."""
+        return self.begin("send", version, with_checksum, delta)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""

@@ -28,6 +28,7 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E40
 from megarl.resharding.direct.transports.nixl_agent import has_port  # noqa: E402
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
+from megarl.resharding.moved import Moved  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
 from megatron_ext.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
@@ -177,12 +178,12 @@ class TrainerWorker:
         with self._closing_on_error():
             self.sender.connect(rendezvous)
 
-    def send(self, version: int, with_checksum: bool) -> int:
-        """Send the present weights as `version`; the number of bytes. See `Sender.send`."""
+    def send(self, version: int, with_checksum: bool, delta: bool) -> Moved:
+        """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
         with self._closing_on_error():
-            return self.sender.send(version, with_checksum=with_checksum)
+            return self.sender.send(version, with_checksum=with_checksum, delta=delta)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""

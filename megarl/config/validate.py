@@ -141,6 +141,11 @@ def _check_values(config: MegarlConfig) -> None:
     check_pools(config)
     if config.refit.transport == "rdma":
         check_installed()
+    if config.refit.delta and config.refit.path == "loader":
+        raise UserError(
+            "refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or "
+            "refit.delta to false"
+        )
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
     if not Path(config.model.path, "config.json").is_file():

@@ -21,6 +21,7 @@ from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
 from megarl.resharding.direct.transports import MAPPED, between_machines
+from megarl.resharding.moved import Moved
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
@@ -110,7 +111,7 @@ class DirectPath:
             self.close()
             raise NoDirectPathError(f"the engine does not keep {min(differing)} as it was loaded")
 
-    def send(self, version: int) -> int:
+    def send(self, version: int) -> Moved:
         """See `Path.send`."""
         if not self._is_connected:
             self.connect()
@@ -132,10 +133,11 @@ class DirectPath:
         self._trainer.close_transfer()
         self._engines.close_transfer()
 
-    def _send(self, version: int, receiving: Sequence[Call[Any]]) -> int:
-        sending = self._trainer.begin_send(version, with_checksum=self._config.verify == "checksum")
+    def _send(self, version: int, receiving: Sequence[Call[Any]]) -> Moved:
+        checked = self._config.verify == "checksum"
+        sending = self._trainer.begin_send(version, with_checksum=checked, delta=self._config.delta)
         self._wait(sending, receiving)
-        return sum(wait(sending))
+        return sum(wait(sending), start=Moved())
 
     def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
         wait_together([*of_trainer, *of_engines], consequence=TransferError)

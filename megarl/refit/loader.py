@@ -10,6 +10,7 @@ from megarl.cluster.worker_group import Call, WorkerFailed, wait
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.path import Path
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets
+from megarl.resharding.moved import Moved
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
@@ -66,7 +67,7 @@ class LoaderPath:
             raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")
         self._refusal, self.candidate = reason, None
 
-    def send(self, version: int) -> int:  # noqa: ARG002
+    def send(self, version: int) -> Moved:  # noqa: ARG002
         """See `Path.send`."""
         if not self._is_open:
             self._open()
@@ -77,7 +78,7 @@ class LoaderPath:
             loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
         for references in loading.values():
             wait(references)
-        return sum(bucket.size_bytes for bucket in self._buckets)
+        return Moved(sum(bucket.size_bytes for bucket in self._buckets))
 
     def recover(self, failure: WorkerFailed) -> None:
         """See `Path.recover`: a loader that fails would fail again."""

@@ -4,6 +4,7 @@ from typing import Protocol, Self
 
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.worker_group import WorkerFailed
+from megarl.resharding.moved import Moved
 
 
 class Path(Protocol):
@@ -18,8 +19,8 @@ class Path(Protocol):
     def to(self, engines: Engines) -> Self:
         """The same path to other engines of the same kind: some, or with new ones in the place of those that died."""
 
-    def send(self, version: int) -> int:
-        """Give all weights to engines that have begun the update to `version`. Returns the number of bytes."""
+    def send(self, version: int) -> Moved:
+        """Give all weights to engines that have begun the update to `version`. How much was moved."""
 
     def recover(self, failure: WorkerFailed) -> None:
         """Prepare to send again after `failure`; raise it, or what it means, where that is no use."""

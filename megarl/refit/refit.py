@@ -8,6 +8,7 @@ from megarl.cluster.turns import Turns
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
+from megarl.resharding.moved import Moved
 
 
 class Refit:
@@ -47,8 +48,11 @@ class Refit:
     def __call__(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
         self._turns.begin_refit()
-        path, (size, repeated) = self._path, self._update(version)
-        metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated), "refit/bytes": size}
+        path, (moved, repeated) = self._path, self._update(version)
+        metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated)}
+        metrics["refit/bytes"] = moved.size_bytes
+        if moved.compared:
+            metrics["refit/changed"] = moved.changed / moved.compared
         self._version = version
         if self._check is not None:
             metrics |= self._check(self._trainer, self._engines, self._turns)
@@ -58,12 +62,12 @@ class Refit:
         """Give the present version to engines that do not have it; the ranks have it still."""
         self._update(self._version)
 
-    def _update(self, version: int) -> tuple[int, bool]:
-        """The bytes that were sent, and whether that had to be repeated."""
+    def _update(self, version: int) -> tuple[Moved, bool]:
+        """How much was sent, and whether that had to be repeated."""
         repeated = recovered = False
         while True:
             try:
-                size = self._send(version)
+                moved = self._send(version)
                 self._path = self._path.to(self._engines.with_version(version)).settle(version)
             except WorkerFailed as failure:
                 repeated = True
@@ -75,14 +79,14 @@ class Refit:
                 self._path.recover(failure)
                 recovered = True
             else:
-                return size, repeated
+                return moved, repeated
 
-    def _send(self, version: int) -> int:
-        """A transaction with those engines that are up and do not have the version; the number of bytes."""
-        size = 0
+    def _send(self, version: int) -> Moved:
+        """A transaction with those engines that are up and do not have the version; how much was sent."""
+        moved = Moved()
         while len(engines := self._engines.without_version(version)):
             self._path = self._path.to(engines)
             engines.begin_update(version, self._names, self._timeout_s)
-            size += self._path.send(version)
+            moved += self._path.send(version)
             engines.commit_update(version, self._timeout_s)
-        return size
+        return moved

@@ -72,6 +72,10 @@ class RefitConfig:
     verify: str = "checksum"
     """How direct refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
     the trainer score a few greedy tokens of the engines after every refit, off does neither."""
+    delta: bool = False
+    """Whether direct refits move the changes of the weights since the refit before, where these are fewer bytes, and
+    always check the sums of whole messages. It pays over slow networks, with weights in bf16 or a number format. Each
+    rank keeps what it sent last in the host's memory. An engine that is new, or was cut off, gets everything."""
     log_prob_tolerance: float = 0.05
     """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
     timeout_s: float = 600.0

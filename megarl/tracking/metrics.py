@@ -133,6 +133,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("seconds/overhead", "s", "wall time of the step outside all stages, logging included"),
     Metric("refit/direct", "", "1 if the step's weights went straight into the engines, 0 if through their loader"),
     Metric("refit/bytes", "bytes", "what the refit moved from the ranks to the engines"),
+    Metric(
+        "refit/changed",
+        "",
+        "with refit.delta, share of the weights that are not as the last refit left them, in units of 2 bytes: "
+        "elements of bf16",
+    ),
     Metric("refit/repeated", "", "1 if the transfer failed and was made again"),
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
     Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megarl.resharding.direct.changes import apply_changes
 from megarl.resharding.direct.connections import (
     Link,
     TransferError,
@@ -17,10 +18,10 @@ from megarl.resharding.direct.connections import (
     ready_now,
 )
 from megarl.resharding.direct.messages import digest
-from megarl.resharding.direct.messages_by_peer import MessagesByPeer, largest_bytes
-from megarl.resharding.direct.packing import blocks, differing, unpack
+from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
+from megarl.resharding.direct.packing import blocks, differing, pack, unpack
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, new_bucket
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.kernels import Block
 from megatron_ext import device
@@ -57,6 +58,10 @@ class Receiver:
         self._aborted = ""
         self._endpoint: RecvEndpoint | None = None
         self._views: dict[tuple[int, int, int], list[Block]] = {}
+        self._held: dict[MessageId, int] = {}
+        """The version of each message that is in the tensors, by this connection."""
+        self._whole: Tensor | None = None
+        """Memory in which a message becomes whole that comes as changes; there once one does."""
         self._stream = device.SideStream()
 
     def connect(self) -> None:
@@ -89,7 +94,16 @@ class Receiver:
         But the tensors `written` are written, and not compared.
         """
         names: set[str] = set()
-        self._take_all(version, lambda incoming: names.update(differing(self._views_of(incoming), written)))
+
+        def take(incoming: _Incoming) -> None:
+            if incoming.announcement.changes_since is not None:
+                raise TransferError("weights are compared whole, and changes came")
+            found = set(differing(self._views_of(incoming), written))
+            names.update(found)
+            if not found:
+                self._note(incoming)
+
+        self._take_all(version, take)
         self._stream.synchronize()
         return names
 
@@ -103,7 +117,7 @@ class Receiver:
         """End the links and let go of all memory."""
         for link in self._links.values():
             link.close()
-        self._views = {}
+        self._views, self._held, self._whole = {}, {}, None
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -155,10 +169,23 @@ class Receiver:
                     f"{link.peer} sent message {number} of version {announcement.version}, and version {version} lacks "
                     f"its messages {sorted(missing[source])[:3]}"
                 )
-            if announcement.size_bytes != self._messages[source][number].size_bytes:
-                raise TransferError(f"{link.peer} sent message {number} with {announcement.size_bytes} bytes")
+            self._check(link.peer, source, announcement)
             missing[source].remove(number)
             yield source, announcement
+
+    def _check(self, peer: str, source: int, announcement: Announcement) -> None:
+        number, since, size = announcement.number, announcement.changes_since, announcement.size_bytes
+        whole = self._messages[source][number].size_bytes
+        if size != whole if since is None else size >= whole:
+            raise TransferError(f"{peer} sent message {number} with {size} bytes")
+        held = self._held.get((source, number))
+        if since is not None and since != held:
+            here = "nothing" if held is None else f"version {held}"
+            raise TransferError(f"{peer} sent changes since version {since} of message {number}, and {here} is here")
+
+    def _note(self, incoming: _Incoming) -> None:
+        announcement = incoming.announcement
+        self._held[incoming.source, announcement.number] = announcement.version
 
     def _write(self, incoming: _Incoming) -> None:
         announcement = incoming.announcement
@@ -169,12 +196,37 @@ class Receiver:
                 f"the place of {announcement.checksum}"
             )
         self._stream.synchronize()
+        self._note(incoming)
 
     def _views_of(self, incoming: _Incoming) -> list[Block]:
+        """The views of a whole message, wherever it is whole."""
         bucket = incoming.pull()
+        if incoming.announcement.changes_since is None:
+            return self._views_in(bucket, incoming)
+        if self._whole is None:
+            self._whole = new_bucket(largest_bytes(self._messages))
+        views = self._views_in(self._whole, incoming)
+        self._become_whole(views, bucket, incoming)
+        return views
+
+    def _views_in(self, bucket: Tensor, incoming: _Incoming) -> list[Block]:
         number = incoming.announcement.number
         key = incoming.source, number, bucket.data_ptr()
         if key not in self._views:
             message = self._messages[incoming.source][number]
             self._views[key] = blocks(message, bucket, self._tensors, "destination")
         return self._views[key]
+
+    def _become_whole(self, views: list[Block], bucket: Tensor, incoming: _Incoming) -> None:
+        """Have in the memory of `views` what is in the tensors, with the changes in `bucket`."""
+        assert self._whole is not None
+        announcement = incoming.announcement
+        memory = self._whole[: self._messages[incoming.source][announcement.number].size_bytes]
+        memory.zero_()
+        pack(views, with_checksum=False)
+        try:
+            apply_changes(bucket[: announcement.size_bytes], memory)
+        except ValueError as error:
+            raise TransferError(
+                f"message {announcement.number} of {self._links[incoming.source].peer} came with {error}"
+            ) from error

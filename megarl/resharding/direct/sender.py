@@ -6,6 +6,7 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
+from megarl.resharding.direct.changes import SentMessages
 from megarl.resharding.direct.connections import (
     Address,
     Link,
@@ -25,6 +26,7 @@ from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
 from megarl.resharding.kernels import Block
+from megarl.resharding.moved import Moved
 from megatron_ext import device
 
 
@@ -48,6 +50,7 @@ class Sender:
         """Views of a message in one bucket, made when they are first needed."""
         self._readers: list[Link | None] = [None] * BUCKETS
         """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
+        self._sent: SentMessages | None = None
         self._stream = device.SideStream()
 
     @property
@@ -75,33 +78,36 @@ class Sender:
             self._endpoint.all_connected()
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
-    def send(self, version: int, *, with_checksum: bool) -> int:
-        """Send everything, as it is now, as `version`; returns when all receivers have it. The number of bytes sent.
+    def send(self, version: int, *, with_checksum: bool, delta: bool = False) -> Moved:
+        """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
-        Raises TransferError if one of them is gone, silent or failed.
+        With `delta` a message travels as its changes since the last version that went over this connection, if there
+        was one with `delta` and changes are fewer bytes; with a checksum of the whole message in any case. Raises
+        TransferError if a receiver is gone, silent or failed.
         """
+        self._sent = (self._sent or SentMessages()) if delta else None
         # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
         # waited for.
         device.synchronize()
-        return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum))
+        return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum or delta))
 
-    def send_chosen(self, version: int, choose: Callable[[Collection[MessageId]], tuple[MessageId, bool]]) -> int:
+    def send_chosen(self, version: int, choose: Callable[[Collection[MessageId]], tuple[MessageId, bool]]) -> Moved:
         """Send everything in the order that `choose` makes as it goes along; receivers are told what it raises.
 
         `choose` is given the messages that are left, in this rank's own order, and says which goes next and whether
         with a checksum.
         """
-        left = dict.fromkeys(self._order)
+        left, moved = dict.fromkeys(self._order), Moved()
         with notify_peers_on_error(self._links), self._stream.entered():
             for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
                 chosen, with_checksum = choose(left)
                 del left[chosen]
-                self._send(chosen, version, bucket, with_checksum)
+                moved += self._send(chosen, version, bucket, with_checksum)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
-        return sum(message.size_bytes for to_peer in self._messages.values() for message in to_peer)
+        return moved
 
     def abort(self, rendezvous: Rendezvous, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
@@ -115,7 +121,7 @@ class Sender:
         self._listener.close()
         for link in self._links.values():
             link.close()
-        self._views = {}
+        self._views, self._sent = {}, None
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -140,18 +146,25 @@ class Sender:
         order = sending_order(self._rank, sources, destinations, *columns)
         return [keys[index] for index in order]
 
-    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool) -> None:
+    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool) -> Moved:
         assert self._endpoint is not None
         destination, number = chosen
         message = self._messages[destination][number]
+        memory = self._endpoint.buckets[bucket][: message.size_bytes]
         if (chosen, bucket) not in self._views:
             self._views[chosen, bucket] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source")
+        if self._sent is not None:
+            # Between pieces, too, both ends have the same bytes.
+            memory.zero_()
         checksum = pack(self._views[chosen, bucket], with_checksum=with_checksum)
+        moved, since = Moved(message.size_bytes), None
+        if self._sent is not None:
+            moved, since = self._sent.replace(chosen, version, memory)
         self._stream.synchronize()
-        size = message.size_bytes
-        self._endpoint.push(bucket, size, destination)
+        self._endpoint.push(bucket, moved.size_bytes, destination)
         self._readers[bucket] = link = self._links[destination]
-        link.send(Announcement(version, number, bucket, size, checksum))
+        link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since))
+        return moved
 
     def _wait_for_bucket(self, bucket: int) -> None:
         while self._readers[bucket]:

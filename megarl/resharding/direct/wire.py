@@ -23,7 +23,7 @@ class Connected:
 class Announcement:
     """Message `number` of the pair lies in a bucket of the source, or is on its way from there.
 
-    Example: `Announcement(version=7, number=0, bucket=1, size_bytes=1_048_576, checksum=0x1C291CA3)`.
+    Example: `Announcement(version=7, number=0, bucket=1, size_bytes=33_554, checksum=0x1C291CA3, changes_since=6)`.
     """
 
     version: int
@@ -31,6 +31,9 @@ class Announcement:
     bucket: int
     size_bytes: int
     checksum: int | None
+    """Checksum of the whole message, however it travels; None where nobody asked for one."""
+    changes_since: int | None = None
+    """Version that the bytes are changes of; None if they are the message."""
 
 
 @dataclass(frozen=True)

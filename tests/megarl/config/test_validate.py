@@ -73,6 +73,10 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["reward.on_error=ignore"], "reward.on_error=ignore is none of drop, stop"),
         (["refit.path=planned"], "^refit.path=planned is now called refit.path=direct$"),
         (["refit.path=named"], "^refit.path=named is now called refit.path=loader$"),
+        (
+            ["refit.delta=true", "refit.path=loader"],
+            "^refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or ",
+        ),
         (["refit.transport=point_to_point"], "^refit.transport=point_to_point is now called refit.transport=tcp$"),
         (["data.overlong_prompts=cut"], "data.overlong_prompts=cut"),
         (["checkpoint.resume=yes"], "checkpoint.resume"),

@@ -64,13 +64,20 @@ def open_run(tmp_path):
 
 
 def test_a_run_whose_engine_is_in_fp8(open_run):
-    with open_run("rollout.weights=fp8_block", fields=IN_BLOCKS["qwen3"]) as job:
+    overrides = ("rollout.weights=fp8_block", "refit.delta=true", "megatron.lr=1e-4")
+    with open_run(*overrides, fields=IN_BLOCKS["qwen3"]) as job:
         assert job.refit(0)["refit/direct"] == 0
         # Compared byte by byte with what the engine's loader made of it.
         assert job.refit.description == "direct, through shared_memory"
+        counted = traffic(job.refit._path._spec.plan, formats_of(job))
+        # Compared with what was sent to be compared with.
         metrics = train_step(job, Clock())
         assert metrics["refit/direct"] == 1
-        counted = traffic(job.refit._path._spec.plan, formats_of(job))
+        assert metrics["refit/bytes"] < 0.9 * counted.direct.sum()
+        assert 0 < metrics["refit/changed"] < 1
+        job.refit._path.connect()
+        metrics = train_step(job, Clock())
+        assert "refit/changed" not in metrics
         beyond = metrics["refit/bytes"] - counted.direct.sum()
         assert 0 <= beyond < 2 * ALIGNMENT_BYTES * counted.pieces
         assert beyond + counted.direct.sum() < 0.6 * sum(each.numel() * 4 for each in weights_of(job))
@@ -99,15 +106,17 @@ def test_a_failed_transfer_is_repeated_an_engine_that_dies_comes_back_and_a_dead
 
 
 def repeat_and_lose_a_rank(open_run):
-    with open_run("rollout.engine=transformers", "megatron.context_parallel_size=2") as job:
+    with open_run("rollout.engine=transformers", "megatron.context_parallel_size=2", "refit.delta=true") as job:
         job.refit(0)
         assert job.refit.description == "direct, through shared_memory"
         run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
         metrics = train_step(job, Clock())
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 1)
+        assert "refit/changed" not in metrics, "the changes could be repeated, and everything was to be"
         # The next tokens are sampled with the second attempt, whole.
         metrics = train_step(job, Clock())
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
+        assert 0 < metrics["refit/changed"] <= 1
         assert metrics["log_prob_difference/max"] < 1e-4
         check_the_route(job)
         check_that_the_last_engine_killed_in_a_rollout_changes_no_number(job)

@@ -1,12 +1,14 @@
 """Transfers into engines that hold a number format, without processes: every message is packed here and unpacked."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from small_configs import make_config
-from transfer_ranks import shard_of
+from transfer_ranks import LOOPBACK, STEP, shard_of
 
 from converters.architectures import read_architecture
 from converters.boxes import Box
@@ -18,12 +20,15 @@ from converters.layouts.megatron import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import FP8_BLOCK
 from converters.topology import Topology
+from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.packing import blocks, differing, pack, unpack
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.relay_readiness import RelayReadiness
+from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 # Megatron's two groups of heads have 128 rows of queries each, and 64 of keys: half a block.
 SIZES = {
@@ -83,15 +88,15 @@ SPECS = {
 }
 
 
-def values_of(spec, rank):
-    tensors = shard_of(spec.plan.source, rank, version=3)
+def values_of(spec, rank, version=3):
+    tensors = shard_of(spec.plan.source, rank, version)
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
-def expected_of(spec, worker):
+def expected_of(spec, worker, version=3):
     """The worker's tensors, of codes that were made of the whole HuggingFace tensors."""
     shapes = spec.architecture.hf_shapes
-    hf = shard_of(huggingface_layout(shapes), 0, version=3)
+    hf = shard_of(huggingface_layout(shapes), 0, version)
     quantised = FP8_BLOCK.quantised_names(spec.architecture)
     checkpoint = {}
     for name, values in hf.items():
@@ -194,6 +199,36 @@ def bytes_of(messages):
 def move_and_quantise(messages, values, tensors, staging):
     move(messages, values, {**tensors, **staging.tensors})
     staging.quantise()
+
+
+@pytest.mark.parametrize("name", ["two ranks to two workers", "two engines whose workers relay"])
+def test_changes_of_codes_of_scales_and_of_values_in_cut_blocks(name):
+    spec, tensors, moved = make_spec(*SPECS[name]), [], []
+    values = [values_of(spec, rank) for rank in range(2)]
+    senders = [Sender(rank, spec.outgoing(rank), values[rank], LOOPBACK) for rank in range(2)]
+    destinations = []
+    for rank in range(spec.plan.destination_ranks):
+        worker, messages = rank % len(spec.traces), spec.incoming(rank)
+        tensors.append(empty(spec.traces[worker]))
+        staging = Staging(spec.quantised[worker], messages, tensors[rank])
+        destinations.append(Destination(rank, messages, tensors[rank], staging))
+    addresses = [sender.address for sender in senders]
+    relays = [destination.address for destination in destinations]
+    rendezvous = Rendezvous("shared_memory", b"key", addresses, None, len(destinations), 20.0, relays)
+    with ThreadPoolExecutor(8) as pool, ExitStack() as stack:
+        for end in (*senders, *destinations):
+            stack.callback(end.close)
+        list(pool.map(lambda end: end.connect(rendezvous), [*senders, *destinations]))
+        for version in (3, 3 + STEP):
+            for rank, held in enumerate(values):
+                torch._foreach_copy_(list(held.values()), list(values_of(spec, rank, version).values()))
+            receiving = [pool.submit(destination.receive, version) for destination in destinations]
+            sent = [pool.submit(sender.send, version, with_checksum=True, delta=True) for sender in senders]
+            moved.append(sum(each.result().size_bytes for each in sent))
+            for rank, each in enumerate(receiving):
+                each.result()
+                assert equal(tensors[rank], expected_of(spec, rank % len(spec.traces), version))
+    assert moved[1] < 0.5 * moved[0]
 
 
 def test_weights_that_have_no_codes_are_named():

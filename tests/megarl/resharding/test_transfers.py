@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_configs import make_config
-from transfer_ranks import Scene, failures
+from transfer_ranks import STEP, Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.resharding.direct.messages_by_peer import incoming, outgoing
@@ -43,10 +43,14 @@ def test_every_refit_brings_the_weights_of_its_version(set_up, name):
     stage = set_up(scene)
     stage.connect()
     for version in (0, 1, 2):
-        stage.call(stage.sources, "fill", version)
-        stage.refit(version)
-        assert stage.wrong(version) == [[]] * len(stage.destinations)
+        whole = stage.bytes_of_refit(version)
         assert any(stage.wrong(version + 1))
+    assert stage.bytes_of_refit(2, delta=True) == whole
+    # Few changes, others, all, and few again.
+    for version, share in ((2 + STEP, 0.4), (2 + 2 * STEP, 0.4), (1, 1), (1 + STEP, 0.4)):
+        assert stage.bytes_of_refit(version, delta=True) <= share * whole
+    # What was sent without being kept cannot be compared with.
+    assert stage.bytes_of_refit(1) == stage.bytes_of_refit(1 + STEP, delta=True) == whole
 
 
 @pytest.mark.parametrize("name", SCENES)

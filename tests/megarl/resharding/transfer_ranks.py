@@ -97,12 +97,21 @@ class Scene:
         return [dict.fromkeys(each, self.dtype) for each in shapes]
 
 
+STEP = 1000
+"""A version of so many more has few elements that are others."""
+
+
+def values_of(name, shape, version):
+    """Random values that depend on version and HF name alone."""
+    steps, first = divmod(version, STEP)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + first))
+    values.view(-1)[steps % 97 :: 97] += steps
+    return values
+
+
 def shard_of(layout, rank, version):
-    """The tensors of a rank of any layout, filled with random values that depend on version and HF name alone."""
-    hf = {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + version))
-        for name, shape in layout.hf_shapes.items()
-    }
+    """The tensors of a rank of any layout, of a version."""
+    hf = {name: values_of(name, shape, version) for name, shape in layout.hf_shapes.items()}
     tensors = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
     for transfer in plan(huggingface_layout(layout.hf_shapes), layout):
         if transfer.destination_rank == rank:
@@ -148,8 +157,8 @@ class SourceRank:
         self._sender.connect(rendezvous)
 
     @without_frames
-    def send(self, version, with_checksum=True):
-        return self._sender.send(version, with_checksum=with_checksum)
+    def send(self, version, with_checksum=True, delta=False):
+        return self._sender.send(version, with_checksum=with_checksum, delta=delta)
 
     def close(self):
         self._sender.close()
@@ -188,6 +197,9 @@ class DestinationRank:
 
     def scramble(self, name):
         self._tensors[name].neg_()
+
+    def forget(self):
+        self._destination._from_sources._held.clear()
 
     def wrong(self, version):
         """Names of tensors that are not those of `version`, or not yet written; padding aside."""
@@ -326,12 +338,19 @@ class Stage:
         for each in self.begin_connect():
             each.result(60)
 
-    def begin_refit(self, version, with_checksum=True):
-        sending = self.begin(self.sources, "send", version, with_checksum)
+    def begin_refit(self, version, with_checksum=True, delta=False):
+        sending = self.begin(self.sources, "send", version, with_checksum, delta)
         return sending + self.begin(self.destinations, "receive", version)
 
-    def refit(self, version, with_checksum=True):
-        return [each.result(60) for each in self.begin_refit(version, with_checksum)]
+    def refit(self, version, with_checksum=True, delta=False):
+        return [each.result(60) for each in self.begin_refit(version, with_checksum, delta)]
+
+    def bytes_of_refit(self, version, delta=False):
+        """Fill the sources with a version, move it, see that it is there, and return the bytes that travelled."""
+        self.call(self.sources, "fill", version)
+        sent = self.refit(version, delta=delta)[: len(self.sources)]
+        assert self.wrong(version) == [[]] * len(self.destinations)
+        return sum(each.size_bytes for each in sent)
 
     def compare(self, version):
         """Parameters that differ on each destination."""
