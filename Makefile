@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay clean
+.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -21,6 +21,7 @@ help:
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
+	@echo "make benchmark-weight-changes [ARGS=...]   what a step changes in the weights"
 	@echo "make benchmark-join [ARGS=...]      how the ranks of a refit meet: seconds, connections, memory"
 	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
@@ -37,7 +38,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -93,6 +94,9 @@ benchmark-convert: setup .venv-peers
 
 benchmark-refit: setup
 	$(PYTHON) benchmarks/refit.py $(ARGS)
+
+benchmark-weight-changes: setup
+	$(PYTHON) benchmarks/weight_changes.py $(ARGS)
 
 benchmark-join: setup
 	$(PYTHON) benchmarks/join.py $(ARGS)
