@@ -19,6 +19,7 @@ from resharding.models import ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
 from resharding.report import page
 from resharding.rounds import measure
 from resharding.scenario import Scenario
+from resharding.slow_network import hold_loopback
 from resharding.tables import Results, sentences, table
 from resharding.vllm_layout import trace_vllm_layouts
 from rich.console import Console
@@ -33,6 +34,8 @@ _LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as 
 def main() -> None:
     """Measure and print; see `--help`."""
     options = _parse_options()
+    if options.gbit is not None:
+        hold_loopback(options.gbit)
     console = Console(width=240 if not sys.stdout.isatty() else None, highlight=False)
     facts = _facts(options)
     for name, fact in facts.items():
@@ -63,6 +66,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
         "Engine's layout": _LAYOUTS[options.engine],
         "Ranks": f"a trainer at {options.trainer}, an engine at {options.workers}",
         "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
+        **({} if options.gbit is None else {"Network": f"loopback, held to {options.gbit:g} Gbit/s by tc"}),
         "Command": f"`python {shlex.join(sys.argv)}`",
     }
 
@@ -80,6 +84,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--trainer", choices=TRAINERS, default=TRAINER, help="how the trainer cuts the model")
     parser.add_argument("--workers", choices=ENGINES, default=ENGINE, help="how the engine does")
     parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="which to run")
+    parser.add_argument("--gbit", type=float, metavar="RATE", help="let so many Gbit/s through loopback")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
     return parser.parse_args()

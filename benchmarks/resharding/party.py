@@ -1,7 +1,7 @@
 """A rank of the benchmark: its tensors, the other ranks, and the ways of moving weights that it takes part in."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from resharding.memory import give_back
 from resharding.processes import Place
 from resharding.scenario import DTYPE, Scenario
 
-Destination = Literal["engine", "megatron"]
-DESTINATIONS: tuple[Destination, ...] = ("engine", "megatron")
+Destination = Literal["engine", "changes, shared_memory", "changes, tcp", "changes, rdma", "megatron"]
+DESTINATIONS: tuple[Destination, ...] = get_args(Destination)
 
 
 class Party:
-    """The first ranks are the trainer's, the others the workers of an engine, which has its tensors in two forms."""
+    """The first ranks are the trainer's, the others the workers of an engine, with tensors for each destination."""
 
     def __init__(self, place: Place, scenario: Scenario) -> None:
         self.place = place
@@ -30,6 +30,7 @@ class Party:
         self.hf_dtypes = scenario.architecture.hf_dtypes(DTYPE)
         self.tensors: Mapping[str, Tensor] = {}
         """Tensors of a trainer rank."""
+        self._is_changed = False
         self.written: Mapping[Destination, Mapping[str, Tensor]] = {}
         """Tensors of a worker."""
         if self.is_source:
@@ -46,7 +47,13 @@ class Party:
 
     def layout(self, destination: Destination) -> Layout:
         """How the workers cut the model."""
-        return {"engine": self.scenario.engine, "megatron": self.scenario.megatron_engine}[destination]
+        return self.scenario.megatron_engine if destination == "megatron" else self.scenario.engine
+
+    def change(self, is_changed: bool) -> None:
+        """Let the weights of a trainer rank be those of the scenario, or others in the last bit of some elements."""
+        if is_changed != self._is_changed:
+            values.change(self.tensors)
+            self._is_changed = is_changed
 
     def exchange(self, said: Any) -> list[Any]:
         """Gather the message of every rank, rank by rank."""

@@ -1,6 +1,7 @@
 """Process of a rank, which runs methods on request."""
 
 from resharding.contenders import megatron_core
+from resharding.contenders.direct import DirectChanges
 from resharding.contenders.table import CONTENDERS, Contender
 from resharding.memory import give_back
 from resharding.party import Party
@@ -19,6 +20,11 @@ class Rank:
     def open(self, name: str) -> None:
         """Make this rank's part of a contender."""
         self._contenders[name] = CONTENDERS[name](self._party)
+
+    def change(self, name: str) -> None:
+        """Let some of the weights be others, where changes are what a contender moves."""
+        if isinstance(contender := self._contenders[name], DirectChanges):
+            contender.change()
 
     def moved_bytes(self, name: str) -> int:
         """Number of bytes that this rank sends in a run."""

@@ -26,6 +26,9 @@ _NOTES = """\
   rdma UCX takes the memory of the machine where it may, and loopback where "sockets" leaves it nothing else.
 - **NIXL read** is the limit of rdma: as many bytes between the same ranks, in reads of the same sizes, two at once, but
   contiguous at both ends, there from the beginning, and nothing is packed, announced or verified.
+- **direct, changes** is `refit.delta=true`: before each run, and outside of its seconds, one element in 50 gets another
+  last bit, which is between what a step does at a learning rate of 1e-6 (0.4 %) and at 2e-5 (3 %), as
+  [weight_changes_cpu.md](weight_changes_cpu.md) says; what travels is the difference, deflated.
 - **all-gather** is what verl and slime do: the ranks of a pipeline stage gather whole HuggingFace tensors over gloo,
   bucket by bucket, and the first of them gives these to every worker, which copies its part; by a broadcast over gloo,
   or in shared memory that the workers map, as where trainer and engine share GPUs. It is kinder than they are: nothing

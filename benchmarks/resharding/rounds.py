@@ -72,6 +72,9 @@ def _prepare(ranks: Ranks, name: str, sources: int) -> Facts:
 def _rounds(ranks: Ranks, contenders: Sequence[str], rounds: int, report: Callable[[str], None]) -> Iterator[Run]:
     for number in range(rounds):
         first = number % len(contenders)
-        runs = [Run(name, number, ranks.time("run", name)) for name in (*contenders[first:], *contenders[:first])]
+        runs = []
+        for name in (*contenders[first:], *contenders[:first]):
+            ranks.call("change", name)
+            runs.append(Run(name, number, ranks.time("run", name)))
         report(f"round {number + 1}/{rounds}: " + ", ".join(f"{run.contender} {run.timed.seconds:.3f}" for run in runs))
         yield from runs

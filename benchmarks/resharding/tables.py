@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from resharding.contenders.table import (
+    CHANGES,
+    CHANGES_GLOO,
+    CHANGES_RDMA_SOCKETS,
     DIRECT,
     DIRECT_GLOO,
     DIRECT_GLOO_TO_MEGATRON,
@@ -49,6 +52,9 @@ _COMPARED = (
     (DIRECT_RDMA_SOCKETS, NIXL_READ_SOCKETS, "at most 1.15"),
     (DIRECT_GLOO, DIRECT_RDMA, None),
     (DIRECT_GLOO, DIRECT_RDMA_SOCKETS, None),
+    (CHANGES, DIRECT, None),
+    (CHANGES_GLOO, DIRECT_GLOO, None),
+    (CHANGES_RDMA_SOCKETS, DIRECT_RDMA_SOCKETS, None),
     (GATHERED_BROADCAST, DIRECT, "at least 3"),
     (GATHERED_SHARED, DIRECT, "at least 3"),
     (GATHERED_BROADCAST, DIRECT_GLOO, None),

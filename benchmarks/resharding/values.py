@@ -12,6 +12,7 @@ from converters.layout import Layout, Placement, Shape
 
 # No power of two and odd, so that a shift by a width of the model is no shift by a whole period.
 _PERIOD = 2**22 - 3
+_CHANGED = 0.02
 _SIGN_AND_FRACTION = -0x4001  # without the highest bit of the exponent there is no NaN and no infinity
 
 
@@ -50,6 +51,14 @@ def wipe(tensors: Mapping[str, Tensor]) -> None:
     """Overwrite all with NaN, which is none of the values and equal to nothing."""
     for tensor in tensors.values():
         tensor.fill_(torch.nan)
+
+
+def change(tensors: Mapping[str, Tensor]) -> None:
+    """Flip the last bit of 1 element in 50, the same each time."""
+    for name, tensor in tensors.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        words = tensor.view(-1).view(torch.int16)
+        words ^= (torch.rand(len(words), generator=generator) < _CHANGED).to(torch.int16)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.moved import Moved
 from megatron_ext.loopback import LOOPBACK, open_store
 from resharding.contenders.nixl_read import ways
 from resharding.party import Destination, Party
@@ -28,20 +29,20 @@ class Direct:
         with_checksum: bool,
         transport: str = "shared_memory",
         ucx_tls: str = "",
+        delta: bool = False,
     ) -> None:
         self._party, self._destination = party, destination
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
         messages = derive(layout, party.number)
-        moved = sum(message.size_bytes for each in messages.values() for message in each)
-        self.moved_bytes = moved if party.is_source else 0
-        self._run: Callable[[], object]
+        self.moved_bytes = 0
+        self._run: Callable[[], Moved | None]
         if party.is_source:
             sender = Sender(party.number, messages, party.tensors, LOOPBACK)
             rendezvous = self._rendezvous(transport, sender)
             with ways(ucx_tls):
                 sender.connect(rendezvous)
-            self._run = partial(sender.send, _VERSION, with_checksum=with_checksum)
+            self._run = partial(sender.send, _VERSION, with_checksum=with_checksum, delta=delta)
         else:
             receiver = Receiver(party.number, messages, party.written[destination], self._rendezvous(transport, None))
             with ways(ucx_tls):
@@ -50,7 +51,8 @@ class Direct:
 
     def run(self) -> None:
         """Send, or receive."""
-        self._run()
+        moved = self._run()
+        self.moved_bytes = 0 if moved is None else moved.size_bytes
 
     def wipe(self) -> None:
         """Forget what was written."""
@@ -70,3 +72,22 @@ class Direct:
         listeners = [address for *_, address in said[: party.sources]]
         store = (LOOPBACK, port) if port else None
         return Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)
+
+
+class DirectChanges(Direct):
+    """The same of changes alone, into tensors of its own: from run to run 1 element in 50 has another last bit."""
+
+    def __init__(self, party: Party, destination: Destination, *, transport: str, ucx_tls: str = "") -> None:
+        super().__init__(party, destination, with_checksum=True, transport=transport, ucx_tls=ucx_tls, delta=True)
+        self._is_changed = False
+
+    def change(self) -> None:
+        """Let the weights be the others of two versions than in the last run."""
+        self._is_changed = not self._is_changed
+        self._party.change(self._is_changed)
+
+    def wipe(self) -> None:
+        """Let the workers have the other version."""
+        self.change()
+        self.run()
+        self.change()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from resharding.contenders.direct import Direct
+from resharding.contenders.direct import Direct, DirectChanges
 from resharding.contenders.gathered import Gathered
 from resharding.contenders.hand_over import Broadcast, InSharedMemory
 from resharding.contenders.megatron_core import MegatronCore
@@ -38,6 +38,9 @@ DIRECT_GLOO = "direct, checksums (gloo)"
 DIRECT_RDMA = "direct, checksums (rdma)"
 DIRECT_RDMA_WITHOUT_CHECKSUMS = "direct, no checksums (rdma)"
 DIRECT_RDMA_SOCKETS = "direct, checksums (rdma, sockets)"
+CHANGES = "direct, changes"
+CHANGES_GLOO = "direct, changes (gloo)"
+CHANGES_RDMA_SOCKETS = "direct, changes (rdma, sockets)"
 DIRECT_TO_MEGATRON = "direct, checksums, to Megatron"
 DIRECT_GLOO_TO_MEGATRON = "direct, checksums (gloo), to Megatron"
 MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
@@ -53,6 +56,9 @@ CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     DIRECT_RDMA: partial(Direct, destination="engine", with_checksum=True, transport="rdma"),
     DIRECT_RDMA_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False, transport="rdma"),
     DIRECT_RDMA_SOCKETS: partial(Direct, destination="engine", with_checksum=True, transport="rdma", ucx_tls=SOCKETS),
+    CHANGES: partial(DirectChanges, destination="changes, shared_memory", transport="shared_memory"),
+    CHANGES_GLOO: partial(DirectChanges, destination="changes, tcp", transport="tcp"),
+    CHANGES_RDMA_SOCKETS: partial(DirectChanges, destination="changes, rdma", transport="rdma", ucx_tls=SOCKETS),
     GATHERED_BROADCAST: partial(Gathered, hand_over=Broadcast),
     GATHERED_SHARED: partial(Gathered, hand_over=InSharedMemory),
     DIRECT_TO_MEGATRON: partial(Direct, destination="megatron", with_checksum=True),
