@@ -19,6 +19,7 @@ from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.reward import score, with_model_scores
 from megarl.stages.rollout import rollout, sampling_parameters
+from megarl.stages.router_replay import replay_gaps
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
@@ -70,6 +71,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     with clock.stage("advantage"):
         compared = without_small_groups(groups, algorithm)
         batch = to_batch(compared, algorithm)
+        gaps = replay_gaps(batch, job.trainer, temperature=config.rollout.temperature)
         batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
         batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
@@ -82,7 +84,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         state.step = version + 1
         metrics |= job.refit(state.step)
 
-    metrics |= step_metrics(sampled, batch, version, config)
+    metrics |= step_metrics(sampled, batch, version, config) | gaps
     metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
     if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):

@@ -79,6 +79,13 @@ METRICS: tuple[Metric, ...] = (
         "have chosen other experts; with algorithm.router_replay=rollout",
     ),
     Metric(
+        "experts/gap_replayed",
+        "nats",
+        "mean |engine - trainer| log-probability of the trained tokens before the step's update, of at most 32 of its "
+        "responses, by the engine's routing; with algorithm.router_replay=rollout",
+    ),
+    Metric("experts/gap_own_routing", "nats", "the same of the same tokens, by the trainer's own routing"),
+    Metric(
         "log_prob_difference/mean",
         "nats",
         "mean |engine - trainer| log-probability of the sampled tokens; not with algorithm.ratio_to=rollout and "

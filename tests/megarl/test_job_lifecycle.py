@@ -109,6 +109,7 @@ def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_number
     # In float32 engine and trainer choose the same experts; the second of two updates has other weights.
     assert max(line["experts/changed_by_replay"] for line in again[1:]) < 0.1
     assert max(line["log_prob_difference/max"] for line in again[1:]) < 1e-3
+    assert max(line["experts/gap_replayed"] for line in again[1:]) < 1e-5
 
 
 def check_that_it_ends_cleanly(
