@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay clean
+.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -27,6 +27,7 @@ help:
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
 	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
 	@echo "make benchmark-kernels [ARGS=...]      packing and quantising what a refit moves, beside a copy and plain torch"
+	@echo "make benchmark-packing [ARGS=...]      how evenly sequences are dealt to ranks, beside Karmarkar-Karp"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 	@echo "make benchmark-router-replay [ARGS=...]   how far engine and trainer differ by their choice of experts"
 
@@ -38,7 +39,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -112,6 +113,9 @@ benchmark-log-probs: setup
 
 benchmark-kernels: setup
 	$(PYTHON) benchmarks/kernels.py $(ARGS)
+
+benchmark-packing: setup
+	$(PYTHON) benchmarks/packing.py $(ARGS)
 
 benchmark-data-plane: setup
 	$(PYTHON) benchmarks/data_plane.py $(ARGS)

@@ -1,6 +1,5 @@
 """Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -8,7 +7,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from converters.errors import UserError
 from megatron_ext.routed_experts import padded
 
 
@@ -183,67 +181,6 @@ class MicroBatch:
         if self.routed_experts is not None:
             moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
         return replace(self, fields=fields, part=self.part and self.part.to(device), **moved)
-
-
-def assign(
-    lengths: Sequence[int] | Tensor, data_parallel_size: int, max_tokens: int, unit: int = 1, count_multiple: int = 1
-) -> list[list[list[int]]]:
-    """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
-
-    Every sequence appears once; no micro-batch exceeds `max_tokens` (before alignment); all ranks get the same
-    number of micro-batches, since expert parallelism makes them meet in every layer. Loads are balanced by the
-    longest-processing-time rule (Graham 1969): the longest sequence first, each to the lightest micro-batch; the
-    micro-batches that run at the same time on different ranks are those of similar load. The number of micro-batches
-    is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be empty when
-    there are fewer sequences than places. Each `unit` sequences in a row stay together.
-
-    Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
-    """
-    sizes = torch.as_tensor(lengths, dtype=torch.long).view(-1, unit).sum(1).tolist()
-    longest_first = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    if sizes and sizes[longest_first[0]] > max_tokens:
-        what = "a sequence" if unit == 1 else f"{unit} sequences that belong together,"
-        raise UserError(
-            f"{what} of {sizes[longest_first[0]]} tokens does not fit a micro-batch of {max_tokens} tokens: "
-            "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
-        )
-    step = data_parallel_size * count_multiple
-    low = max(1, -(-sum(sizes) // (max_tokens * step)))
-    high = max(low, -(-len(sizes) // step))  # one sequence each always fits
-    bins = _longest_processing_time(sizes, longest_first, high * step, max_tokens)
-    while low < high:
-        middle = (low + high) // 2
-        tried = _longest_processing_time(sizes, longest_first, middle * step, max_tokens)
-        if tried is None:
-            low = middle + 1
-        else:
-            high, bins = middle, tried
-    assert bins is not None
-    dealt = _deal(sizes, bins, data_parallel_size)
-    return [[[unit * i + k for i in members for k in range(unit)] for members in rank] for rank in dealt]
-
-
-def _longest_processing_time(
-    sizes: Sequence[int], longest_first: Sequence[int], count: int, max_tokens: int
-) -> list[list[int]] | None:
-    """`count` balanced bins, or None where the rule overfills one."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    lightest = [(0, place) for place in range(count)]
-    for index in longest_first:
-        load, place = lightest[0]
-        if load + sizes[index] > max_tokens:
-            return None
-        bins[place].append(index)
-        heapq.heapreplace(lightest, (load + sizes[index], place))
-    return bins
-
-
-def _deal(sizes: Sequence[int], bins: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    heaviest_first = sorted(bins, key=lambda members: -sum(sizes[index] for index in members))
-    result: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for place, members in enumerate(heaviest_first):
-        result[place % ranks].append(sorted(members))
-    return result
 
 
 def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:

@@ -4,15 +4,18 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, count
+from math import inf
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 from torch import Tensor
 
-from converters.architectures import Head
+from converters.architectures import Head, read_architecture
+from converters.cost.compute import attention_length
+from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.cluster.batch import ROUTED_EXPERTS, Batch
@@ -27,13 +30,11 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.resharding.moved import Moved
 from megarl.schema import ClusterConfig
+from megatron_ext.balance import Cut, assign
 from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import ASKED_BY, assign
-
-Cut: TypeAlias = list[list[list[int]]]
-"""How a batch falls apart: the sequences of each micro-batch of each data-parallel rank."""
+from megatron_ext.packing import ASKED_BY
 
 
 class TrainerGroup(WorkerGroup):
@@ -51,6 +52,7 @@ class TrainerGroup(WorkerGroup):
         self._options = options
         self._cluster = cluster
         self._max_tokens = max_tokens
+        self._attention_length = inf
 
     def start(self) -> None:
         """Let the ranks meet at an address of rank 0."""
@@ -75,10 +77,12 @@ class TrainerGroup(WorkerGroup):
         value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
         as those of the reference model, too.
         """
+        self._attention_length = _attention_length(model_path)
         self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
 
     def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
+        self._attention_length = _attention_length(model_path)
         self.call("build_frozen", model_path, self._options, head)
 
     def predictions(
@@ -211,7 +215,7 @@ class TrainerGroup(WorkerGroup):
         return self.call("peak_memory_bytes")
 
     def _cut(self, batch: Batch) -> Cut:
-        return cut_batch(batch, self._options, self._max_tokens)
+        return cut_batch(batch, self._options, self._max_tokens, self._attention_length)
 
     def _call_shares(self, method: str, batch: Batch, cut: Cut, *arguments: Any) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
@@ -227,10 +231,14 @@ class TrainerGroup(WorkerGroup):
         return [result for rank, result in enumerate(results) if asked[rank]]
 
 
-def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int) -> Cut:
+def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
     """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple)
+    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple, attention_length)
+
+
+def _attention_length(model_path: Path) -> float:
+    return attention_length(read_architecture(read_json(model_path / CONFIG)))
 
 
 def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:

@@ -16,7 +16,8 @@ from converters.plan import plan
 from megarl.algorithms import AGGREGATIONS, Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import AlgorithmConfig
-from megatron_ext.packing import RaggedBatch, assign, pack
+from megatron_ext.balance import assign
+from megatron_ext.packing import RaggedBatch, pack
 
 KL_COEFFICIENT = 0.1
 TEMPERATURE = 0.8

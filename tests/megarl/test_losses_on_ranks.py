@@ -13,7 +13,8 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import AlgorithmConfig, CorrectionConfig
-from megatron_ext.packing import RaggedBatch, assign, pack
+from megatron_ext.balance import assign
+from megatron_ext.packing import RaggedBatch, pack
 
 # Share of the largest gradient: what the order of sums in fp32 leaves.
 TOLERANCE = 1e-6

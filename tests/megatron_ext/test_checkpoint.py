@@ -14,7 +14,8 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext.packing import RaggedBatch, assign
+from megatron_ext.balance import assign
+from megatron_ext.packing import RaggedBatch
 
 STEPS = 4
 SAVED_AFTER = 2

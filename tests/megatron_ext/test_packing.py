@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.trainer_group import cut_batch, in_order, share_of
+from megatron_ext.balance import assign
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch, assign, pack, unpack
+from megatron_ext.packing import RaggedBatch, pack, unpack
 
 
 def ragged(lengths: list[int]) -> RaggedBatch:
@@ -98,9 +100,10 @@ def test_not_a_number_outside_the_targets_does_not_enter() -> None:
     st.integers(1, 4),
     st.integers(50, 120),
     st.integers(1, 3),
+    st.sampled_from([math.inf, 200.0, 10.0]),
 )
-def test_assign_keeps_its_promises(lengths, ranks, max_tokens, multiple) -> None:
-    assigned = assign(lengths, ranks, max_tokens, count_multiple=multiple)
+def test_assign_keeps_its_promises(lengths, ranks, max_tokens, multiple, attention) -> None:
+    assigned = assign(lengths, ranks, max_tokens, count_multiple=multiple, attention_length=attention)
     assert len(assigned) == ranks
     assert len({len(micro_batches) for micro_batches in assigned}) == 1
     assert len(assigned[0]) % multiple == 0
@@ -108,9 +111,28 @@ def test_assign_keeps_its_promises(lengths, ranks, max_tokens, multiple) -> None
     assert sorted(everything) == list(range(len(lengths)))
     loads = [sum(lengths[index] for index in micro_batch) for rank in assigned for micro_batch in rank]
     assert max(loads) <= max_tokens
-    assert assigned == assign(torch.tensor(lengths, dtype=torch.long), ranks, max_tokens, count_multiple=multiple)
-    # Graham's bound for list scheduling: the heaviest exceeds the mean by less than the longest sequence.
-    assert max(loads) <= sum(loads) / len(loads) + max(lengths, default=0)
+    again = assign(torch.tensor(lengths, dtype=torch.long), ranks, max_tokens, 1, multiple, attention)
+    assert assigned == again
+    if attention == math.inf:
+        # Graham's bound for list scheduling: the heaviest exceeds the mean by less than the longest sequence.
+        assert max(loads) <= sum(loads) / len(loads) + max(lengths, default=0)
+
+
+def test_long_sequences_count_for_their_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (6000 * torch.randn(8192, generator=generator).exp()).long().clamp(16, 32768)
+    costs = lengths + lengths**2 / 28_000
+
+    def unevenness(cut: list[list[list[int]]]) -> tuple[float, float]:
+        """The slowest rank, and all ranks where each micro-batch takes as long as the slowest of it, over the mean."""
+        of_each = torch.tensor([[float(costs[members].sum()) for members in rank] for rank in cut])
+        mean = of_each.sum(1).mean()
+        return float(of_each.sum(1).max() / mean), float(of_each.amax(0).sum() / mean)
+
+    slowest, together = unevenness(assign(lengths, 64, 32768, attention_length=28_000))
+    assert slowest < 1.05
+    assert together < 1.05
+    assert unevenness(assign(lengths, 64, 32768))[1] > 1.2
 
 
 def test_assign_uses_no_more_micro_batches_than_needed_and_balances_them() -> None:
@@ -129,7 +151,7 @@ def test_the_fewest_micro_batches_are_found_where_the_token_count_alone_promises
 
 
 def test_micro_batches_that_meet_have_similar_loads() -> None:
-    assert assign([9, 8, 5, 4], 2, max_tokens=9) == [[[0], [2]], [[1], [3]]]
+    assert assign([9, 8, 5, 4], 2, max_tokens=9) == [[[0], [3]], [[1], [2]]]
 
 
 def test_fewer_sequences_than_ranks_leave_empty_micro_batches() -> None:

@@ -1,0 +1,37 @@
+"""Cost of computing with a model: matrix products and attention."""
+
+from math import prod
+
+from converters.architectures import Architecture
+
+_EXPERTS = ".experts."
+
+
+def attention_length(architecture: Architecture) -> float:
+    """The length at which the attention of a sequence costs as much as its other matrix products.
+
+    A sequence of L tokens costs 2 P L for the P weights that a token meets, and L^2 heads (d_qk + d_v) layers for its
+    causal attention, in floating-point operations of a forward pass; windows are not considered.
+    """
+    config = architecture.transformer_config
+    per_pair = config["num_attention_heads"] * sum(_widths(architecture)) * architecture.num_layers
+    return 2 * _active_weights(architecture) / per_pair
+
+
+def _active_weights(architecture: Architecture) -> float:
+    """The weights of matrix products that a token meets: of experts those that it is sent to."""
+    config = architecture.transformer_config
+    share = config["moe_router_topk"] / config["num_moe_experts"] if config.get("num_moe_experts") else 1.0
+    return sum(
+        prod(shape) * (share if _EXPERTS in name else 1.0)
+        for name, shape in architecture.hf_shapes.items()
+        if len(shape) > 1 and "embed_tokens" not in name
+    )
+
+
+def _widths(architecture: Architecture) -> tuple[int, int]:
+    """Widths of a head's keys and values."""
+    config = architecture.transformer_config
+    if architecture.multi_latent_attention:
+        return config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]
+    return config["kv_channels"], config["kv_channels"]
