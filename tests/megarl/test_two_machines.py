@@ -74,6 +74,7 @@ def config(address, tmp_path):
 def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
     arguments = config.rollout.engine_args
     config.rollout.engine, config.rollout.engine_args = "transformers", {}
+    config.refit.delta = True
     with pytest.raises(KeyboardInterrupt):
         begin_and_be_killed(config)
     assert "\n127.0.0.1   trainer 0\n127.0.0.2   engine 0\n" in capsys.readouterr().err
@@ -135,6 +136,8 @@ def check_step(metrics):
     assert metrics["policy/gradient_norm"] > 0
     assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
     assert metrics["refit/bytes"] > 0
+    # Since the last refit; at first, since the weights that engine and ranks had read alike.
+    assert 0 < metrics["refit/changed"] <= 1
 
 
 def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(config, tmp_path):
