@@ -21,10 +21,14 @@ JOINED = {
 def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
     trainer.connect()
-    for folder in (folders[1], folders[0], folders[1]):
+    moved = []
+    # Everything, changes, and next to none.
+    for folder in (folders[1], folders[0], folders[0]):
         trainer.load(folder)
-        trainer.update(served.engine.version() + 1)
+        moved.append(trainer.update(served.engine.version() + 1, delta=True))
         assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
+    assert moved[0] > moved[1] > 20 * moved[2]
+    trainer.load(folders[1])
     # Through the loader again, over what was written, and directly over that.
     served.update(served.first, served.engine.version() + 1)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))

@@ -37,8 +37,8 @@ class TrainerRank:
     def connect(self, rendezvous):
         self._sender.connect(rendezvous)
 
-    def send(self, version):
-        return self._sender.send(version, with_checksum=True)
+    def send(self, version, delta):
+        return self._sender.send(version, with_checksum=True, delta=delta)
 
     def break_at(self, *arguments):
         break_at(*arguments)
@@ -85,20 +85,21 @@ class Trainer:
         for each in connecting:
             each.result(60)
 
-    def begin_send(self, version):
-        return [self._pool.submit(rank.send, version) for rank in self.ranks]
+    def begin_send(self, version, delta=False):
+        return [self._pool.submit(rank.send, version, delta) for rank in self.ranks]
 
     def load(self, folder):
         for rank in self.ranks:
             rank.load(folder)
 
-    def update(self, version):
+    def update(self, version, delta=False):
+        """Returns the bytes that travelled."""
         self._engine.begin_update(version, list(self.spec.architecture.hf_shapes))
-        sending = self.begin_send(version)
+        sending = self.begin_send(version, delta)
         self._engine.receive(version)
-        for each in sending:
-            each.result(60)
+        moved = [each.result(60).size_bytes for each in sending]
         self._engine.commit_update(version)
+        return sum(moved)
 
     def compare(self, version):
         sending = self.begin_send(version)
