@@ -10,9 +10,10 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from workload import Workload, prepare
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.config.compose import compose  # noqa: E402 (found by the line above)
+from converters.number_formats import FP8_BLOCK  # noqa: E402 (found by the line above)
+from megarl.config.compose import compose  # noqa: E402
 from megarl.resharding.alignment import ALIGNMENT_BYTES  # noqa: E402
 from megarl.resharding.direct.changes import changes_of  # noqa: E402
 from megarl.run.job import Job, open_job  # noqa: E402
@@ -74,19 +76,33 @@ class Change:
     """Bytes of the deflated difference."""
 
 
-def measure(run: Run, workload: Workload, steps: int, folder: Path) -> list[Change]:
-    """The changes of each step."""
+def measure(run: Run, workload: Workload, steps: int, folder: Path) -> dict[Run, list[Change]]:
+    """The changes of each step; of the pretrained model in bf16, also those that come to an engine in block FP8."""
     _, recipe, *overrides = workload.of_run(folder / "run", steps)
     config = compose(recipe, [*overrides, *run.overrides])
     with open_job(Start.of(config, "train")) as job:
         job.refit(0)
-        before, found = _weights(job), []
+        seen = [_weights(job)]
         for _ in range(steps):
             train_step(job, Clock())
-            after = _weights(job)
-            found.append(_change(before, after))
-            before = after
-        return found
+            seen.append(_weights(job))
+        names = FP8_BLOCK.quantised_names(job.model.architecture)
+    found = {run: [_change(*pair) for pair in pairwise(seen)]}
+    if (run.model, run.dtype) == (REAL, "bf16"):
+        codes = [_in_blocks(weights, names) for weights in seen]
+        found[replace(run, dtype="bf16, in block FP8")] = [_change(*pair) for pair in pairwise(codes)]
+    return found
+
+
+def _in_blocks(weights: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Codes and scales in the place of the matrices of these names."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name in names:
+            found[name], found[FP8_BLOCK.scales_name(name)] = FP8_BLOCK.quantise(tensor)
+        else:
+            found[name] = tensor
+    return found
 
 
 def _weights(job: Job) -> dict[str, Tensor]:
@@ -115,7 +131,7 @@ def _change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Change
 
 
 def _units(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -155,8 +171,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="megarl-benchmark-") as folder:
             workload = prepare(model, Path(folder))
             for number, run in enumerate(each for each in RUNS if each.model == model):
-                found[run] = measure(run, workload, options.steps, Path(folder) / str(number))
-                print(run, *found[run], sep="\n", flush=True)
+                measured = measure(run, workload, options.steps, Path(folder) / str(number))
+                found |= measured
+                for each, changes in measured.items():
+                    print(each, *changes, sep="\n", flush=True)
     lines = [
         "# What a step changes in the weights\n",
         f"Date: {date.today()}\n",
