@@ -6,13 +6,11 @@ from threading import Lock
 
 from converters.number_formats import NumberFormat
 from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
 from megarl.data import Turn
 from megarl.rollout.protocol import Engine, Request
-
-_LOOK_AGAIN_S = 1.0
-"""How long an engine may have died before it is heard of."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,15 @@ class Router:
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
         """See `Engines.generate_each`."""
         waiting, shares = list(range(len(requests))), dict[Stream, _Share]()
+        heartbeat = Heartbeat(self._handles)
         try:
             while waiting or shares:
                 self._restarts.bring_back()
                 if waiting:
                     waiting = self._ask(requests, waiting, shares)
-                found = next_of(list(shares), self._restarts.calls, _LOOK_AGAIN_S)
+                found = next_of(list(shares), self._restarts.calls, INTERVAL_S)
+                for handle in heartbeat.dead(busy=[share.handle for share in shares.values()]):
+                    self._restarts.begin(handle)
                 if found is None:
                     continue
                 stream, result = found

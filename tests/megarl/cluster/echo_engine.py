@@ -4,6 +4,7 @@ Nothing of megarl is imported, since it would bring torch, which costs more than
 """
 
 import os
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,22 +13,37 @@ from types import SimpleNamespace
 
 DEADLY = 666
 """A prompt that begins with this token ends the process."""
+SLOW = 777
+"""One that begins with this token takes a while."""
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
 there: the first engine that comes by takes it away and ends."""
 
 
+def leave_a_child():
+    """Begin one that outlives this process, if the script says so, and write its number down."""
+    folder = Path(os.environ.get(SCRIPT, os.devnull))
+    if (folder / "leave").exists():
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (folder / f"{child.pid}.pid").touch()
+
+
 def pass_by(moment):
     """End here if the script says so."""
-    for death in sorted(Path(os.environ.get(SCRIPT, os.devnull)).glob(f"{moment}.*")):
-        with suppress(FileNotFoundError):
-            death.unlink()
-            print(f"the last words of an engine, {moment}", flush=True)
-            if death.suffix == ".error":
-                from megarl.rollout.protocol import EngineDiedError
+    for death in taken(moment):
+        print(f"the last words of an engine, {moment}", flush=True)
+        if death.suffix == ".error":
+            from megarl.rollout.protocol import EngineDiedError
 
-                raise EngineDiedError("the echo died away")
-            os._exit(7)
+            raise EngineDiedError("the echo died away")
+        os._exit(7)
+
+
+def taken(moment):
+    for line in sorted(Path(os.environ.get(SCRIPT, os.devnull)).glob(f"{moment}.*")):
+        with suppress(FileNotFoundError):
+            line.unlink()
+            yield line
 
 
 class EchoEngine:
@@ -39,10 +55,12 @@ class EchoEngine:
 
     def start(self):
         pass_by("start")
+        leave_a_child()
         if self._has_parts:
             time.sleep(3600)
 
     def version(self):
+        pass_by("version")
         return self._version
 
     def worker_parts(self):
@@ -52,6 +70,8 @@ class EchoEngine:
         for place, request in enumerate(requests):
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
+            if request.prompt_token_ids[0] == SLOW:
+                time.sleep(2.5)
             with self._changed:
                 assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
                 version = self._version

@@ -1,14 +1,15 @@
 """Engines that die and are started anew: the engines echo, and die where a script says so."""
 
 import os
+import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import SCRIPT, ask
+from echo_engine import SCRIPT, SLOW, ask
 from echo_kind import ECHO
 from eventually import eventually, has_ended
 
@@ -56,6 +57,10 @@ def script(tmp_path, monkeypatch):
             (folder / f"{moment}.{number}{suffix}").touch()
 
     yield write
+    for left in folder.glob("*.pid"):
+        with suppress(ProcessLookupError):
+            os.kill(int(left.stem), signal.SIGKILL)
+        left.unlink()
     assert not list(folder.iterdir()), "a death that nobody died"
 
 
@@ -95,20 +100,26 @@ def states(engines):
 
 def test_engines_that_die_come_back_and_nothing_is_lost_or_done_twice(open_group, script, capsys, tmp_path):
     """In one test, because processes take seconds to start."""
-    with pytest.raises(WorkerGone) as caught, open_group(2, restarts=6) as (engines, refit):
-        lose_engines(engines, refit, script, capsys)
+    (tmp_path / "script" / "leave").touch()
+    with pytest.raises(WorkerGone) as caught, open_group(2, restarts=7) as run:
+        lose_engines(*run, script, capsys, tmp_path / "script")
     # The first cause, with the log as it ended then.
     assert caught.value.sentence.startswith(
-        "engines died more often than cluster.max_engine_restarts=6 allows, the last time: the process of engine_"
+        "engines died more often than cluster.max_engine_restarts=7 allows, the last time: the process of engine_"
     )
     assert ": the first time, the process of engine_" in caught.value.sentence
     assert caught.value.details.endswith(".log:\nthe last words of an engine, generate")
     assert "the last words of an engine, start" in "".join(log.read_text() for log in tmp_path.glob("engine_?.log"))
 
 
-def lose_engines(engines, refit, script, capsys):
+def lose_engines(engines, refit, script, capsys, folder):
+    (folder / "leave").unlink()
+    children = [psutil.Process(int(file.stem)) for file in folder.glob("*.pid")]
     refit(0)
     check_a_death_in_a_rollout(engines, script, capsys)
+    # Of the dead engine nothing is left, and of the other all.
+    assert sorted(map(has_ended, children)) == [False, True]
+    check_the_death_of_one_that_has_nothing_to_do(engines, script)
     check_a_death_in_a_refit(engines, refit, script)
     check_that_the_last_one_is_waited_for(engines, script)
     check_a_death_between_rollouts(engines, refit, script)
@@ -122,7 +133,7 @@ def check_a_death_in_a_rollout(engines, script, capsys):
     assert answered(engines) == EXPECTED
     said = capsys.readouterr().err
     assert "the process of engine_" in said
-    assert " is started again (restart 1 of 6), and the others go on\n" in said
+    assert " is started again (restart 1 of 7), and the others go on\n" in said
     assert " requests: they are asked again\n" in said
     assert eventually(lambda: back(engines))
     (one,) = [handle for handle in engines.handles if handle.worker not in before]
@@ -137,6 +148,14 @@ def back(engines):
     """Whether all serve; rollouts go on meanwhile."""
     assert answered(engines) == EXPECTED
     return all(handle.state == "serving" for handle in engines.handles)
+
+
+def check_the_death_of_one_that_has_nothing_to_do(engines, script):
+    script("version")
+    engines.generate([ask(SLOW), ask(1)])
+    # Heard of before the other has answered.
+    assert engines.end_step()["engines/restarts"] == 2
+    assert eventually(lambda: back(engines))
 
 
 def check_a_death_in_a_refit(engines, refit, script):
@@ -155,13 +174,13 @@ def check_that_the_last_one_is_waited_for(engines, script):
     assert answered(engines) == EXPECTED
     assert eventually(lambda: back(engines))
     assert states(engines) == [("serving", 1, 0)] * 2
-    assert engines.end_step()["engines/restarts"] == 5
+    assert engines.end_step()["engines/restarts"] == 6
 
 
 def check_a_death_between_rollouts(engines, refit, script):
     script("reset_prefix_cache")
     engines.reset_prefix_cache()
-    assert engines.end_step()["engines/restarts"] == 6
+    assert engines.end_step()["engines/restarts"] == 7
     assert refit(2)["refit/repeated"] == 0
     assert {version for state, version, _ in states(engines) if state == "serving"} == {2}
 
