@@ -20,6 +20,7 @@ from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.worker_group import WorkerGone
 from megarl.process.writers import end_other_writers
 from megarl.refit.refit import Refit
+from megarl.resharding.moved import Moved
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
@@ -35,7 +36,7 @@ class OnThePath:
         return self
 
     def send(self, version):
-        return 1
+        return Moved(1)
 
     def recover(self, failure):
         raise failure
