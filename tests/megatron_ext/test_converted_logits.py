@@ -35,12 +35,10 @@ TP2_PP2_EP2 = ParallelSizes(
     expert_tensor_parallel_size=1,
 )
 TP2_PP2 = ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+# Each cut alone is in `test_model.py`.
 LAYOUTS = {
     "one": ParallelSizes(),
-    "TP2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
-    "PP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
     "PP2 VPP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    "EP2": ParallelSizes(world_size=2, expert_model_parallel_size=2),
     "TP2 PP2": TP2_PP2,
     "TP2 PP2 EP2": TP2_PP2_EP2,
 }
@@ -174,7 +172,7 @@ def test_logits_equal_those_of_transformers(layout: str, models: Mapping[str, Co
 def test_tied_embeddings_with_multi_token_prediction_over_stages_are_refused(models: Mapping[str, Converted]) -> None:
     model = models["deepseek_v3_mtp_tied"]
     with pytest.raises(RuntimeError, match=r"UserError: .*tied embeddings over 2 pipeline stages"):
-        run_ranks(logits_of_each, LAYOUTS["PP2"], {"tied": (model.huggingface, model.megatron)})
+        run_ranks(logits_of_each, LAYOUTS["PP2 VPP2"], {"tied": (model.huggingface, model.megatron)})
 
 
 def renamed(source: Path, target: Path, names: Mapping[str, str]) -> Path:
