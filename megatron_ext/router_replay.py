@@ -90,10 +90,8 @@ def aim(chunk: torch.nn.Module, own: Part) -> None:
         for choice in _choices([chunk]):
             choice.aim(None)
         return
-    routing, places = (
-        routing_of(config),
-        {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))},
-    )
+    routing = routing_of(config)
+    places = {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))}
     routers = list(_routers(chunk))
     rows = _rows_of_this_rank(own.routed_experts, config)
     experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in routers])
