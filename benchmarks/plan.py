@@ -43,6 +43,7 @@ CASES = {
 _RATIO_COLUMNS = ("case", "bound, s", "predicted, s", "x bound", "simulated, s", "x bound", "binding port")
 _BYTE_COLUMNS = ("case", "GB into a GPU", "GB through its NIC", "GB over its NVLink", "GB out of a trainer's NIC")
 _COST_COLUMNS = ("case", "command, s", "peak memory, MB", "own part, source, s", "own part, destination, s", "messages")
+_PEER_COLUMNS = ("case", "of a source", "of a destination")
 _PORTS = {
     "nic_out": "NIC out of a source",
     "nic_in": "NIC into a destination",
@@ -51,8 +52,7 @@ _PORTS = {
 }
 _NOTES = """\
 - The lower bound is the largest of the bounds that `converters/cost/ports.py` writes out, with its assumptions: here
-  the
-  NICs of a node, through which everything that its GPUs need must come once. 400 Gbit/s and 450 GB/s of NVLink for
+  the NICs of a node, through which everything that its GPUs need must come once. 400 Gbit/s and 450 GB/s of NVLink for
   each GPU and direction, 8 GPUs in a node.
 - Predicted is the time of the busiest port. Simulated is a replay of every message: at most 512 MB, one at a time
   through each port at its full rate, two buckets for each rank, packing and unpacking at 3,350 GB/s of memory, with
@@ -141,6 +141,7 @@ def page(results: list[Result], machine: str) -> str:
     for title, columns, rows in (
         ("Seconds", _RATIO_COLUMNS, _ratios(results)),
         ("Bytes, of the busiest", _BYTE_COLUMNS, _bytes(results)),
+        ("Peers, at most", _PEER_COLUMNS, _peers(results)),
         ("What it costs to know", _COST_COLUMNS, _costs(results)),
     ):
         print(f"## {title}", file=out)
@@ -176,6 +177,12 @@ def _bytes(results: list[Result]) -> Iterator[tuple[str, ...]]:
         loads = result.facts["loads"]
         names = ("into a GPU", "NIC in", "NVLink in", "NIC out")
         yield (result.name, *(f"{loads[name]['most'] / 1e9:.2f}" for name in names))
+
+
+def _peers(results: list[Result]) -> Iterator[tuple[str, ...]]:
+    for result in results:
+        peers = result.facts["peers"]
+        yield result.name, str(peers["trainer"]), str(peers["engine"])
 
 
 def _costs(results: list[Result]) -> Iterator[tuple[str, ...]]:

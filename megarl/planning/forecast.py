@@ -51,6 +51,13 @@ class Forecast:
     replay: Replay
     memory: MemoryRates
 
+    @property
+    def peers(self) -> tuple[int, int]:
+        """The most ranks that a trainer's rank is connected with, and the most that an engine's worker is."""
+        relays = np.count_nonzero(self.traffic.relayed, axis=0) + np.count_nonzero(self.traffic.relayed, axis=1)
+        of_workers = np.count_nonzero(self.traffic.direct, axis=0) + relays
+        return int(np.count_nonzero(self.traffic.direct, axis=1).max()), int(of_workers.max())
+
     @classmethod
     def of(cls, refit: PlannedRefit, traffic: Traffic) -> "Forecast":
         """Predict and replay `traffic`."""

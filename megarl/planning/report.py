@@ -41,6 +41,7 @@ def facts(forecast: Forecast) -> dict[str, Any]:
         "pieces": traffic.pieces,
         "relays": traffic.relays,
         "messages": len(forecast.replay.messages.nbytes),
+        "peers": dict(zip(("trainer", "engine"), forecast.peers, strict=True)),
         "loads": {
             load.name: {"most": load.most, load.place: load.busiest, "mean": round(load.mean)}
             for load in forecast.loads
@@ -101,6 +102,11 @@ def _summary(forecast: Forecast) -> Table:
         f"{say_bytes(forecast.extra_bytes_per_gpu)} a GPU: {refit.buckets} buckets of {say_bytes(refit.bucket_bytes)}"
         " for each rank on it",
     )
+    of_trainer, of_engine = forecast.peers
+    words = (
+        f"a trainer's rank meets {say_count(of_trainer, 'worker')}, a worker {say_count(of_engine, 'rank')}, at most"
+    )
+    table.add_row("connections", words)
     return table
 
 
