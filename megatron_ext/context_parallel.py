@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ext.packing import MicroBatch, Part
+from megatron_ext.packing import MicroBatch, Part, positions_within
 from megatron_ext.routed_experts import padded as padded_records
 
 
@@ -53,7 +53,7 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
     mine = slice(rank * own, (rank + 1) * own)
     # What is at each of this rank's places: padding is beyond the last token.
     sources = places.new_full((len(slots),), len(places)).scatter(0, places, torch.arange(len(places)))[mine]
-    positions = torch.empty_like(slots).scatter(0, slots, positions_within(padded_bounds))[mine]
+    positions = torch.empty_like(slots).scatter(0, slots, positions_within(padded))[mine]
 
     records = micro_batch.routed_experts
 
@@ -82,15 +82,9 @@ def rank_order(bounds: Tensor, ranks: int) -> Tensor:
     lengths = bounds.diff()
     of_sequence = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
     half = (lengths // (2 * ranks))[of_sequence]
-    position = positions_within(bounds)
+    position = positions_within(lengths)
     stretch = position // half
     is_late = stretch >= ranks
     rank = torch.where(is_late, 2 * ranks - 1 - stretch, stretch)
     within = position - stretch * half + half * is_late
     return rank * (bounds[-1] // ranks) + bounds[of_sequence] // ranks + within
-
-
-def positions_within(bounds: Tensor) -> Tensor:
-    """long[T]: the position of each token in its sequence."""
-    starts = bounds[:-1].repeat_interleave(bounds.diff())
-    return torch.arange(len(starts), device=bounds.device) - starts

@@ -207,7 +207,7 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
     return MicroBatch(
         tokens=torch.cat([tokens, tokens.new_zeros(padding)])[None],
         labels=next_token(tokens)[None],
-        position_ids=_positions_within(lengths)[None],
+        position_ids=positions_within(lengths)[None],
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
         max_seqlen=int(lengths.max()),
         targets=targets,
@@ -235,7 +235,8 @@ def last_tokens(micro_batch: MicroBatch) -> Tensor:
     return micro_batch.lengths.cumsum(0) - 1
 
 
-def _positions_within(lengths: Tensor) -> Tensor:
+def positions_within(lengths: Tensor) -> Tensor:
+    """long[T]: the position of each token in its sequence, of sequences of `lengths` long[N] end to end."""
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)

@@ -21,11 +21,13 @@ def attention_length(architecture: Architecture) -> float:
 def _active_weights(architecture: Architecture) -> float:
     """The weights of matrix products that a token meets: of experts those that it is sent to."""
     config = architecture.transformer_config
+    # An embedding is looked up, but the same weights may be the output layer.
+    is_tied = architecture.gpt_model["share_embeddings_and_output_weights"]
     share = config["moe_router_topk"] / config["num_moe_experts"] if config.get("num_moe_experts") else 1.0
     return sum(
         prod(shape) * (share if _EXPERTS in name else 1.0)
         for name, shape in architecture.hf_shapes.items()
-        if len(shape) > 1 and "embed_tokens" not in name
+        if len(shape) > 1 and (is_tied or "embed_tokens" not in name)
     )
 
 

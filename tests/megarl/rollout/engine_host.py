@@ -118,3 +118,18 @@ class Served:
 
     def greedy(self, prompt):
         return self.engine.generate([Request(prompt, GREEDY)])[0][0]
+
+
+def check_that_changes_are_served(trainer, served, assert_greedy):
+    """Look that an engine serves what came whole, as changes, and by its loader; the trainer keeps the second model."""
+    folders, moved = served.folders, []
+    # Everything, changes, and next to none.
+    for folder in (folders[1], folders[0], folders[0]):
+        trainer.load(folder)
+        moved.append(trainer.update(served.engine.version() + 1, delta=True))
+        assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
+    assert moved[0] > moved[1] > 20 * moved[2]
+    trainer.load(folders[1])
+    # Through the loader again, over what was written, and directly over that.
+    served.update(served.first, served.engine.version() + 1)
+    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_host import GREEDY, PROMPTS, Served
+from engine_host import GREEDY, PROMPTS, Served, check_that_changes_are_served
 from safetensors.torch import load_file
 
 from converters.errors import UserError
@@ -74,17 +74,7 @@ def test_weights_are_written_straight_into_its_parameters(served, folders, make_
     trainer = make_trainer(served.engine, folders[0])
     assert [trace.untraced for trace in trainer.spec.traces] == [{}]
     trainer.connect()
-    moved = []
-    # Everything, changes, and next to none.
-    for folder in (folders[1], folders[0], folders[0]):
-        trainer.load(folder)
-        moved.append(trainer.update(served.engine.version() + 1, delta=True))
-        assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
-    assert moved[0] > moved[1] > 20 * moved[2]
-    trainer.load(folders[1])
-    # Through the loader again, over what was written, and directly over that.
-    served.update(served.first, served.engine.version() + 1)
-    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    check_that_changes_are_served(trainer, served, assert_greedy)
     trainer.load(folders[0])
     trainer.connect()
     assert trainer.compare(served.engine.version() + 1) == set()

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from engine_host import PROMPTS
+from engine_host import PROMPTS, check_that_changes_are_served
 
 from megarl.data.stretches import here
 from megarl.resharding.direct.connections import TransferError
@@ -21,17 +21,7 @@ JOINED = {
 def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
     trainer.connect()
-    moved = []
-    # Everything, changes, and next to none.
-    for folder in (folders[1], folders[0], folders[0]):
-        trainer.load(folder)
-        moved.append(trainer.update(served.engine.version() + 1, delta=True))
-        assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
-    assert moved[0] > moved[1] > 20 * moved[2]
-    trainer.load(folders[1])
-    # Through the loader again, over what was written, and directly over that.
-    served.update(served.first, served.engine.version() + 1)
-    assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
+    check_that_changes_are_served(trainer, served, assert_greedy)
     trainer.update(served.engine.version() + 1)
     assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
 
