@@ -48,6 +48,16 @@ def _check_engine(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, f"rollout.engine={usual}", why, f"{wanted}, or {others}")
 
 
+def _check_own_environments(inventory: Inventory) -> Iterator[Finding]:
+    for name, kind in ENGINES.items():
+        own, package = kind.own_environment, kind.packages.get(inventory.device, "")
+        if own is None or inventory.packages.get(package) in own.versions:
+            continue
+        version, known = inventory.packages.get(package), " or ".join(own.versions)
+        why = f"{kind.title} {version} is there, not {known}" if version else f"{kind.title} {known} is not installed"
+        yield Finding(False, f"rollout.engine={name}", why, own.set_up)
+
+
 def _check_layouts(inventory: Inventory) -> Iterator[Finding]:
     for kind in ENGINES.values():
         version = inventory.packages.get(kind.packages.get(inventory.device, ""))
@@ -115,6 +125,7 @@ def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_requirements,
     _check_engine,
+    _check_own_environments,
     _check_layouts,
     _check_loopback,
     _check_torchvision,

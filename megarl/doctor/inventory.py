@@ -83,12 +83,12 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Look at this machine and at the environment this Python runs in."""
+    """Look at this machine, at the environment this Python runs in, and at those of engines that have their own."""
     memory = psutil.virtual_memory()
     return Inventory(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        packages={name: installed_version(name) for name in PACKAGES},
+        packages={name: installed_version(name) for name in PACKAGES} | _in_own_environments(),
         unmet_requirements=_unmet_requirements(),
         cpu_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
@@ -106,6 +106,14 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _in_own_environments() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for kind in ENGINES.values():
+        if kind.own_environment is not None:
+            found |= dict.fromkeys(kind.packages.values(), kind.own_environment.installed_version())
+    return found
 
 
 def _unmet_requirements() -> list[str]:

@@ -29,6 +29,17 @@ class EngineSizes(NamedTuple):
     """bf16, or fp8 for weights in blocks."""
 
 
+class OwnEnvironment(NamedTuple):
+    """The environment of an engine that is installed apart from megarl."""
+
+    installed_version: Callable[[], str | None]
+    """The version of the engine there; None where there is none."""
+    versions: Sequence[str]
+    """The versions of which one has to be there."""
+    set_up: str
+    """The command that installs it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
     """All that megarl has to know of an inference engine before, and beside, running it.
@@ -77,6 +88,8 @@ class EngineKind:
     """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
     packages: Mapping[str, str]
     """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
+    own_environment: OwnEnvironment | None = None
+    """Where that is installed, if it is not among megarl's own packages."""
     one_of: Sequence[tuple[str, str, str]] = ()
     """Two sizes, of which only one may be above 1, and why."""
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 
 from converters.errors import UserError
-from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
+from megarl.rollout.kind import Arguments, EngineKind, EngineSizes, OwnEnvironment
+from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megatron_ext.supported_options import Refusal
 
 VERSIONS = ("0.5.23",)
@@ -93,4 +94,5 @@ SGLANG = EngineKind(
     returning_experts={"enable_return_routed_experts": True},
     layout_versions=("0.5",),
     packages={"cuda": "sglang", "cpu": "sglang"},
+    own_environment=OwnEnvironment(installed_version, VERSIONS, SET_UP),
 )

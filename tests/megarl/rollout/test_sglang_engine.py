@@ -18,7 +18,7 @@ from converters.errors import UserError
 from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sglang import process
+from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
 from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
@@ -46,7 +46,7 @@ def start(stand_in, folders):
     def begin(folder=folders[0], **arguments):
         engine = SglangEngine(folder, {**USUAL, **arguments})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(process.PYTHON_VARIABLE, stand_in)
+            patch.setenv(installation.PYTHON_VARIABLE, stand_in)
             engine.start()
         engines.append(engine)
         return engine
@@ -289,7 +289,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, p
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv(installation.PYTHON_VARIABLE, str(python))
     engine = SglangEngine(folders[0], USUAL)
     with pytest.raises(UserError, match=message):
         engine.start()
@@ -313,12 +313,12 @@ def test_what_megarl_sets_cannot_be_given(folders):
 
 
 def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.delenv(process.PYTHON_VARIABLE, raising=False)
+    monkeypatch.delenv(installation.PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     with pytest.raises(UserError, match="make setup SGLANG=1"):
-        process.installation()
-    packages = tmp_path / process.PACKAGES / "sglang"
+        installation.installation()
+    packages = tmp_path / installation.PACKAGES / "sglang"
     packages.mkdir(parents=True)
-    python, paths = process.installation()
+    python, paths = installation.installation()
     assert (python, paths[0]) == (sys.executable, str(packages.parent))
     assert (Path(paths[1]) / "megarl").is_dir()

@@ -14,7 +14,7 @@ from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sglang import process
+from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.kind import SGLANG
 from megatron_ext.device_memory import CountedMemory
 
@@ -57,7 +57,7 @@ def test_greedy_equals_huggingface_before_and_after_updates(
 
 
 def test_the_tables_name_arguments_that_the_server_has(kind):
-    python, paths = process.installation()
+    python, paths = installation.installation()
     program = (
         "import sys; from megarl.rollout.sglang import cpu; cpu.install()\n"
         "from sglang.srt.arg_groups.arg_utils import record_fields; from sglang.srt.server_args import ServerArgs\n"
