@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
+from megarl.rollout.quantised_load import QUANTISATION
 from megarl.rollout.sglang import cpu
-from megarl.rollout.sglang.kind import SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import OVERRIDES, SGLANG, VERSIONS
 from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -57,7 +58,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
 
     Raises UserError for a refused value and for what must stay as it is; names are checked by the server.
     """
-    SGLANG.check(given)
+    SGLANG.check(_own_left_out(given))
     hf_config = json.loads((model_path / "config.json").read_text())
     required = {**_REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
     for name in given:
@@ -81,3 +82,9 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
         **required,
         "weight_version": version,
     }
+
+
+def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` without what megarl gives itself, and nobody may: a number format."""
+    is_own = set(json.loads(given.get(OVERRIDES) or "{}")) == {QUANTISATION}
+    return {name: value for name, value in given.items() if not (is_own and name == OVERRIDES)}

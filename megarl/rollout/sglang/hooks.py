@@ -3,14 +3,17 @@
 The registry notes names; SGLang resolves them in every process that it starts, before it builds a model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megarl.rollout.quantised_load import in_asked_format
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
@@ -19,6 +22,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
 
 
@@ -33,6 +37,18 @@ def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any,
 
     worker.answer(updater.get_model_runner())
     return True, "Success"
+
+
+def quantise_what_is_read(
+    original: Callable[..., Any], loader: Any, model_config: Any, model: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Have an engine that holds a number format read a checkpoint that is in none.
+
+    SGLang 0.5.23 quantises what it reads into other formats, by rules of its own, and takes what is to be in blocks for
+    codes already.
+    """
+    weights = original(loader, model_config, model)
+    return in_asked_format(weights, model_config.model_path, model_config.hf_config, model_config.dtype)
 
 
 def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> None:

@@ -1,16 +1,25 @@
 """SGLang as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
 
+import json
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kind import Arguments, EngineKind, EngineSizes, OwnEnvironment
+from megarl.rollout.quantised_load import QUANTISATION, quantisation
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megatron_ext.supported_options import Refusal
+
+if TYPE_CHECKING:
+    from converters.architectures import Architecture
+    from converters.number_formats import NumberFormat
 
 VERSIONS = ("0.5.23",)
 """Versions of SGLang whose server, sampler and weights the code here was compared with."""
 
+OVERRIDES = "json_model_override_args"
+"""The argument by which SGLang takes fields of config.json that are not in it."""
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
@@ -36,7 +45,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_eplb": Refusal(_MOVED),
     "kv_cache_dtype": Refusal(_OTHER_MODEL, (None, "auto", "bfloat16", "bf16")),
     "quantization": Refusal(_OTHER_MODEL, (None,)),
-    "json_model_override_args": Refusal(
+    OVERRIDES: Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json"
     ),
     "enable_lora": Refusal("all weights of the policy are trained, and adapters are none of them"),
@@ -78,6 +87,26 @@ def _sizes(arguments: Arguments) -> EngineSizes:
     return EngineSizes(tensor, expert if expert > 1 else None, "bf16")
 
 
+_READ_IN_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
+    if (load_format := arguments.get("load_format") or "auto") not in _READ_IN_FORMATS:
+        raise UserError(
+            f"rollout.engine_args.load_format={load_format} is not supported with rollout.weights={number_format.name}:"
+            f" what it reads could not be quantised; use one of {', '.join(_READ_IN_FORMATS)}"
+        )
+    for name in ("quantization", OVERRIDES):
+        if arguments.get(name) is not None:
+            raise UserError(
+                f"rollout.engine_args.{name}={arguments[name]} contradicts rollout.weights, which says what the"
+                " engine's weights are in: give one of the two"
+            )
+    tensor, expert = (arguments.get(f"{kind}_size") or 1 for kind in ("tp", "ep"))
+    number_format.check(architecture, tensor, max(1, tensor // expert))
+    return {**arguments, OVERRIDES: json.dumps({QUANTISATION: quantisation(number_format, architecture)})}
+
+
 SGLANG = EngineKind(
     title="SGLang",
     engine_class=("megarl.rollout.sglang.engine", "SglangEngine"),
@@ -87,6 +116,7 @@ SGLANG = EngineKind(
     workers=_workers,
     sizes=_sizes,
     context_argument="context_length",
+    quantised=_quantised,
     gpu_share=lambda share: {"mem_fraction_static": share},
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},

@@ -33,10 +33,58 @@ def _keeps_experts(module: Any) -> str | None:
     return _keeps_matrix(module)
 
 
+def _keeps_codes(module: Any) -> str | None:
+    method = module.quant_method
+    if method.use_marlin or method.block_fp8_as_mxfp8:
+        return "the kernel multiplies by a packed copy of it"
+    # Bound to its arguments where activations have scales that are powers of two.
+    multiply = method.w8a8_block_fp8_linear
+    kernel = getattr(multiply, "func", multiply).__name__
+    return None if kernel in _KEEPING else f"the kernel {kernel} may keep it in an order of its own"
+
+
+def _keeps_codes_of_experts(module: Any) -> str | None:
+    method = module.quant_method
+    if method.is_fp4_expert:
+        return "the experts are in FP4"
+    backend = method.get_moe_runner_backend(module)
+    return None if backend.is_triton() else f"the expert kernel {backend.value} may keep it in an order of its own"
+
+
+def _keeps_blocks(keeps: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """`keeps` for layers in FP8, behind what is the same for all of them."""
+
+    def reason(module: Any) -> str | None:
+        from sglang.srt.layers.quantization import fp8
+        from sglang.srt.utils import use_intel_amx_backend
+
+        method = module.quant_method
+        if not method.block_quant or method.use_mxfp8:
+            return "SGLang makes its scales from others when it is loaded"
+        if fp8._is_fp8_fnuz or fp8._use_aiter:
+            return "it becomes the FP8 of AMD's GPUs when it is loaded"
+        scales = [each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale_inv")]
+        if any(getattr(each, "format_ue8m0", False) for each in scales):
+            return "SGLang rounds its scales to powers of two when it is loaded"
+        return "the CPU backend multiplies by a packed copy of it" if use_intel_amx_backend(module) else keeps(module)
+
+    return reason
+
+
+_KEEPING = (
+    "triton_w8a8_block_fp8_linear",
+    "cutlass_w8a8_block_fp8_linear_with_fallback",
+    # It may round scales when they are loaded, and marks those that it has.
+    "deepgemm_w8a8_block_fp8_linear_with_fallback",
+)
+"""Functions that multiply by codes in blocks as they were loaded. On a CPU the first is chosen and never called."""
+
 _KEPT: Mapping[str, Callable[[Any], str | None]] = {
     "UnquantizedLinearMethod": _keeps_matrix,
     "UnquantizedEmbeddingMethod": lambda _module: None,
     "UnquantizedFusedMoEMethod": _keeps_experts,
+    "Fp8LinearMethod": _keeps_blocks(_keeps_codes),
+    "Fp8MoEMethod": _keeps_blocks(_keeps_codes_of_experts),
 }
 """Name of the class of a module's `quant_method` -> why its parameters are not what was loaded; None if they are."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
-from megarl.resharding.loader.buckets import Bucket, views
+from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.protocol import EngineMemory, UpdateError
 from megarl.rollout.sglang import cpu, tracing
@@ -63,7 +63,7 @@ def load_bucket(worker: _Worker, bucket: Bucket) -> None:
 
     SGLang 0.5.23 skips a tensor that it does not know without an error.
     """
-    tensors = views(bucket, worker.segments[bucket.segment])
+    tensors = dict(loadable(bucket, worker.segments[bucket.segment]))
     new = {name: tensor for name, tensor in tensors.items() if name not in worker.taken}
     if new:
         shapes = {name: tuple(tensor.shape) for name, tensor in new.items()}

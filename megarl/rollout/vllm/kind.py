@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
+from megarl.rollout.quantised_load import QUANTISATION, quantisation
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:
@@ -93,10 +94,6 @@ def _sizes(arguments: Arguments) -> EngineSizes:
     return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
 
 
-QUANTISATION = "quantization_config"
-"""The field of config.json, among `hf_overrides`, by which megarl gives an engine a number format."""
-NUMBER_FORMAT = "megarl_number_format"
-"""A field of that, with the name of the format: its weights are quantised when they are read. vLLM passes it over."""
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -113,8 +110,8 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
         )
     tensor, data = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data"))
     number_format.check(architecture, tensor, 1 if arguments.get("enable_expert_parallel") else tensor * data)
-    quantisation = {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
-    return {**arguments, "hf_overrides": {**(arguments.get("hf_overrides") or {}), QUANTISATION: quantisation}}
+    overrides = {QUANTISATION: quantisation(number_format, architecture)}
+    return {**arguments, "hf_overrides": {**(arguments.get("hf_overrides") or {}), **overrides}}
 
 
 def _part(number: int, first: tuple[str, int]) -> Arguments:

@@ -3,6 +3,7 @@ import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,9 +210,13 @@ def half_generated(pool, endless_prompt, kind):
         sampling = SamplingParameters(temperature=0, max_tokens=400)
         generating = pool.submit(engine.generate, [Request(endless_prompt, sampling)])
         time.sleep(0.5)
+        short = Request(endless_prompt, replace(sampling, max_tokens=8))
+        # An engine of this process samples first. To a server the request is on its way, and a short one behind it.
+        behind = [pool.submit(engine.generate, [short])] if kind == "sglang" else []
+        time.sleep(0.1 * len(behind))
         engine.resume()
-        # An engine of this process samples first. To a server the request is on its way.
-        time.sleep(1.0 if kind == "sglang" else 0)
+        for each in behind:
+            each.result(60)
         engine.pause("keep")
         assert not generating.done()
         return generating

@@ -1,4 +1,4 @@
-"""Weights of vLLM in block FP8: its own layers and loaders, and refits by name and straight into its parameters."""
+"""Weights of engines in block FP8: their own layers and loaders, and refits by name and straight into parameters."""
 
 import pytest
 import torch
@@ -10,11 +10,16 @@ from converters.formats.safetensors import CONFIG, read_json
 from converters.fp8 import dequantise
 from converters.number_formats import FP8_BLOCK
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
+from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Request
-from megarl.rollout.vllm.kind import VLLM
 
-FAMILIES = ("qwen3_moe", "deepseek_v3")
-"""The first is, but for its experts, as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run."""
+FAMILIES = [
+    # But for its experts as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run.
+    ("vllm", "qwen3_moe", {}),
+    ("vllm", "deepseek_v3", {}),
+    pytest.param("sglang", "qwen3", {"load_format": "dummy"}, marks=pytest.mark.sglang),
+    pytest.param("sglang", "qwen3_moe", {}, marks=pytest.mark.sglang),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +52,31 @@ def rounded(folder):
     return copy
 
 
-def in_blocks(folder, **engine_args):
-    return VLLM.quantised(engine_args, FP8_BLOCK, read_architecture(read_json(folder / CONFIG)))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_equals_huggingface_with_the_decoded_weights(host, block_folders, make_trainer, assert_greedy, name):
+@pytest.mark.parametrize(("kind", "name", "arguments"), FAMILIES)
+def test_greedy_equals_huggingface_with_the_decoded_weights(
+    host, block_folders, make_trainer, assert_greedy, kind, name, arguments
+):
     (first, first_rounded), (second, second_rounded) = block_folders(name)
-    served = Served(host.start(first, **in_blocks(first)), (first, second), FP8_BLOCK)
+    in_blocks = engine_kind(kind).quantised(arguments, FP8_BLOCK, read_architecture(read_json(first / CONFIG)))
+    served = Served(host.start(first, **in_blocks), (first, second), FP8_BLOCK)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
 
     def check(folder):
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
             assert_greedy(folder, prompt, generation)
 
-    # As vLLM has read it: a checkpoint in float32.
-    check(first_rounded)
+    # As the engine has read it: a checkpoint in float32.
+    if not arguments:
+        check(first_rounded)
     served.update(served.second, 1)
     check(second_rounded)
     # Values, of which the worker makes codes.
     served.update(Weights(first, FP8_BLOCK, as_values=served.first.names), 2)
     check(first_rounded)
 
-    # Straight into the parameters, byte for byte what vLLM's own loader has put there.
+    # Straight into the parameters, byte for byte what the engine's own loader has put there.
     trainer = make_trainer(served.engine, first, FP8_BLOCK)
+    assert [trace.untraced for trace in trainer.spec.traces] == [{}]
     trainer.connect()
     trainer.load(first)
     assert trainer.compare(3) == set()
