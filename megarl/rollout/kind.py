@@ -17,6 +17,17 @@ Arguments = Mapping[str, Any]
 """`rollout.engine_args`: options of an engine by the engine's own names."""
 
 
+QUANTISATION = "quantization_config"
+"""The field of config.json by which megarl gives an engine a number format."""
+NUMBER_FORMAT = "megarl_number_format"
+"""A field of that, with the name of the format: weights are quantised when they are read. Engines pass it over."""
+
+
+def quantisation(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
+    """The `quantization_config` with which an engine holds the model in a number format, whatever form it reads."""
+    return {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
+
+
 class EngineSizes(NamedTuple):
     """How an engine cuts the model: attention over `tensor` ranks, whole experts over `expert` ranks (None: cut, too).
 

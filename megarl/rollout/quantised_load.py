@@ -6,42 +6,29 @@ format beside that, which says that the checkpoint is in none.
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import NUMBER_FORMATS
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from converters.architectures import Architecture
-    from converters.number_formats import NumberFormat
-
-QUANTISATION = "quantization_config"
-"""The field of config.json by which megarl gives an engine a number format."""
-_NAME = "megarl_number_format"
-"""A field of that, with the name of the format: its weights are quantised when they are read. Engines pass it over."""
-
-
-def quantisation(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
-    """The `quantization_config` that makes an engine hold the model in a number format, whatever it reads."""
-    return {**number_format.engine_config(architecture), _NAME: number_format.name}
+from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 
 
 def in_asked_format(
-    weights: Iterable[tuple[str, "Tensor"]], model_path: str, hf_config: Any, dtype: "torch.dtype"
-) -> Iterator[tuple[str, "Tensor"]]:
+    weights: Iterable[tuple[str, Tensor]], model_path: str, hf_config: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield `weights` of the checkpoint in `model_path`, in the number format that the engine's `hf_config` asks for.
 
     The matrices of the format become codes and scales, as a refit of a policy in `dtype` would make them.
     """
     asked: Mapping[str, Any] = getattr(hf_config, QUANTISATION, None) or {}
-    if _NAME not in asked:
+    if NUMBER_FORMAT not in asked:
         yield from weights
         return
-    number_format = NUMBER_FORMATS[asked[_NAME]]
+    number_format = NUMBER_FORMATS[asked[NUMBER_FORMAT]]
     quantised = number_format.quantised_names(read_architecture(read_json(Path(model_path) / CONFIG)))
     for name, weight in weights:
         if name not in quantised:

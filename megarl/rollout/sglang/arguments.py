@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
-from megarl.rollout.quantised_load import QUANTISATION
+from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.kind import OVERRIDES, SGLANG, VERSIONS
 from megatron_ext import device
@@ -86,5 +86,5 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
 
 def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` without what megarl gives itself, and nobody may: a number format."""
-    is_own = set(json.loads(given.get(OVERRIDES) or "{}")) == {QUANTISATION}
+    is_own = NUMBER_FORMAT in (given.get(OVERRIDES) or "")
     return {name: value for name, value in given.items() if not (is_own and name == OVERRIDES)}

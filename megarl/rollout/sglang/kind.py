@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import Arguments, EngineKind, EngineSizes, OwnEnvironment
-from megarl.rollout.quantised_load import QUANTISATION, quantisation
+from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megatron_ext.supported_options import Refusal
 

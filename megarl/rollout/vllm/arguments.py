@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
-from megarl.rollout.quantised_load import QUANTISATION
+from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_routed_experts
 from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
 from megatron_ext import device

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import Arguments, EngineKind, EngineSizes
-from megarl.rollout.quantised_load import QUANTISATION, quantisation
+from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes, quantisation
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from converters.fp8 import quantisation_config
 from converters.number_formats import FP8_BLOCK
 from megarl.models.policy import check_held, read_model
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
+from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.number_format import in_number_format
+from megarl.rollout.sglang.arguments import server_arguments
 from megarl.schema import ModelConfig, RolloutConfig
 
 
@@ -33,6 +35,20 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
     assert in_number_format(RolloutConfig(engine_args=given), config) is given
 
 
+def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
+    rollout = RolloutConfig(engine="sglang", weights="fp8_block", engine_args={"max_running_requests": 2})
+    arguments = in_number_format(rollout, read_json(folder / CONFIG))
+    started = server_arguments(folder, arguments, 1, "key")
+    told = json.loads(started["json_model_override_args"])
+    assert list(told) == ["quantization_config"]
+    assert told["quantization_config"]["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+    assert started["max_running_requests"] == 2
+    of_others = {name: value for name, value in told["quantization_config"].items() if name != NUMBER_FORMAT}
+    for other in ("{", "{}", json.dumps({"quantization_config": of_others})):
+        with pytest.raises(UserError, match=r"json_model_override_args.* is not supported: the trainer follows config"):
+            server_arguments(folder, {"json_model_override_args": other}, 1, "key")
+
+
 @pytest.mark.parametrize(
     ("rollout", "says"),
     [
@@ -50,6 +66,22 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
         ),
         (
             {"engine_args": {"tensor_parallel_size": 8}},
+            "an engine that cuts model.layers.0.mlp.down_proj.weight over 8 ranks cuts its 256 through them",
+        ),
+        (
+            {"engine": "sglang", "engine_args": {"quantization": "w8a8_fp8"}},
+            "rollout.engine_args.quantization=w8a8_fp8 contradicts rollout.weights",
+        ),
+        (
+            {"engine": "sglang", "engine_args": {"json_model_override_args": "{}"}},
+            "rollout.engine_args.json_model_override_args={} contradicts rollout.weights",
+        ),
+        (
+            {"engine": "sglang", "engine_args": {"load_format": "flash_rl"}},
+            "rollout.engine_args.load_format=flash_rl is not supported with rollout.weights=fp8_block",
+        ),
+        (
+            {"engine": "sglang", "engine_args": {"tp_size": 8}},
             "an engine that cuts model.layers.0.mlp.down_proj.weight over 8 ranks cuts its 256 through them",
         ),
     ],
