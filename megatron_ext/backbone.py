@@ -34,14 +34,21 @@ class LanguageModel(Backbone):
             self.output_layer = LanguageModelHead(layer, real_vocab_size, softcap, fp32_logits=fp32_logits)
 
     def predict_labels(
-        self, hidden: Tensor, labels: Tensor, asked: Tensor | None = None, *, temperature: float
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        asked: Tensor | None = None,
+        predicting: Tensor | None = None,
+        *,
+        temperature: float,
     ) -> LogProbs:
         """Log-probs of `labels` [T] by their hidden states; on the last stage only.
 
-        Where `asked` bool[T] is False nothing is computed, and all values are 0.
+        Where `asked` bool[T] is False nothing is computed, and all values are 0. With `predicting` long[T] a label's
+        hidden state is the one at that place, and not at its own.
         """
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, labels, tied, asked, temperature=temperature)
+        return self.output_layer(hidden, labels, tied, asked, predicting, temperature=temperature)
 
 
 class ValueModel(Backbone):

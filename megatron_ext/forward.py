@@ -17,7 +17,9 @@ from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.overlap import overlapping
 from megatron_ext.packing import MicroBatch, Part
+from megatron_ext.prefix_attention import SharedSequences
 from megatron_ext.router_replay import aim, replaying
+from megatron_ext.shared_prefixes import SharedPart
 
 Predict: TypeAlias = Callable[[Any, Tensor, Part], Any]
 """Called on the last stage with the model, its hidden states and the tokens that they are of."""
@@ -27,7 +29,9 @@ def predict_labels(temperature: float) -> Predict:
     """A language model's predictions of the labels of a micro-batch that are asked for."""
 
     def predict(model: LanguageModel, hidden: Tensor, own: Part) -> LogProbs:
-        own_labels = model.predict_labels(hidden, own.labels.squeeze(0), own.asked, temperature=temperature)
+        own_labels = model.predict_labels(
+            hidden, own.labels.squeeze(0), own.asked, own.predicting, temperature=temperature
+        )
         return own_labels.mapped(own.whole)
 
     return predict
@@ -35,7 +39,7 @@ def predict_labels(temperature: float) -> Predict:
 
 def predict_values(model: ValueModel, hidden: Tensor, own: Part) -> Tensor:
     """A value model's values [T'] of a micro-batch: index i is that of the state in which token i + 1 comes next."""
-    return own.whole(model.values(hidden))
+    return own.whole(own.of_labels(model.values(hidden)))
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
@@ -118,17 +122,24 @@ def _forward_step(
 ) -> tuple[Tensor, Callable]:
     micro_batch = next(micro_batches)
     own = micro_batch.own
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=own.cu_seqlens,
-        cu_seqlens_kv=own.cu_seqlens,
-        max_seqlen_q=own.max_seqlen,
-        max_seqlen_kv=own.max_seqlen,
-    )
     aim(model, own)
-    output = model(own.tokens, own.position_ids, None, packed_seq_params=packed)
+    output = model(own.tokens, own.position_ids, None, packed_seq_params=_packed_sequences(own))
 
     def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
         return consume(predict(unwrap_model(model), hidden, own), micro_batch)
 
     return output, on_last_stage
+
+
+def _packed_sequences(own: Part) -> PackedSeqParams:
+    """The bounds of the sequences, for every layer."""
+    bounds: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": own.cu_seqlens,
+        "cu_seqlens_kv": own.cu_seqlens,
+        "max_seqlen_q": own.max_seqlen,
+        "max_seqlen_kv": own.max_seqlen,
+    }
+    if isinstance(own, SharedPart):
+        return SharedSequences(**bounds, levels=own.levels, positions=own.position_ids.squeeze(0))
+    return PackedSeqParams(**bounds)

@@ -44,13 +44,15 @@ class LanguageModelHead(ColumnParallelLinear):
         labels: Tensor,
         tied_weight: Tensor | None,
         asked: Tensor | None = None,
+        predicting: Tensor | None = None,
         *,
         temperature: float,
     ) -> LogProbs:
         """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
 
         `tied_weight` is the weight where the layer has none. `asked` bool[T], the same on all tensor-parallel ranks,
-        says which labels to predict: prompts have no logits. The others' values are 0.
+        says which labels to predict: prompts have no logits. The others' values are 0. `predicting` long[T] says by
+        which hidden state to predict each label, if not by the one at its index.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
@@ -58,8 +60,9 @@ class LanguageModelHead(ColumnParallelLinear):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         hidden = hidden.squeeze(1)
         places = None if asked is None else asked.nonzero().squeeze(1)
+        rows = places if predicting is None or places is None else predicting[places]
         predictions = linear_log_probs(
-            hidden if places is None else hidden.index_select(0, places),
+            hidden if rows is None else hidden.index_select(0, rows),
             self.weight if tied_weight is None else tied_weight,
             labels if places is None else labels[places],
             self.tp_group,

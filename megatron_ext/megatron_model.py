@@ -31,6 +31,7 @@ from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unp
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
 from megatron_ext.router_replay import routing_of, take_counts
+from megatron_ext.shared_prefixes import share
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 
@@ -56,6 +57,7 @@ class MegatronModel:
             params_dtype=options.params_dtype,
             overrides=options.transformer,
             fp32_logits=options.fp32_logits,
+            shared_prefixes=options.shared_prefixes,
         )
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
@@ -250,6 +252,9 @@ class MegatronModel:
 
     def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:
         parallel, align = self.options.parallel, self.options.token_multiple
+        if self.options.shared_prefixes:
+            whole = pack(batch, sequences)
+            return replace(whole, part=share(whole, align))
         if parallel.context_parallel_size == 1:
             return pack(batch, sequences, align)
         whole, rank = pack(batch, sequences), parallel.coordinates(self.rank).context

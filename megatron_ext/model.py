@@ -16,6 +16,7 @@ from megatron_ext import compat, device
 from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
+from megatron_ext.rotary import rotate_by_position
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
 from megatron_ext.supported_options import check_supported, without_model_fields
 
@@ -40,22 +41,25 @@ def build_model(
     params_dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
     fp32_logits: bool = False,
+    shared_prefixes: bool = False,
 ) -> list[Backbone]:
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
     `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; a forward pass
     leaves them out.
-    `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of `linear_log_probs`. Call after
-    `parallel.initialize`.
+    `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of `linear_log_probs`. With
+    `shared_prefixes` it also computes the parts of `shared_prefixes.share`. Call after `parallel.initialize`.
 
     Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
     something else, or whose value megatron-core refuses.
     """
     compat.install()
     megatron_layout(architecture, parallel, module_names=module_names())  # checks the sizes
-    config = transformer_config(architecture, parallel, params_dtype=params_dtype, overrides=overrides or {})
+    config = transformer_config(
+        architecture, parallel, params_dtype=params_dtype, overrides=overrides or {}, shared_prefixes=shared_prefixes
+    )
     chunks = [
-        _build_chunk(architecture, parallel, config, chunk, fp32_logits).to(device.device())
+        _build_chunk(architecture, parallel, config, chunk, fp32_logits, shared_prefixes).to(device.device())
         for chunk in range(parallel.chunks)
     ]
     compat.mark_expert_parameters(chunks)
@@ -79,7 +83,12 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelSizes, *, params_dtype: torch.dtype, overrides: Mapping[str, Any]
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    *,
+    params_dtype: torch.dtype,
+    overrides: Mapping[str, Any],
+    shared_prefixes: bool = False,
 ) -> TransformerConfig:
     """The configuration of every layer: the architecture's fields, then `overrides`, then what cannot be chosen.
 
@@ -91,6 +100,9 @@ def transformer_config(
     overrides = without_model_fields(architecture, overrides)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
     fixed = {**_fixed_fields(parallel, params_dtype), "mtp_num_layers": architecture.mtp_layers or None}
+    if shared_prefixes:
+        # The fused kernels count positions from the bound of each stretch.
+        fixed["apply_rope_fusion"] = False
     _check_overrides(config_class, fixed, overrides)
     try:
         return config_class(
@@ -149,11 +161,18 @@ def _check_overrides(
 
 
 def _build_chunk(
-    architecture: Architecture, parallel: ParallelSizes, config: TransformerConfig, chunk: int, fp32_logits: bool
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    config: TransformerConfig,
+    chunk: int,
+    fp32_logits: bool,
+    shared_prefixes: bool,
 ) -> Backbone:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
-    block = block_spec(config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage)
+    block = block_spec(
+        config, architecture.extensions, pipeline_rank=pipeline_rank, chunk=stage, shared_prefixes=shared_prefixes
+    )
     vocab_size = architecture.gpt_model["vocab_size"]
     arguments = {
         **architecture.gpt_model,
@@ -172,4 +191,6 @@ def _build_chunk(
         softcap = architecture.extensions.output_softcap
         model = LanguageModel(real_vocab_size=vocab_size, softcap=softcap, fp32_logits=fp32_logits, **arguments)
     scale_embedding(model, architecture.extensions.embedding_scale)
+    if shared_prefixes:
+        rotate_by_position(model)
     return model

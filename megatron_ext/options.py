@@ -29,8 +29,15 @@ class MegatronOptions:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     fp32_logits: bool = False
     """See `linear_log_probs`."""
+    shared_prefixes: bool = False
+    """What sequences of a micro-batch begin with in common is computed once."""
 
     def __post_init__(self) -> None:
+        if self.shared_prefixes and self.parallel.context_parallel_size > 1:
+            raise UserError(
+                "loop.shared_prefixes needs whole sequences on each rank, and megatron.context_parallel_size="
+                f"{self.parallel.context_parallel_size} cuts them: choose one of the two"
+            )
         for option, recipe in self._recipes().items():
             if recipe not in _BLOCKS:
                 raise UserError(

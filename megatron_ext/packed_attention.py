@@ -14,12 +14,14 @@ from torch import Tensor
 
 from megatron_ext.attention import packed_causal_attention
 from megatron_ext.context_attention import context_parallel_attention
+from megatron_ext.prefix_attention import SharedSequences, prefix_attention
 
 
 class PackedAttention(MegatronModule):
     """Causal attention within each of the sequences that lie end to end in a micro-batch (THD).
 
-    Under context parallelism this rank has the tokens that `context_parallel.cut` chose.
+    Under context parallelism this rank has the tokens that `context_parallel.cut` chose; what sequences share is there
+    once with `shared_prefixes.share`.
 
     Takes the place of megatron-core's DotProductAttention, which refuses packed sequences and keys and values of
     different width (multi-latent attention).
@@ -69,7 +71,9 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd" or attention_bias is not None:
             raise NotImplementedError("PackedAttention computes packed (thd) sequences without a bias")
         attend = packed_causal_attention
-        if self.context_group is not None:
+        if isinstance(packed_seq_params, SharedSequences):
+            attend = partial(prefix_attention, levels=packed_seq_params.levels)
+        elif self.context_group is not None:
             attend = partial(context_parallel_attention, group=self.context_group)
         return attend(
             query,

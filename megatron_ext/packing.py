@@ -98,8 +98,17 @@ class Part:
     routed_experts: Tensor | None
     """uint8[L, bytes]: see `RaggedBatch`."""
 
+    @property
+    def predicting(self) -> Tensor | None:
+        """The token that predicts each label, where that is not the one at the label's index."""
+        return None
+
+    def of_labels(self, values: Tensor) -> Tensor:
+        """Values of the tokens, to those of the labels that they predict; differentiable."""
+        return values if self.predicting is None else values.index_select(0, self.predicting)
+
     def whole(self, values: Tensor) -> Tensor:
-        """Values [L] to those [T'] of the micro-batch."""
+        """Values of the labels to those [T'] of the micro-batch."""
         return values
 
     def to(self, device: torch.device) -> Self:

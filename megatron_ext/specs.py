@@ -39,9 +39,16 @@ def module_names() -> ModuleNames:
 
 
 def block_spec(
-    config: TransformerConfig, extensions: Extensions, *, pipeline_rank: int, chunk: int | None
+    config: TransformerConfig,
+    extensions: Extensions,
+    *,
+    pipeline_rank: int,
+    chunk: int | None,
+    shared_prefixes: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk; `chunk` is None without virtual pipeline stages.
+
+    With `shared_prefixes` their attention takes `SharedSequences`, too.
 
     Raises UserError for extensions that the modules of this device do not have.
     """
@@ -57,7 +64,7 @@ def block_spec(
     )
     layers = [extend_router(layer, extensions) for layer in spec.layer_specs]
     if with_transformer_engine:
-        return replace(spec, layer_specs=_with_working_attention(layers, config))
+        return replace(spec, layer_specs=_with_working_attention(layers, config, shared_prefixes))
     layers = [extend_layer(_plain_layer(layer), extensions) for layer in layers]
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
@@ -77,11 +84,14 @@ def multi_token_prediction_spec(
     return replace(spec, layer_specs=layers)
 
 
-def _with_working_attention(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
-    if not needs_preflight(config):
+def _with_working_attention(
+    layers: list[ModuleSpec], config: TransformerConfig, shared_prefixes: bool
+) -> list[ModuleSpec]:
+    if not shared_prefixes and not needs_preflight(config):
         return layers
     fused = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
-    working = {core: core_attention(core, config) for core in fused}
+    # Transformer Engine's gives no log-sum-exps, by which parts would be merged.
+    working = {core: PackedAttention if shared_prefixes else core_attention(core, config) for core in fused}
     return [_with_core_of(layer, working) for layer in layers]
 
 

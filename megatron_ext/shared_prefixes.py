@@ -1,0 +1,143 @@
+"""What sequences of a micro-batch begin with in common is computed once: a tree of stretches of tokens.
+
+A stretch belongs to all sequences that go through it. Its tokens look at those of their own stretch and of the
+stretches before it in the tree; all else of a model sees each token of a stretch once.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ext.packing import MicroBatch, Part
+
+SHORTEST_PREFIX = 16
+"""Fewer tokens are not shared: merging two parts of attention costs more than computing them again."""
+
+
+class Prefix(NamedTuple):
+    """Tokens [start, end) that those in [end, stop) come after: all continuations, one after another."""
+
+    start: int
+    end: int
+    stop: int
+
+
+Level = tuple[Prefix, ...]
+"""Prefixes none of which comes after another: no token comes after two of them."""
+
+
+@dataclass(frozen=True)
+class SharedPart(Part):
+    """The tokens of a micro-batch, those that sequences begin with in common once: L of them.
+
+    `tokens` and `position_ids` are of these; `cu_seqlens` are the bounds of the stretches that lie end to end in them,
+    padding's included. `labels` and `asked` are those of the whole micro-batch: the last token of a prefix predicts the
+    first of every continuation. `max_seqlen` is the length of the longest whole sequence.
+    """
+
+    places: Tensor
+    """long[T']: where each token of the micro-batch is among the L."""
+    levels: tuple[Level, ...]
+
+    @property
+    def predicting(self) -> Tensor:
+        """long[T']: the token that predicts each label, in all sequences that it belongs to."""
+        return self.places
+
+
+def share(micro_batch: MicroBatch, align: int) -> SharedPart:
+    """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`."""
+    lengths = micro_batch.lengths.tolist()
+    bounds = np.cumsum([0, *lengths])
+    stretches = _tree([each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)])
+    ends = np.cumsum([each.stop - each.start for each in stretches], dtype=np.int64)
+    tokens = int(ends[-1]) if stretches else 0
+    places, sources = np.zeros(micro_batch.tokens.shape[1], dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+    for stretch, end in zip(stretches, ends, strict=True):
+        own = np.arange(end - (stretch.stop - stretch.start), end)
+        for sequence in stretch.sequences:
+            places[bounds[sequence] + stretch.start : bounds[sequence] + stretch.stop] = own
+        sources[own] = bounds[stretch.sequences[0]] + np.arange(stretch.start, stretch.stop)
+    padding = -tokens % align if tokens else align
+    source = torch.from_numpy(sources)
+
+    def take(values: Tensor) -> Tensor:
+        return torch.cat([values[source], values.new_zeros(padding)])[None]
+
+    cu_seqlens = [0, *ends.tolist(), *([tokens + padding] if padding else [])]
+    return SharedPart(
+        tokens=take(micro_batch.tokens[0]),
+        labels=micro_batch.labels,
+        position_ids=take(micro_batch.position_ids[0]),
+        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32),
+        max_seqlen=max(micro_batch.max_seqlen, padding),
+        asked=micro_batch.asked,
+        routed_experts=None,
+        places=torch.from_numpy(places),
+        levels=_levels(stretches, ends),
+    )
+
+
+class _Stretch(NamedTuple):
+    """Tokens [start, stop) of each of `sequences`, the same in all."""
+
+    sequences: list[int]
+    start: int
+    stop: int
+    first: int
+    """Where its sequences begin among all in their order."""
+    depth: int
+    """How many stretches are before it."""
+
+
+def _tree(sequences: Sequence[NDArray[np.int64]]) -> list[_Stretch]:
+    """The stretches, each before those that come after it, which follow at once."""
+    # Big-endian bytes of numbers that are not negative have the order of the numbers.
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    in_order = [sequences[index] for index in order]
+    common = [0, *(_common(before, after) for before, after in itertools.pairwise(in_order))]
+    found = []
+    waiting = [(0, len(order), 0, 0)] if order else []
+    while waiting:
+        first, last, start, depth = waiting.pop()
+        stop = min(common[first + 1 : last], default=len(in_order[first]))
+        is_stretch = stop > start if last - first == 1 else stop - start >= SHORTEST_PREFIX
+        if is_stretch:
+            found.append(_Stretch(order[first:last], start, stop, first, depth))
+            start, depth = stop, depth + 1
+        if last - first > 1:
+            waiting += [(*each, start, depth) for each in reversed(list(_parts(common, first, last, stop)))]
+    return found
+
+
+def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """The number of tokens that both begin with."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _parts(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[tuple[int, int]]:
+    """Cut sequences [first, last) between neighbours that have no more than `depth` tokens in common."""
+    start = first
+    for index in range(first + 1, last + 1):
+        if index == last or common[index] == depth:
+            yield start, index
+            start = index
+
+
+def _levels(stretches: Sequence[_Stretch], ends: NDArray[np.int64]) -> tuple[Level, ...]:
+    firsts = [each.first for each in stretches]
+    levels: dict[int, list[Prefix]] = {}
+    for stretch, end in zip(stretches, ends.tolist(), strict=True):
+        after = int(np.searchsorted(firsts, stretch.first + len(stretch.sequences)))
+        stop = int(ends[after - 1])
+        if stop > end:
+            levels.setdefault(stretch.depth, []).append(Prefix(end - (stretch.stop - stretch.start), end, stop))
+    return tuple(tuple(levels[depth]) for depth in sorted(levels))

@@ -1,0 +1,185 @@
+"""What sequences begin with in common is computed once: results and gradients are those of whole sequences."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launch import run_ranks
+from parallel_rank import parallel_rank
+from parity import VOCABULARY, in_huggingface_names
+from test_context_parallel import OfWholeResponses
+from test_model import assert_same_gradients
+from torch import Tensor
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.forward import forward_backward, predict_labels
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.shared_prefixes import SHORTEST_PREFIX, SharedPart, share
+
+SIZES = {
+    "one": ParallelSizes(),
+    "TP2 PP2": ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "DP2 EP2": ParallelSizes(world_size=2, expert_model_parallel_size=2),
+}
+MODELS = {
+    "one": ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3"),
+    "TP2 PP2": ("qwen3", "deepseek_v3"),
+    "DP2 EP2": ("qwen3_moe",),
+}
+# Sequences of each micro-batch, of each data-parallel rank; one is empty.
+CUTS = {1: [[[0, 3, 1, 6], [4, 5, 2], [], [7]]], 2: [[[0, 2, 3], [5]], [[4, 1], [6, 7]]]}
+
+
+def whole_batch() -> RaggedBatch:
+    """Responses to two prompts; two go on together for a while, one is a prompt alone, one is by itself."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(length: int) -> Tensor:
+        return torch.randint(4, VOCABULARY, (length,), generator=generator)
+
+    prompt, other, turn = drawn(40), drawn(17), drawn(20)
+    tails = [
+        (prompt, 5),
+        (prompt, 30),
+        (prompt, 0),
+        (prompt, turn, 9),
+        (prompt, turn, 1),
+        (other, 7),
+        (other, 12),
+        (50,),
+    ]
+    tokens = [torch.cat([part if isinstance(part, Tensor) else drawn(part) for part in parts]) for parts in tails]
+    weights = [torch.linspace(0.1, 1, len(each)) * (torch.arange(len(each)) >= len(each) // 3) for each in tokens]
+    lengths = torch.tensor([len(each) for each in tokens])
+    return RaggedBatch(torch.cat(tokens), lengths, {"weights": torch.cat(weights)})
+
+
+def results(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path], shared: bool) -> dict[str, Any]:
+    return {name: results_of_model(rank, sizes, folder, shared) for name, folder in folders.items()}
+
+
+def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool) -> dict[str, Any]:
+    checkpoint = HuggingFaceCheckpoint(folder)
+    options = MegatronOptions(
+        sizes,
+        torch.float32,
+        optimizer={"lr": 0.0},
+        distributed={"use_distributed_optimizer": False},
+        shared_prefixes=shared,
+    )
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(1)
+    batch, micro_batches = whole_batch(), CUTS[sizes.data_parallel_size][parallel_rank().data]
+    own = sorted(index for sequences in micro_batches for index in sequences)
+    batch, micro_batches = batch.select(own), [[own.index(index) for index in each] for each in micro_batches]
+    predictions = model.log_probs(batch, micro_batches, temperature=0.5)
+    packed = model._pack(batch, micro_batches)
+    metrics = forward_backward(model.chunks, packed, OfWholeResponses(), predict_labels(0.5))
+    return {
+        "own": own,
+        "predictions": predictions,
+        "loss": sum(metrics),
+        "computed": sum(each.own.tokens.shape[1] for each in packed),
+        "gradient": in_huggingface_names(rank, sizes, folder, model._bare_chunks),
+    }
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tiny_models: Mapping[str, Path]) -> Callable[..., list[dict[str, Any]]]:
+    @cache
+    def run(sizes: str, shared: bool) -> list[dict[str, Any]]:
+        return run_ranks(results, SIZES[sizes], {name: tiny_models[name] for name in MODELS[sizes]}, shared)
+
+    return run
+
+
+@pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in SIZES for name in MODELS[sizes]])
+def test_predictions_loss_and_gradients_are_those_of_whole_sequences(
+    sizes: str, name: str, of_ranks: Callable[..., list[dict[str, Any]]]
+) -> None:
+    parallel, expected = SIZES[sizes], of_ranks("one", False)[0][name]
+    found = [each[name] for each in of_ranks(sizes, True)]
+    lengths = whole_batch().lengths.tolist()
+    losses = {}
+    for rank, each in enumerate(found):
+        assert each["computed"] < 0.85 * sum(lengths[index] for index in each["own"])
+        if each["predictions"] is None:
+            continue
+        losses[parallel.data_parallel_rank(rank)] = each["loss"]
+        for field in ("log_probs", "entropy", "greedy"):
+            wanted = [getattr(expected["predictions"], field).split(lengths)[index] for index in each["own"]]
+            torch.testing.assert_close(getattr(each["predictions"], field), torch.cat(wanted), atol=1e-5, rtol=0)
+    assert sum(losses.values()) == pytest.approx(expected["loss"], rel=1e-5)
+    assert_same_gradients([each["gradient"] for each in found], expected["gradient"])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[list[int]]:
+    """Sequences that begin with parts of earlier ones."""
+    found = [draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))]
+    for _ in range(draw(st.integers(0, 7))):
+        before = draw(st.sampled_from(found))
+        kept, repeats = draw(st.integers(0, len(before))), draw(st.integers(1, 20))
+        more = draw(st.lists(st.integers(0, 2), min_size=not kept, max_size=4))
+        found.append(before[:kept] + more * repeats)
+    return found
+
+
+@given(trees(), st.sampled_from([1, 4]), st.randoms(use_true_random=False))
+def test_every_token_sees_those_before_it_in_its_sequence_and_is_there_once(
+    sequences: list[list[int]], align: int, random: Any
+) -> None:
+    chosen = random.sample(range(len(sequences)), len(sequences))
+    batch = RaggedBatch(
+        torch.tensor([token for each in sequences for token in each]), torch.tensor([len(each) for each in sequences])
+    )
+    micro_batch = pack(batch, chosen)
+    part = share(micro_batch, align)
+    for name in ("tokens", "position_ids"):
+        assert torch.equal(getattr(part, name)[0, part.places], getattr(micro_batch, name)[0]), name
+    assert part.tokens.shape[1] % align == 0
+    # Whatever a place sees, as its stretch and the prefixes say, are the places of its sequence up to it.
+    seen = _seen(part)
+    for places in part.places.split(micro_batch.lengths.tolist()):
+        for index, place in enumerate(places.tolist()):
+            assert seen[place] == places[: index + 1].tolist()
+    unique = {tuple(each[: index + 1]) for each in sequences for index in range(len(each))}
+    computed = int(part.places.max()) + 1
+    assert len(unique) <= computed <= int(batch.lengths.sum())
+    if min(_common(a, b) for a in sequences for b in sequences) >= SHORTEST_PREFIX:
+        assert computed <= int(batch.lengths.sum()) - SHORTEST_PREFIX * (len(sequences) - 1)
+
+
+def _seen(part: SharedPart) -> list[list[int]]:
+    seen: list[list[int]] = []
+    bounds = part.cu_seqlens.tolist()
+    for start, stop in itertools.pairwise(bounds):
+        before = [each for level in part.levels for each in level if each.end <= start < each.stop]
+        prefix = [place for each in before for place in range(each.start, each.end)]
+        seen += [[*prefix, *range(start, place + 1)] for place in range(start, stop)]
+    return seen
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_short_prefixes_are_not_shared() -> None:
+    batch = RaggedBatch(torch.arange(SHORTEST_PREFIX - 1).repeat(3), torch.full((3,), SHORTEST_PREFIX - 1))
+    part = share(pack(batch, range(3)), 1)
+    assert part.levels == ()
+    assert part.tokens.shape[1] == len(batch.tokens)
+    empty = share(pack(batch, []), 4)
+    assert empty.tokens.shape[1] == 4
+    assert empty.places.tolist() == [0]
