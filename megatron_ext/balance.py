@@ -1,16 +1,30 @@
 """Which sequences make a micro-batch: the same work for every data-parallel rank, at every moment."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from converters.errors import UserError
+from megatron_ext.shared_prefixes import SHORTEST_PREFIX
 
 Cut = list[list[list[int]]]
 """The sequences of each micro-batch of each data-parallel rank."""
+
+
+class Prefixes(NamedTuple):
+    """The beginnings that sequences share, where the trainer computes these once."""
+
+    families: NDArray[np.int64]
+    """Sequences of the same family share a prefix."""
+    lengths: NDArray[np.int64]
+    """Its tokens: the same number for all of a family."""
 
 
 def assign(
@@ -20,6 +34,7 @@ def assign(
     unit: int = 1,
     count_multiple: int = 1,
     attention_length: float = inf,
+    prefixes: Prefixes | None = None,
 ) -> Cut:
     """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
 
@@ -30,6 +45,9 @@ def assign(
     room; the micro-batches that run at the same time on different ranks are those of similar cost. The number of
     micro-batches is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be
     empty when there are fewer sequences than places. Each `unit` sequences in a row stay together.
+
+    With `prefixes` a family stays together, and its prefix counts once, unless it is too large or ranks would wait for
+    the one that has it: families are then cut into 2, 4, 8, ... parts, each with the prefix, until the step is fastest.
 
     Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
     """
@@ -42,10 +60,77 @@ def assign(
             f"{what} of {max(sizes)} tokens does not fit a micro-batch of {max_tokens} tokens: "
             "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
         )
+    alone = _Items(sizes, costs, [[unit * i + k for k in range(unit)] for i in range(len(sizes))])
+    if prefixes is None or unit > 1:
+        return _cut(alone, data_parallel_size, max_tokens, count_multiple)[0]
+    cuts = [
+        _cut(items, data_parallel_size, max_tokens, count_multiple)
+        for items in _families(sizes, prefixes, max_tokens, attention_length)
+    ]
+    return min(cuts, key=lambda cut: cut[1])[0]
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Sequences that stay together: for each item its tokens, its cost and its sequences."""
+
+    sizes: Sequence[int]
+    costs: Sequence[float]
+    members: Sequence[Sequence[int]]
+
+
+def _families(lengths: Sequence[int], prefixes: Prefixes, max_tokens: int, attention_length: float) -> Iterator[_Items]:
+    """The items of families that are whole, then cut into 2, 4, 8, ... parts or as many as they need."""
+    families: dict[int, list[int]] = {}
+    shared = prefixes.lengths.tolist()
+    for index, family in enumerate(prefixes.families.tolist()):
+        # Prefixes that are too short to be shared hold nothing together.
+        families.setdefault(family if shared[index] >= SHORTEST_PREFIX else -1 - index, []).append(index)
+    parts = 1
+    while True:
+        members = [
+            part
+            for family in families.values()
+            for part in _parts(family, [lengths[i] for i in family], shared[family[0]], parts, max_tokens)
+        ]
+        yield _items(members, lengths, shared, attention_length)
+        if parts >= max(map(len, families.values()), default=0):
+            return
+        parts *= 2
+
+
+def _parts(
+    family: Sequence[int], lengths: Sequence[int], shared: int, parts: int, max_tokens: int
+) -> Iterator[list[int]]:
+    """A family in at least `parts` parts of about the same length, each of at most `max_tokens` with its prefix."""
+    own = [length - shared for length in lengths]
+    longest_first = sorted(range(len(own)), key=lambda place: (-own[place], place))
+    count = min(parts, len(own))
+    while (bins := _longest_processing_time(own, own, longest_first, count, max_tokens - shared)) is None:
+        count += 1
+    yield from ([family[place] for place in sorted(each)] for each in bins if each)
+
+
+def _items(
+    members: Sequence[Sequence[int]], lengths: Sequence[int], shared: Sequence[int], attention_length: float
+) -> _Items:
+    sizes, costs = [], []
+    for each in members:
+        prefix = shared[each[0]] if len(each) > 1 else 0
+        tokens = prefix + sum(lengths[index] - prefix for index in each)
+        pairs = prefix**2 + sum(lengths[index] ** 2 - prefix**2 for index in each)
+        sizes.append(tokens)
+        costs.append(tokens + pairs / attention_length)
+    return _Items(sizes, costs, members)
+
+
+def _cut(items: _Items, data_parallel_size: int, max_tokens: int, count_multiple: int) -> tuple[Cut, float]:
+    """The items of every micro-batch, and how long these take where all ranks meet in each."""
+    sizes, costs = items.sizes, items.costs
     step = data_parallel_size * count_multiple
     costliest_first = sorted(range(len(sizes)), key=lambda index: (-costs[index], index))
     low = max(1, -(-sum(sizes) // (max_tokens * step)))
-    most = max(low, -(-len(sizes) // step))  # one sequence each always fits
+    most = max(low, -(-len(sizes) // step))  # one item each always fits
     # The smallest possible number, or one of the next, is nearly always enough.
     high, further = low, 1
     while (bins := _longest_processing_time(sizes, costs, costliest_first, high * step, max_tokens)) is None:
@@ -58,7 +143,9 @@ def assign(
         else:
             high, bins = middle, tried
     dealt = _deal(costs, bins, data_parallel_size)
-    return [[[unit * i + k for i in members for k in range(unit)] for members in rank] for rank in dealt]
+    of_steps = zip(*dealt, strict=True)
+    time = sum(max(sum(costs[index] for index in members) for members in together) for together in of_steps)
+    return [[[i for index in members for i in items.members[index]] for members in rank] for rank in dealt], time
 
 
 def _longest_processing_time(

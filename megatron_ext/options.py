@@ -30,7 +30,7 @@ class MegatronOptions:
     fp32_logits: bool = False
     """See `linear_log_probs`."""
     shared_prefixes: bool = False
-    """What sequences of a micro-batch begin with in common is computed once."""
+    """Compute once all tokens that sequences of a micro-batch begin with in common."""
 
     def __post_init__(self) -> None:
         if self.shared_prefixes and self.parallel.context_parallel_size > 1:

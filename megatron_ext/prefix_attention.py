@@ -169,5 +169,5 @@ def _attend_to_visible(
     if window is not None:
         position = visible.sum(1)
         visible = visible & (position[:, None] - position[None, :] < window)
-    own = (each[None, first:last] for each in (query, key, value))
-    return attend_step_by_step(*own, ~visible.to(query.device), **options)[0]
+    query, key, value = (each[None, first:last] for each in (query, key, value))
+    return attend_step_by_step(query, key, value, ~visible.to(query.device), **options)[0]

@@ -1,4 +1,4 @@
-"""What sequences of a micro-batch begin with in common is computed once: a tree of stretches of tokens.
+"""Tokens that sequences of a micro-batch begin with in common are computed once: a tree of stretches.
 
 A stretch belongs to all sequences that go through it. Its tokens look at those of their own stretch and of the
 stretches before it in the tree; all else of a model sees each token of a stretch once.

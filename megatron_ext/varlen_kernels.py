@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_ext.attention import batches_of_similar_length, padded_index
 
 _WIDEST_HEAD = 256
-"""Of the fused kernel for CUDA."""
+"""Limit of the fused kernel for CUDA."""
 
 
 class Stretches(NamedTuple):
@@ -32,7 +32,7 @@ class Merged(NamedTuple):
     """Attention of queries to all their keys."""
 
     gradient: Tensor
-    """Of the output."""
+    """With respect to the output."""
     output: Tensor
     total: Tensor
     """Log-sum-exps."""
@@ -139,14 +139,14 @@ class CpuKernel:
 class _Places(NamedTuple):
     """The tokens of N stretches, each padded to the longest by repeating its last."""
 
-    index: Tensor
+    places: Tensor
     """long[N, H]"""
     is_real: Tensor
     """bool[N, H]"""
 
     def of(self, values: Tensor) -> Tensor:
         """Values [T, heads, ...] as [N, heads, H, ...]."""
-        return values[self.index.flatten()].unflatten(0, self.index.shape).transpose(1, 2)
+        return values[self.places.flatten()].unflatten(0, self.places.shape).transpose(1, 2)
 
     def of_heads(self, heads: int, *values: Tensor) -> Iterator[Tensor]:
         """Values [T, groups, width] as [N, heads, H, width], repeated for the heads that share them."""
@@ -156,7 +156,7 @@ class _Places(NamedTuple):
 
     def put(self, whole: Tensor, values: Tensor) -> None:
         """Put values [N, heads, H, ...] to their tokens in `whole` [T, heads, ...]."""
-        whole[self.index[self.is_real]] = values.transpose(1, 2)[self.is_real]
+        whole[self.places[self.is_real]] = values.transpose(1, 2)[self.is_real]
 
 
 def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, _Places]]:
@@ -167,9 +167,10 @@ def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, 
             places = _Places(*padded_index(starts, lengths, on))
             yield places, places
         return
-    starts = (accumulate(each, initial=0) for each in (stretches.queries, stretches.keys))
-    for query, key, queries, keys in zip(*starts, stretches.queries, stretches.keys, strict=False):
+    query = key = 0
+    for queries, keys in zip(stretches.queries, stretches.keys, strict=True):
         yield _Places(*padded_index([query], [queries], on)), _Places(*padded_index([key], [keys], on))
+        query, key = query + queries, key + keys
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

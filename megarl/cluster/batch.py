@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
 from megarl.data.stretches import Array, Values, joined, kept_here, nothing_of, shortened
+from megatron_ext.balance import Prefixes
 from megatron_ext.packing import RaggedBatch
 
 ROUTED_EXPERTS = "routed_experts"
@@ -19,6 +20,8 @@ ROUTED_EXPERTS = "routed_experts"
 @dataclass(frozen=True)
 class Batch:
     """N sequences of different lengths, with their values here or in the object store.
+
+    `prefixes`, if it is known, says which sequences begin with the same tokens.
 
     `tokens`, int32, and each of `fields` have an entry for each sequence; without sequences there is one entry with no
     values, which has their type. `lengths`, `unit` and `names` are those of a `RaggedBatch`, which `load` makes where
@@ -32,6 +35,7 @@ class Batch:
     fields: Mapping[str, Sequence[Values]] = field(default_factory=dict)
     unit: int = 1
     names: Mapping[str, Array] = field(default_factory=dict)
+    prefixes: Prefixes | None = None
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> "Batch":
@@ -46,7 +50,7 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: packed(values) for name, values in self.fields.items()}
-        return _unpacked_batch, (self.lengths, packed(self.tokens), fields, self.unit, self.names)
+        return _unpacked_batch, (self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -65,7 +69,8 @@ class Batch:
 
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: each[chosen] for name, each in self.names.items()}
-        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names)
+        prefixes = None if self.prefixes is None else Prefixes(*(each[chosen] for each in self.prefixes))
+        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes)
 
     def only(self, names: Collection[str]) -> "Batch":
         """The same sequences, and of their fields those of `names` that there are."""

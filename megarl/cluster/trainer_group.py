@@ -234,7 +234,8 @@ class TrainerGroup(WorkerGroup):
 def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
     """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple, attention_length)
+    prefixes = batch.prefixes if options.shared_prefixes else None
+    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
 
 
 def _attention_length(model_path: Path) -> float:

@@ -175,6 +175,11 @@ def _check_router_replay(config: MegarlConfig) -> None:
             f"{key} needs engines that say which experts a token went to, and rollout.engine={config.rollout.engine}"
             f" does not: use one of {able}, or router_replay=none"
         )
+    if config.loop.shared_prefixes:
+        raise UserError(
+            f"{key} and loop.shared_prefixes=true: an engine may send the tokens of a prompt to other experts for each"
+            " response, and the trainer would compute them once; leave out one of the two"
+        )
     for name, value in asked_for.items():
         if config.rollout.engine_args.get(name, value) != value:
             raise UserError(

@@ -41,4 +41,5 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         distributed=groups["distributed"],
         scheduler=groups["scheduler"],
         fp32_logits=config.model.fp32_logits,
+        shared_prefixes=config.loop.shared_prefixes,
     )

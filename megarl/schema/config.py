@@ -151,6 +151,9 @@ class LoopConfig:
     """Responses to each prompt; for GRPO the size of a group."""
     max_tokens_per_micro_batch: int = 16384
     """Tokens of one packed micro-batch on one data-parallel rank; context-parallel ranks have a part of them each."""
+    shared_prefixes: bool = False
+    """The trainer computes a prompt once for all responses to it that are in a micro-batch, and so other beginnings
+    that sequences share; results differ by rounding alone."""
     eval_every: int = 10
     """Greedy evaluation on eval_files every so many steps; 0 never."""
     eval_at_start: bool = True

@@ -17,6 +17,7 @@ from megarl.data import PromptGroup, Trajectory
 from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
+from megatron_ext.balance import Prefixes
 
 
 def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
@@ -62,7 +63,7 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     if any(each.turn_scores for each in trajectories):
         fields["turn_rewards"] = [_turn_rewards(each) for each in trajectories]
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
-    return with_fields(replace(whole(trajectories), names=names), **fields)
+    return with_fields(replace(whole(trajectories), names=names, prefixes=_prompts(trajectories)), **fields)
 
 
 def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[Batch]:
@@ -173,6 +174,14 @@ def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
 def whole(trajectories: Sequence[Trajectory]) -> Batch:
     """Whole conversations."""
     return Batch(np.array([each.length for each in trajectories]), [each.token_ids for each in trajectories])
+
+
+def _prompts(trajectories: Sequence[Trajectory]) -> Prefixes:
+    """The first prompt of each trajectory, which all with the same share."""
+    prompts = [here(each.turns[0].prompt_ids) for each in trajectories]
+    numbers: dict[bytes, int] = {}
+    families = [numbers.setdefault(each.tobytes(), len(numbers)) for each in prompts]
+    return Prefixes(np.array(families, dtype=np.int64), np.array([len(each) for each in prompts], dtype=np.int64))
 
 
 def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:

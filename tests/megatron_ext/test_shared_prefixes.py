@@ -1,4 +1,4 @@
-"""What sequences begin with in common is computed once: results and gradients are those of whole sequences."""
+"""Shared prefixes are computed once: results and gradients are those of whole sequences."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,10 +21,13 @@ from torch import Tensor
 from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext.attention import packed_causal_attention
+from megatron_ext.balance import Prefixes, assign
 from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.prefix_attention import prefix_attention
 from megatron_ext.shared_prefixes import SHORTEST_PREFIX, SharedPart, share
 
 SIZES = {
@@ -83,12 +87,19 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool
     batch, micro_batches = whole_batch(), CUTS[sizes.data_parallel_size][parallel_rank().data]
     own = sorted(index for sequences in micro_batches for index in sequences)
     batch, micro_batches = batch.select(own), [[own.index(index) for index in each] for each in micro_batches]
+    values = None
+    if sizes.world_size == 1 and checkpoint.config["model_type"] == "qwen3":
+        critic = MegatronModel(read_architecture(checkpoint.config), options, rank, head="value")
+        critic.load_huggingface(checkpoint)
+        critic.local_tensors()["value_head.weight"].data.normal_(generator=torch.Generator().manual_seed(5))
+        values = critic.values(batch, micro_batches), critic.scores(batch, micro_batches)
     predictions = model.log_probs(batch, micro_batches, temperature=0.5)
     packed = model._pack(batch, micro_batches)
     metrics = forward_backward(model.chunks, packed, OfWholeResponses(), predict_labels(0.5))
     return {
         "own": own,
         "predictions": predictions,
+        "values": values,
         "loss": sum(metrics),
         "computed": sum(each.own.tokens.shape[1] for each in packed),
         "gradient": in_huggingface_names(rank, sizes, folder, model._bare_chunks),
@@ -122,6 +133,8 @@ def test_predictions_loss_and_gradients_are_those_of_whole_sequences(
             torch.testing.assert_close(getattr(each["predictions"], field), torch.cat(wanted), atol=1e-5, rtol=0)
     assert sum(losses.values()) == pytest.approx(expected["loss"], rel=1e-5)
     assert_same_gradients([each["gradient"] for each in found], expected["gradient"])
+    if found[0]["values"]:
+        torch.testing.assert_close(found[0]["values"], expected["values"], atol=1e-4, rtol=1e-5)
 
 
 @st.composite
@@ -183,3 +196,65 @@ def test_short_prefixes_are_not_shared() -> None:
     empty = share(pack(batch, []), 4)
     assert empty.tokens.shape[1] == 4
     assert empty.places.tolist() == [0]
+
+
+def test_attention_in_bf16_rounds_as_that_of_whole_sequences() -> None:
+    batch = whole_batch()
+    micro_batch = pack(batch, range(len(batch)))
+    part = share(micro_batch, 1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(part.tokens.shape[1], heads, 16, generator=generator) for heads in (4, 2, 2)]
+    errors = []
+    for dtype in (torch.float64, torch.bfloat16):
+        query, key, value = (each.to(dtype).requires_grad_() for each in inputs)
+        if dtype == torch.float64:
+            rows = (each[part.places] for each in (query, key, value))
+            found = packed_causal_attention(*rows, micro_batch.cu_seqlens, softmax_scale=0.3)
+        else:
+            bounds, levels = part.cu_seqlens, part.levels
+            found = prefix_attention(query, key, value, bounds, levels=levels, softmax_scale=0.3)[part.places]
+        gradients = torch.autograd.grad(found.square().sum(), (query, key, value))
+        errors.append([each.double() for each in (found, *gradients)])
+    for expected, rounded in zip(*errors, strict=True):
+        assert float((rounded - expected).norm() / expected.norm()) < 0.01
+
+
+def prefixes_of(families: list[int], lengths: list[int]) -> Prefixes:
+    return Prefixes(np.array(families, dtype=np.int64), np.array(lengths, dtype=np.int64))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=6),
+    st.integers(1, 3),
+    st.integers(70, 200),
+)
+def test_families_are_cut_to_fit_and_their_prefix_counts_once(
+    families: list[tuple[int, list[int]]], ranks: int, max_tokens: int
+) -> None:
+    tokens = [
+        torch.cat([torch.arange(prefix) + 1000 * number, torch.arange(own) + 1000 * number + 100 * index + 50])
+        for number, (prefix, responses) in enumerate(families)
+        for index, own in enumerate(responses)
+    ]
+    of_each = [(number, prefix) for number, (prefix, responses) in enumerate(families) for _ in responses]
+    lengths = [len(each) for each in tokens]
+    shared = prefixes_of([number for number, _ in of_each], [prefix for _, prefix in of_each])
+    cut = assign(lengths, ranks, max_tokens, attention_length=100.0, prefixes=shared)
+    assert sorted(index for rank in cut for members in rank for index in members) == list(range(len(tokens)))
+    assert len({len(rank) for rank in cut}) == 1
+    if tokens:
+        batch = RaggedBatch(torch.cat(tokens), torch.tensor(lengths))
+        parts = [share(pack(batch, members), 1) for rank in cut for members in rank]
+        assert max(part.tokens.shape[1] for part in parts) <= max_tokens
+
+
+def test_families_stay_whole_unless_ranks_would_wait() -> None:
+    families, lengths = [0] * 8 + [1] * 8, [40] * 16
+    shared = prefixes_of(families, [30] * 16)
+    together = assign(lengths, 2, 1000, prefixes=shared)
+    assert sorted(together) == [[list(range(8))], [list(range(8, 16))]]
+    alone = assign(lengths[:8], 4, 1000, prefixes=prefixes_of(families[:8], [30] * 8))
+    assert [[len(members) for members in rank] for rank in alone] == [[2]] * 4
+    # Two prefixes of 30 tokens and eight responses of 10 are no more than 140, in two parts of the family.
+    tight = assign(lengths[:8], 1, 80, prefixes=prefixes_of(families[:8], [30] * 8))
+    assert [[len(members) for members in rank] for rank in tight] == [[4, 4]]

@@ -27,9 +27,11 @@ from megarl.schema import (
 )
 
 
-def config(*, samples: int = 8, **groups) -> MegarlConfig:
+def config(*, samples: int = 8, shared: bool = False, **groups) -> MegarlConfig:
     algorithm = AlgorithmConfig(**groups.pop("algorithm", {}))
-    return MegarlConfig(algorithm=algorithm, loop=LoopConfig(samples_per_prompt=samples), **groups)
+    return MegarlConfig(
+        algorithm=algorithm, loop=LoopConfig(samples_per_prompt=samples, shared_prefixes=shared), **groups
+    )
 
 
 @pytest.mark.parametrize("advantage", [name for name, each in ADVANTAGES.items() if each.smallest_group > 1])
@@ -69,6 +71,10 @@ REFUSED = {
             "algorithm": {"router_replay": "rollout"},
         },
         r"enable_return_routed_experts=False contradicts algorithm\.router_replay=rollout: leave it out",
+    ),
+    "experts of each response and one prompt for all": (
+        {"shared": True, **REPLAY},
+        r"router_replay=rollout and loop\.shared_prefixes=true: .*; leave out one of the two",
     ),
     "distillation without a teacher": ({"algorithm": {"advantage": "distillation"}}, "needs a teacher"),
     "a teacher without distillation": ({"teachers": {"a": TeacherConfig("x")}}, "does not learn from any"),

@@ -94,6 +94,10 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["data.eval_files=[gone.parquet]"], "data.eval_files: there is no file gone.parquet"),
         (["megatron.tensor_model_parallel_size=4"], "2 ranks cannot be divided"),
         (["megatron.context_parallel_size=4"], "2 ranks cannot be divided by tensor_model_parallel_size x context_par"),
+        (
+            ["megatron.context_parallel_size=2", "loop.shared_prefixes=true"],
+            r"loop\.shared_prefixes needs whole sequences .*context_parallel_size=2 cuts them: choose one of the two",
+        ),
         (["megatron.moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01 is not supported: .*global batch.*; use 0"),
         (["megatron.moe_aux_loss_coeff=[0.0,0.1]"], "moe_aux_loss_coeff"),
         (["megatron.moe_z_loss_coeff=1e-3"], "moe_z_loss_coeff"),
