@@ -64,7 +64,8 @@ def block_spec(
     )
     layers = [extend_router(layer, extensions) for layer in spec.layer_specs]
     if with_transformer_engine:
-        return replace(spec, layer_specs=_with_working_attention(layers, config, shared_prefixes))
+        attended = _with_mergeable_attention(layers) if shared_prefixes else _with_working_attention(layers, config)
+        return replace(spec, layer_specs=attended)
     layers = [extend_layer(_plain_layer(layer), extensions) for layer in layers]
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
@@ -84,20 +85,21 @@ def multi_token_prediction_spec(
     return replace(spec, layer_specs=layers)
 
 
-def _with_working_attention(
-    layers: list[ModuleSpec], config: TransformerConfig, shared_prefixes: bool
-) -> list[ModuleSpec]:
-    if not shared_prefixes and not needs_preflight(config):
+def _with_mergeable_attention(layers: list[ModuleSpec]) -> list[ModuleSpec]:
+    # Transformer Engine's gives no log-sum-exps, by which the parts of a response's attention are merged.
+    return [_with_core(layer, PackedAttention) for layer in layers]
+
+
+def _with_working_attention(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
+    if not needs_preflight(config):
         return layers
     fused = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
-    # Transformer Engine's gives no log-sum-exps, by which parts would be merged.
-    working = {core: PackedAttention if shared_prefixes else core_attention(core, config) for core in fused}
-    return [_with_core_of(layer, working) for layer in layers]
+    working = {core: core_attention(core, config) for core in fused}
+    return [_with_core(each, working[each.submodules.self_attention.submodules.core_attention]) for each in layers]
 
 
-def _with_core_of(layer: ModuleSpec, working: Mapping[type, type]) -> ModuleSpec:
+def _with_core(layer: ModuleSpec, core: type) -> ModuleSpec:
     attention = layer.submodules.self_attention
-    core = working[attention.submodules.core_attention]
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 

@@ -141,3 +141,5 @@ def test_every_layer_gets_the_attention_that_works(monkeypatch):
     cores = [layer.submodules.self_attention.submodules.core_attention for layer in layers]
     assert [core.__name__ for core in cores] == ["PaddedValuesEqualWidths"] * of_model.num_layers
     assert all(isinstance(layer, ModuleSpec) for layer in layers)
+    shared = [layer.submodules.self_attention for layer in specs._with_mergeable_attention(layers)]
+    assert {each.submodules.core_attention for each in shared} == {PackedAttention}
