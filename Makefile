@@ -67,7 +67,8 @@ docs: setup
 # What SGLang needs in other versions than .venv has lies beside it, and only its server sees it.
 .venv-sglang: constraints/sglang.txt | setup
 	rm -rf $@ $@.partial
-	$(PYTHON) -m pip install --quiet --no-deps --target $@.partial --requirement $<
+	@$(PYTHON) -m pip install --quiet --no-deps --retries 10 --target $@.partial --requirement $< || { rm -rf $@.partial; \
+		echo "[setup] error: SGLang could not be installed, as pip says above; all else is there. Run the same command again" >&2; exit 1; }
 	mv $@.partial $@
 	touch $@
 

@@ -13,28 +13,24 @@ from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Request
 
-FAMILIES = [
+CUT_IN_TWO = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8, "moe_intermediate_size": 256}
+"""With which each half of a matrix is in whole blocks, too."""
+ENGINES = [
     # But for its experts as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run.
-    ("vllm", "qwen3_moe", {}),
-    ("vllm", "deepseek_v3", {}),
-    pytest.param("sglang", "qwen3", {"load_format": "dummy"}, marks=pytest.mark.sglang),
-    pytest.param("sglang", "qwen3_moe", {}, marks=pytest.mark.sglang),
+    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"]),
+    ("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"]),
+    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", IN_BLOCKS["qwen3"], marks=pytest.mark.sglang),
+    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, marks=pytest.mark.sglang),
 ]
 
 
-@pytest.fixture(scope="module")
-def block_folders(tmp_path_factory):
-    """Two models of a family, in float32, and each with the weights that its codes in FP8 stand for."""
-    made = {}
+@pytest.fixture
+def block_folders(tmp_path):
+    """Makes two models of a family, in float32, and each with the weights that its codes in FP8 stand for."""
 
-    def make(name):
-        if name not in made:
-            root = tmp_path_factory.mktemp(f"{name}_in_blocks")
-            made[name] = [
-                (folder := write_tiny_model(name, root / str(seed), seed=seed, fields=IN_BLOCKS[name]), rounded(folder))
-                for seed in (0, 1)
-            ]
-        return made[name]
+    def make(name, fields):
+        folders = [write_tiny_model(name, tmp_path / str(seed), seed=seed, fields=fields) for seed in (0, 1)]
+        return [(folder, rounded(folder)) for folder in folders]
 
     return make
 
@@ -52,11 +48,11 @@ def rounded(folder):
     return copy
 
 
-@pytest.mark.parametrize(("kind", "name", "arguments"), FAMILIES)
+@pytest.mark.parametrize(("kind", "arguments", "name", "fields"), ENGINES)
 def test_greedy_equals_huggingface_with_the_decoded_weights(
-    host, block_folders, make_trainer, assert_greedy, kind, name, arguments
+    host, block_folders, make_trainer, assert_greedy, kind, arguments, name, fields
 ):
-    (first, first_rounded), (second, second_rounded) = block_folders(name)
+    (first, first_rounded), (second, second_rounded) = block_folders(name, fields)
     in_blocks = engine_kind(kind).quantised(arguments, FP8_BLOCK, read_architecture(read_json(first / CONFIG)))
     served = Served(host.start(first, **in_blocks), (first, second), FP8_BLOCK)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
@@ -66,7 +62,7 @@ def test_greedy_equals_huggingface_with_the_decoded_weights(
             assert_greedy(folder, prompt, generation)
 
     # As the engine has read it: a checkpoint in float32.
-    if not arguments:
+    if "load_format" not in arguments:
         check(first_rounded)
     served.update(served.second, 1)
     check(second_rounded)
@@ -76,7 +72,7 @@ def test_greedy_equals_huggingface_with_the_decoded_weights(
 
     # Straight into the parameters, byte for byte what the engine's own loader has put there.
     trainer = make_trainer(served.engine, first, FP8_BLOCK)
-    assert [trace.untraced for trace in trainer.spec.traces] == [{}]
+    assert [trace.untraced for trace in trainer.spec.traces] == [{}] * arguments.get("tp_size", 1)
     trainer.connect()
     trainer.load(first)
     assert trainer.compare(3) == set()
