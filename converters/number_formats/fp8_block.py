@@ -4,14 +4,12 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.fp8 import BLOCK, quantisation_config, quantise_into, quantised_names
+from converters.fp8 import BLOCK, dequantise, quantisation_config, quantise_into, quantised_names
+from converters.number_formats.engine_cuts import CUT_IN_COLUMNS, CUT_IN_ROWS
 from converters.number_formats.number_format import NumberFormat
 
 _JOINED = ("q_proj", "k_proj", "gate_proj", "up_proj", "q_a_proj")
 """Engines keep each of these above another matrix, whose blocks begin where its own end."""
-_CUT_IN_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
-_CUT_IN_COLUMNS = ("o_proj", "down_proj")
-"""Matrices that engines cut over tensor-parallel ranks, and the dimension in which."""
 
 
 def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
@@ -25,7 +23,7 @@ def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_paral
                 " rollout.weights out"
             )
         ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel
-        for cut, length in ((_CUT_IN_ROWS, rows), (_CUT_IN_COLUMNS, columns)):
+        for cut, length in ((CUT_IN_ROWS, rows), (CUT_IN_COLUMNS, columns)):
             if ranks > 1 and matrix in cut and (length // ranks) % BLOCK:
                 raise UserError(
                     f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and an engine that cuts {name} over"
@@ -43,5 +41,8 @@ FP8_BLOCK = NumberFormat(
     quantised_names=quantised_names,
     engine_config=quantisation_config,
     quantise_into=quantise_into,
+    dequantise=dequantise,
+    # One launch reads the weights, twice as many bytes, and writes the codes; these are read for the checksum.
+    pack_passes=4,
     check=_check,
 )

@@ -13,6 +13,10 @@ from converters.boxes import Box
 from converters.layout import Shape
 
 
+WHOLE_ROW = 2**62
+"""Columns of a block that is as wide as its matrix."""
+
+
 @dataclass(frozen=True)
 class NumberFormat:
     """A form of weights: a code for each element of some matrices and a scale for each block of it.
@@ -28,7 +32,9 @@ class NumberFormat:
     title: str
     """The format's name in a sentence."""
     block: tuple[int, int]
-    """Rows and columns that share a scale. Blocks at the lower and right edge of a matrix may be smaller."""
+    """Rows and columns that share a scale. Blocks at the lower and right edge of a matrix may be smaller.
+
+    `WHOLE_ROW` columns are all that there are."""
     codes: torch.dtype
     scales: torch.dtype
     scales_suffix: str
@@ -39,6 +45,10 @@ class NumberFormat:
     """The `quantization_config` by which an engine knows the format and what stays in high precision."""
     quantise_into: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the codes and scales of whole blocks; ValueError for what has none."""
+    dequantise: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    """The weights that codes and scales of whole blocks stand for, in a type."""
+    pack_passes: float
+    """How often as many bytes as codes have pass through a GPU's memory while they are made and checksummed."""
     check: Callable[[Architecture, int, int], None]
     """Raises UserError where an engine that cuts the model, and each expert, over so many ranks cuts through blocks."""
 
@@ -48,6 +58,11 @@ class NumberFormat:
             start % size == 0 and (stop % size == 0 or stop == length)
             for start, stop, size, length in zip(box.start, box.stop, self.block, shape, strict=True)
         )
+
+    def block_in(self, shape: Shape) -> tuple[int, int]:
+        """Rows and columns of the blocks of a box of `shape` that is made of whole ones."""
+        rows, columns = map(min, self.block, shape)
+        return max(rows, 1), max(columns, 1)
 
     def scales_box(self, box: Box) -> Box:
         """The box of the scales of all blocks that `box` reaches into."""

@@ -13,6 +13,7 @@ import torch
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shape
+from converters.number_formats import NUMBER_FORMATS, NumberFormat
 from megarl.resharding.alignment import ALIGNMENT_BYTES, aligned
 from megarl.resharding.direct.parcels import Parcel, Scales
 
@@ -23,15 +24,19 @@ class PieceScales:
 
     destination_name: str
     destination_box: Box
-    dtype: torch.dtype
+    format_name: str
+    """Name of the number format of codes and scales."""
     offset_bytes: int
-    block: tuple[int, int]
-    """Rows and columns of the piece that share a scale."""
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The number format of codes and scales."""
+        return NUMBER_FORMATS[self.format_name]
 
     @property
     def size_bytes(self) -> int:
         """Without what aligns the next piece."""
-        return self.destination_box.size * self.dtype.itemsize
+        return self.destination_box.size * self.number_format.scales.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +115,14 @@ def _parts_of(parcel: Parcel, room: int) -> Iterator[Box]:
     if parcel.scales is None:
         yield from parts(shape, room // parcel.dtype.itemsize)
         return
-    block_bytes = math.prod(parcel.block) * parcel.dtype.itemsize + parcel.scales.dtype.itemsize
+    number_format = NUMBER_FORMATS[parcel.scales.number_format]
+    block = number_format.block_in(shape)
+    block_bytes = math.prod(block) * parcel.dtype.itemsize + number_format.scales.itemsize
     blocks = (room - 2 * ALIGNMENT_BYTES) // block_bytes
     if blocks < 1:
         needed = aligned(block_bytes + 2 * ALIGNMENT_BYTES)
         raise UserError(f"refit.bucket_bytes is too small for a quantised block: raise it to {2 * needed} or more")
-    yield from parts_of_blocks(shape, parcel.block, blocks)
+    yield from parts_of_blocks(shape, block, blocks)
 
 
 def parts_of_blocks(shape: Shape, block: tuple[int, int], blocks: int) -> Iterator[Box]:
@@ -161,12 +168,10 @@ def _piece(parcel: Parcel, part: Box, offset_bytes: int) -> Piece:
         part.shift(parcel.destination_box.start),
         parcel.dtype,
         offset_bytes,
-        _piece_scales(parcel.scales, parcel.block, part, offset_bytes + size) if parcel.scales else None,
+        _piece_scales(parcel.scales, part, offset_bytes + size) if parcel.scales else None,
     )
 
 
-def _piece_scales(scales: Scales, block: tuple[int, int], part: Box, offset_bytes: int) -> PieceScales:
-    start = (at // size for at, size in zip(part.start, block, strict=True))
-    stop = (-(-at // size) for at, size in zip(part.stop, block, strict=True))
-    box = Box(tuple(start), tuple(stop)).shift(scales.box.start)
-    return PieceScales(scales.name, box, scales.dtype, offset_bytes, block)
+def _piece_scales(scales: Scales, part: Box, offset_bytes: int) -> PieceScales:
+    box = NUMBER_FORMATS[scales.number_format].scales_box(part).shift(scales.box.start)
+    return PieceScales(scales.name, box, scales.number_format, offset_bytes)

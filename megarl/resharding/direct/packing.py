@@ -100,25 +100,28 @@ def _quantised(
     piece: Piece, scales: PieceScales, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
 ) -> Iterator[_Stretch]:
     """The stretches of codes, then that of the scales, which the source has written with the codes."""
-    there = _packed(bucket, scales.offset_bytes, scales.dtype, scales.destination_box.shape)
+    number_format, block = scales.number_format, scales.number_format.block_in(piece.source_box.shape)
+    there = _packed(bucket, scales.offset_bytes, number_format.scales, scales.destination_box.shape)
     own, first = tensors[piece.source_name if end == "source" else piece.destination_name], piece.offset_bytes
     origin = (piece.source_box if end == "source" else piece.destination_box).start
-    blocks = max(1, limit // (math.prod(scales.block) * piece.dtype.itemsize), there.shape[1])
-    for part in parts_of_blocks(piece.source_box.shape, scales.block, blocks):
+    blocks = max(1, limit // (math.prod(block) * piece.dtype.itemsize), there.shape[1])
+    for part in parts_of_blocks(piece.source_box.shape, block, blocks):
         stop = first + part.size * piece.dtype.itemsize
         view = own[part.shift(origin).slices()]
         if end == "destination":
             yield _Stretch(first, stop, piece.destination_name, view, piece.dtype)
         else:
             codes = _packed(bucket, first, piece.dtype, part.shape)
-            rows = slice(part.start[0] // scales.block[0], -(-part.stop[0] // scales.block[0]))
-            yield _Stretch(first, stop, quantised=Quantised(piece.source_name, view, codes, there[rows]))
+            rows = slice(part.start[0] // block[0], -(-part.stop[0] // block[0]))
+            made = Quantised(piece.source_name, view, codes, there[rows], number_format)
+            yield _Stretch(first, stop, quantised=made)
         first = stop
     start, stop = scales.offset_bytes, scales.offset_bytes + scales.size_bytes
     if end == "destination":
         name = scales.destination_name
         _check_inside(name, scales.destination_box, tensors)
-        yield _Stretch(start, stop, name, tensors[name][scales.destination_box.slices()], scales.dtype)
+        view = tensors[name][scales.destination_box.slices()]
+        yield _Stretch(start, stop, name, view, number_format.scales)
     else:
         yield _Stretch(start, stop)
 

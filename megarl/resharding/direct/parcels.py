@@ -15,7 +15,8 @@ class Scales:
 
     name: str
     box: Box
-    dtype: torch.dtype
+    number_format: str
+    """Name of the number format of codes and scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,6 @@ class Parcel:
     destination_box: Box
     dtype: torch.dtype
     scales: Scales | None = None
-    block: tuple[int, int] = (1, 1)
-    """Rows and columns that share a scale."""
 
 
 def plain(transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Parcel:

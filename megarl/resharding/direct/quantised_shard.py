@@ -90,8 +90,8 @@ class QuantisedShard:
         if not self._is_whole(place, piece):
             yield Parcel(*source, place.staging_name, piece.relative_to(place.hf_box), self.quantisation.values)
             return
-        scales = Scales(place.scales_name, self._scales_of(place, piece), self._number_format.scales)
-        yield replace(plain(transfer, dtypes), scales=scales, block=self._number_format.block)
+        scales = Scales(place.scales_name, self._scales_of(place, piece), self._number_format.name)
+        yield replace(plain(transfer, dtypes), scales=scales)
 
     def relayed(
         self, transfer: Transfer, neighbour: "QuantisedShard", dtypes: Mapping[str, torch.dtype]

@@ -7,6 +7,7 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
+from converters.number_formats import FP8_BLOCK
 from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
 from megarl.resharding.kernels.quantised import Quantised
 
@@ -66,7 +67,8 @@ class LaunchTable:
     """The planes of a block on its device: one row for each, cut into tiles, of which a program works on one.
 
     A box has fewer than 2^31 elements. `conversions` are pairs, in the bucket and local, of types between which the
-    kernels do not convert: torch does, and a launch only counts them in the checksum.
+    kernels do not convert, and `in_torch` are in number formats that they do not know: torch does both, and a launch
+    only counts them in the checksum.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class LaunchTable:
         pairs = list(zip(packed, local, strict=True))
         self.conversions = [(there, here) for there, here in pairs if there.dtype != here.dtype]
         self._work = [work for there, here in pairs for work in _copies(there, here)]
-        self._work += [_quantised(each) for each in quantised]
+        self.in_torch = [each for each in quantised if each.number_format != FP8_BLOCK]
+        for each in self.in_torch:
+            self._work += [*_copies(each.codes, each.codes), *_copies(each.scales, each.scales)]
+        self._work += [_quantised(each) for each in quantised if each.number_format == FP8_BLOCK]
         counts = torch.tensor([work.tiles for work in self._work], dtype=torch.int64)
         self._first = (counts.cumsum(0) - counts).tolist()
         self.tiles = int(counts.sum())

@@ -20,6 +20,8 @@ def gather(block: Block, before: int | None) -> int | None:
     conversions = block.table.conversions
     if conversions:
         torch._foreach_copy_([packed for packed, _ in conversions], [local for _, local in conversions])
+    for each in block.table.in_torch:
+        each.quantise()
     return _launch(block, before, to_bucket=True)
 
 
@@ -29,6 +31,8 @@ def scatter(block: Block, before: int | None) -> int | None:
     total = _launch(block, before, to_bucket=False)
     if conversions:
         torch._foreach_copy_([local for _, local in conversions], [packed for packed, _ in conversions])
+    for each in block.table.in_torch:
+        each.dequantise()
     return total
 
 

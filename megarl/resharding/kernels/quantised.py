@@ -1,16 +1,19 @@
-"""Boxes that are in high precision in a rank's tensor and in block FP8 in a bucket."""
+"""Boxes that are in high precision in a rank's tensor and in a number format in a bucket."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from converters.fp8 import quantise_into
+from converters.number_formats import FP8_BLOCK, NumberFormat
 
 
 @dataclass(frozen=True)
 class Quantised:
     """A box of one of this rank's tensors, in bfloat16 or float32, and what stands for it in the bucket.
 
-    `local` begins at the corner of a block of 128 x 128. In the bucket lie `codes` (float8_e4m3fn, of its shape) and
-    `scales` (float32, one per block), both contiguous.
+    `local` begins at the corner of a block. In the bucket lie `codes`, of its shape, and `scales`, one per block, both
+    contiguous.
 
     Example: `local` bfloat16 [256, 384], `codes` [256, 384], `scales` [2, 3].
     """
@@ -20,5 +23,23 @@ class Quantised:
     local: Tensor
     codes: Tensor
     scales: Tensor
+    number_format: NumberFormat = FP8_BLOCK
     power_of_two: bool = False
-    """Whether scales are rounded up to powers of two."""
+    """Whether scales of block FP8 are rounded up to powers of two."""
+
+    def quantise(self) -> None:
+        """Make codes and scales in torch. Raises ValueError, naming the tensor, for what has none."""
+        try:
+            if self.power_of_two:
+                quantise_into(self.local, self.codes, self.scales, power_of_two=True)
+            else:
+                self.number_format.quantise_into(self.local, self.codes, self.scales)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+    def dequantise(self) -> None:
+        """Make weights of codes and scales in torch. Raises ValueError, naming the tensor, for what are no numbers."""
+        try:
+            self.local.copy_(self.number_format.dequantise(self.codes, self.scales, self.local.dtype))
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error

@@ -265,3 +265,43 @@ def multiply_by_experts(
     unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     output.copy_((unsorted * weights.float().unsqueeze(-1)).sum(1))
+
+
+def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
+    """The method `apply` of experts that are codes: w1 [E, 2I, H] and w2 [E, H, I], with scales for each of [E].
+
+    `decode` makes numbers of a type of the codes and scales of one.
+    """
+
+    def apply(
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> None:
+        if activation.value != "silu":
+            raise NotImplementedError(f"experts that are codes with activation {activation.value} on a CPU")
+
+        def weights_of(expert: int) -> tuple[Tensor, Tensor]:
+            gate_up = decode(w1[expert].data, self.w1_scale[expert].data, hidden_states.dtype)
+            return gate_up, decode(w2[expert].data, self.w2_scale[expert].data, hidden_states.dtype)
+
+        multiply_by_experts(
+            weights_of,
+            w1.shape[0],
+            output,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+
+    return apply

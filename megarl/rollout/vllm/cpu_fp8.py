@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from converters.fp8 import dequantise
-from megarl.rollout.vllm.cpu import multiply_by_experts
+from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
 
 
 def install() -> None:
@@ -45,7 +45,7 @@ def multiply_codes_of_experts_in_torch() -> None:
 
     cpu_moe.CPUExpertsFp8W8A8._supports_current_device = staticmethod(lambda: False)
     cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
-    cpu_moe.CPUExpertsFp8.apply = _apply_experts
+    cpu_moe.CPUExpertsFp8.apply = _apply
     cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
 
 
@@ -65,7 +65,7 @@ def codes_are_kept() -> bool:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
 
-    return CPUFp8BlockScaledMMKernel.apply_weights is _multiply and CPUExpertsFp8.apply is _apply_experts
+    return CPUFp8BlockScaledMMKernel.apply_weights is _multiply and CPUExpertsFp8.apply is _apply
 
 
 def _multiply(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
@@ -73,34 +73,5 @@ def _multiply(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **_
     return F.linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
 
 
-def _apply_experts(
-    self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    **_: Any,
-) -> None:
-    """`CPUExpertsFp8.apply`; w1 [E, 2I, H] and w2 [E, H, I] are codes."""
-    if activation.value != "silu":
-        raise NotImplementedError(f"experts in FP8 with activation {activation.value} on a CPU")
-
-    def weights_of(expert: int) -> tuple[Tensor, Tensor]:
-        gate_up = dequantise(w1[expert].data, self.w1_scale[expert].data, hidden_states.dtype)
-        return gate_up, dequantise(w2[expert].data, self.w2_scale[expert].data, hidden_states.dtype)
-
-    multiply_by_experts(
-        weights_of,
-        w1.shape[0],
-        output,
-        hidden_states,
-        topk_weights,
-        topk_ids,
-        expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-    )
+_apply = multiply_by_decoded_experts(dequantise)
+"""`CPUExpertsFp8.apply`."""

@@ -13,14 +13,23 @@ import torch.nn.functional as F
 import vllm
 from torch import Tensor, nn
 from vllm.config import ModelConfig
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel, CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
+    CompressedTensorsW8A8Mxfp8MoEMethod,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -28,7 +37,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.rollout.tracing import trace_load_weights
-from megarl.rollout.vllm import cpu, cpu_fp8
+from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
 from megarl.rollout.vllm.kind import VLLM
 
 
@@ -57,11 +66,33 @@ def _keeps_codes_of_experts(module: Any) -> str | None:
     return _keeps_as_loaded(module, module.quant_method.fp8_backend, Fp8MoeBackend, cpu_fp8.codes_are_kept)
 
 
+def _keeps_compressed(module: Any) -> str | None:
+    kernel = type(module.scheme.kernel) if hasattr(module.scheme, "kernel") else type(module.scheme)
+    # The kernels of a GPU transpose codes in INT8, and shuffle or unpack those in MXFP8.
+    on_cpu = kernel in (CPUInt8ScaledMMLinearKernel, EmulationMxfp8LinearKernel)
+    if on_cpu and cpu_number_formats.codes_are_kept():
+        return None
+    return f"the kernel {kernel.__name__} may keep it in an order of its own"
+
+
+def _keeps_whole_numbers_of_experts(module: Any) -> str | None:
+    return _keeps_as_loaded(
+        module, module.quant_method.int8_backend, Int8MoeBackend, cpu_number_formats.codes_are_kept
+    )
+
+
+def _keeps_mxfp8_of_experts(module: Any) -> str | None:
+    backend = module.quant_method.fp8_backend
+    if backend is Fp8MoeBackend.CPU:
+        return _keeps_as_loaded(module, backend, Fp8MoeBackend, cpu_number_formats.codes_are_kept)
+    return f"the expert kernel {backend.value} may keep it in an order of its own"
+
+
 def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: Callable[[], bool]) -> str | None:
     """Why experts do not stay as they were loaded with this one of the `backends`; None if they do."""
     if module.moe_config.moe_parallel_config.enable_eplb:
         return "the load balancer of the experts moves them"
-    if backend in (backends.TRITON, backends.BATCHED_TRITON) or (backend is backends.CPU and is_kept_on_cpu()):
+    if backend in (backends.TRITON, getattr(backends, "BATCHED_TRITON", None)) or (backend is backends.CPU and is_kept_on_cpu()):
         return None
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
@@ -72,8 +103,18 @@ _KEPT: Mapping[type, Callable[[Any], str | None]] = {
     UnquantizedFusedMoEMethod: _keeps_experts,
     Fp8LinearMethod: _keeps_codes,
     Fp8MoEMethod: _keeps_codes_of_experts,
+    CompressedTensorsLinearMethod: _keeps_compressed,
+    CompressedTensorsW8A8Int8MoEMethod: _keeps_whole_numbers_of_experts,
+    CompressedTensorsW8A8Mxfp8MoEMethod: _keeps_mxfp8_of_experts,
 }
 """`quant_method` of a module -> why the module's parameters are not what was loaded into them; None if they are."""
+
+_SCALES_OF_EXPERTS: Mapping[type, str] = {
+    Fp8MoEMethod: "weight_scale_inv",
+    CompressedTensorsW8A8Int8MoEMethod: "weight_scale",
+    CompressedTensorsW8A8Mxfp8MoEMethod: "weight_scale",
+}
+"""`quant_method` of experts -> how the parameters with the scales of both of their matrices end."""
 
 _DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
     # Its own parameters are views of, or for FP8 copies from, the weight of its `kv_b_proj`.
@@ -115,7 +156,7 @@ def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
     """Compute anew what vLLM derives from weights, after they were written straight into the parameters."""
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(getattr(module, "quant_method", None), Fp8MoEMethod):
+            if type(getattr(module, "quant_method", None)) in _SCALES_OF_EXPERTS:
                 _read_scales_from_parameters(module)
             for kind, derive in _DERIVED.items():
                 if isinstance(module, kind):
@@ -123,13 +164,13 @@ def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _read_scales_from_parameters(experts: Any) -> None:
-    """Let the kernel of experts in FP8 multiply by the scales that are the module's parameters.
+    """Let the kernel of experts that are codes multiply by the scales that are the module's parameters.
 
     vLLM 0.32's reload makes the kernel with tensors of its own, then puts the parameters of before back in their place:
     the kernel would go on with the scales of that reload.
     """
-    scales = experts.quant_method.moe_quant_config
-    scales._w1.scale, scales._w2.scale = experts.w13_weight_scale_inv, experts.w2_weight_scale_inv
+    scales, name = experts.quant_method.moe_quant_config, _SCALES_OF_EXPERTS[type(experts.quant_method)]
+    scales._w1.scale, scales._w2.scale = getattr(experts, f"w13_{name}"), getattr(experts, f"w2_{name}")
 
 
 def _reason(module: nn.Module) -> str | None:

@@ -19,6 +19,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import (
     cpu,
     cpu_fp8,
+    cpu_number_formats,
     cpu_routed_experts,
     processes,
     quantised_load,
@@ -35,6 +36,7 @@ quantised_load.quantise_what_is_read()
 if current_platform.is_cpu():
     cpu.install()
     cpu_fp8.install()
+    cpu_number_formats.install()
 
 
 class VllmModel:

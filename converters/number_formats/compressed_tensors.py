@@ -1,0 +1,32 @@
+"""The `quantization_config` of compressed-tensors, which vLLM, SGLang and transformers read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.architectures import Architecture
+from converters.fp8 import quantised_names
+
+
+def compressed_tensors_config(
+    architecture: Architecture, layout: str, *, weights: Mapping[str, Any], activations: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All linear layers, and experts, in one scheme, but for those whose matrix is not among the `quantised_names`.
+
+    `layout` is the `format` of compressed-tensors: how codes and scales lie in a checkpoint.
+    """
+    quantised = quantised_names(architecture)
+    kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": dict(weights),
+                "input_activations": dict(activations),
+                "format": layout,
+            }
+        },
+        "ignore": sorted({"lm_head", *(name.removesuffix(".weight") for name in kept)}),
+    }

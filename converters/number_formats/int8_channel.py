@@ -1,0 +1,77 @@
+"""INT8 per channel: whole numbers and a float32 scale for every row, as compressed-tensors keeps W8A8 models.
+
+The scale of a row, an output channel, is its largest magnitude over 127, in float32; the code is the weight over the
+scale, divided in float32 and rounded to the nearest whole number, ties to even. This is symmetric quantisation as in
+SmoothQuant (arXiv 2211.10438, equation 1) and vLLM's own for experts. The tool of compressed-tensors divides by 127.5
+instead and clips the largest; the checkpoints are read alike.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.architectures import Architecture
+from converters.fp8 import quantised_names
+from converters.number_formats.compressed_tensors import compressed_tensors_config
+from converters.number_formats.number_format import WHOLE_ROW, NumberFormat
+from converters.number_formats.row_tiles import row_tiles
+
+_LARGEST_CODE = 127.0
+_SMALLEST_MAGNITUDE = 1e-10
+"""The least that the largest magnitude of a row counts as, so that a row of zeros has a scale."""
+
+
+def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
+    """Any model fits: an engine that cuts a row has the scale of all of it on every rank."""
+
+
+def _engine_config(architecture: Architecture) -> dict[str, Any]:
+    """W8A8: activations become whole numbers token by token when they are multiplied."""
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    return compressed_tensors_config(
+        architecture,
+        "int-quantized",
+        weights={**number, "strategy": "channel", "dynamic": False},
+        activations={**number, "strategy": "token", "dynamic": True},
+    )
+
+
+@torch.no_grad()
+def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes, int8 of the shape of `weight`, and the scales, float32 [rows, 1].
+
+    Raises ValueError, naming the row, for a weight that is NaN or infinite.
+    """
+    for tile in row_tiles(weight):
+        values = weight[tile].to(torch.float32)
+        low, high = values.aminmax(dim=1, keepdim=True)
+        largest = torch.maximum(-low, high)
+        if not largest.isfinite().all():
+            row = tile.start + int((~largest.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"row {row} holds a weight that is NaN or infinite")
+        scale = largest.clamp_(min=_SMALLEST_MAGNITUDE) / _LARGEST_CODE
+        scales[tile].copy_(scale)
+        codes[tile].copy_(values.div(scale).round_())
+
+
+def _dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.to(torch.float32) * scales).to(dtype)
+
+
+INT8_CHANNEL = NumberFormat(
+    name="int8_channel",
+    title="INT8 per channel",
+    block=(1, WHOLE_ROW),
+    codes=torch.int8,
+    scales=torch.float32,
+    scales_suffix="_scale",
+    quantised_names=quantised_names,
+    engine_config=_engine_config,
+    quantise_into=_quantise_into,
+    dequantise=_dequantise,
+    # In torch, in bytes for each code: read as 2, written as float32, read for its extremes, divided (read, written),
+    # rounded (read, written), made a code (read, written), and read for the checksum.
+    pack_passes=2 + 4 + 4 + 8 + 8 + 5 + 1,
+    check=_check,
+)

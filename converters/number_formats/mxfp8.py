@@ -1,0 +1,101 @@
+"""MXFP8: e4m3 codes and a power of two for every 32 of a row, the MX format of the Open Compute Project (version 1.0).
+
+The scale of a block is 2 to the power floor(log2(its largest magnitude)) - 8, where 8 is the exponent of e4m3's largest
+number, and is kept as E8M0: the biased exponent in a byte. The code is the weight over the scale, rounded to the
+nearest e4m3, ties to even, and what lies beyond 448 becomes 448 (section 6.3 of the specification). torchao calls this
+rule FLOOR. The quantisers of vLLM and Transformer Engine take the next power of two where a block's largest would lie
+beyond 448; the checkpoints are read alike.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.fp8 import quantised_names
+from converters.number_formats.compressed_tensors import compressed_tensors_config
+from converters.number_formats.engine_cuts import CUT_IN_COLUMNS
+from converters.number_formats.number_format import NumberFormat
+from converters.number_formats.row_tiles import row_tiles
+
+_BLOCK = 32
+_LARGEST_CODE = 448.0
+_LARGEST_EXPONENT = 8
+_BIAS = 127
+_MANTISSA_BITS = 23
+_NOT_FINITE = 255
+"""Exponent bits of a float32 that is NaN or infinite."""
+
+
+def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
+    for name in sorted(quantised_names(architecture)):
+        columns = architecture.hf_shapes[name][1]
+        ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel
+        cut = ranks if name.rsplit(".", 2)[-2] in CUT_IN_COLUMNS else 1
+        if columns % cut or (columns // cut) % _BLOCK:
+            where = f", which an engine cuts over {cut} ranks" if cut > 1 else ""
+            raise UserError(
+                f"rollout.weights=mxfp8 needs whole blocks of {_BLOCK} columns, and {name} has {columns}{where}: take a"
+                " model of other sizes or fewer ranks, or leave rollout.weights out"
+            )
+
+
+def _engine_config(architecture: Architecture) -> dict[str, Any]:
+    """Activations are in MXFP8, too: they become it when they are multiplied."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": _BLOCK}
+    scales = {"scale_dtype": "torch.uint8"}
+    return compressed_tensors_config(
+        architecture,
+        "mxfp8-quantized",
+        weights={**number, **scales, "dynamic": False},
+        activations={**number, **scales, "dynamic": True},
+    )
+
+
+@torch.no_grad()
+def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes, float8_e4m3fn of the shape of `weight`, and the scales, uint8 [rows, columns / 32].
+
+    Raises ValueError, naming the block, for a weight that is NaN or infinite, and for columns that are not whole
+    blocks.
+    """
+    if weight.shape[1] % _BLOCK:
+        raise ValueError(f"a weight of {weight.shape[1]} columns is not made of blocks of {_BLOCK}")
+    for tile in row_tiles(weight):
+        blocks = weight[tile].to(torch.float32).unflatten(1, (-1, _BLOCK))
+        # The exponent's bits are floor(log2) + 127, and 0 for numbers so small that their block has the least scale.
+        exponents = blocks.abs().amax(2).view(torch.int32) >> _MANTISSA_BITS
+        if (exponents == _NOT_FINITE).any():
+            row, column = (exponents == _NOT_FINITE).nonzero()[0].tolist()
+            raise ValueError(f"block {tile.start + row}, {column} holds a weight that is NaN or infinite")
+        scale = (exponents - _LARGEST_EXPONENT).clamp_(min=0)
+        scales[tile].copy_(scale)
+        # Exact: a multiplication by the power of two that is one over the scale, made of its bits.
+        inverse = ((2 * _BIAS - scale) << _MANTISSA_BITS).view(torch.float32)
+        scaled = (blocks * inverse.unsqueeze(2)).clamp_(-_LARGEST_CODE, _LARGEST_CODE)
+        codes[tile].copy_(scaled.flatten(1))
+
+
+def _dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    blocks = codes.to(torch.float32).unflatten(1, (-1, _BLOCK))
+    return torch.ldexp(blocks, scales.to(torch.int32).unsqueeze(2) - _BIAS).flatten(1).to(dtype)
+
+
+MXFP8 = NumberFormat(
+    name="mxfp8",
+    title="MXFP8",
+    block=(1, _BLOCK),
+    codes=torch.float8_e4m3fn,
+    scales=torch.uint8,
+    scales_suffix="_scale",
+    quantised_names=quantised_names,
+    engine_config=_engine_config,
+    quantise_into=_quantise_into,
+    dequantise=_dequantise,
+    # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
+    # (read), scaled (read, written), clamped (read, written), made a code (read, written), and read for the checksum.
+    pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,
+    check=_check,
+)

