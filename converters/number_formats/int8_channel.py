@@ -18,6 +18,8 @@ from converters.number_formats.number_format import WHOLE_ROW, NumberFormat
 from converters.number_formats.row_tiles import row_tiles
 
 _LARGEST_CODE = 127.0
+_LARGEST_WEIGHT = 2.0**127
+"""Below the largest float32, so that no scale times its code lies beyond it."""
 _SMALLEST_MAGNITUDE = 1e-10
 """The least that the largest magnitude of a row counts as, so that a row of zeros has a scale."""
 
@@ -41,15 +43,15 @@ def _engine_config(architecture: Architecture) -> dict[str, Any]:
 def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write the codes, int8 of the shape of `weight`, and the scales, float32 [rows, 1].
 
-    Raises ValueError, naming the row, for a weight that is NaN or infinite.
+    Raises ValueError, naming the row, for a weight that is NaN, infinite or above 2**127.
     """
     for tile in row_tiles(weight):
         values = weight[tile].to(torch.float32)
         low, high = values.aminmax(dim=1, keepdim=True)
         largest = torch.maximum(-low, high)
-        if not largest.isfinite().all():
-            row = tile.start + int((~largest.isfinite()).nonzero()[0, 0])
-            raise ValueError(f"row {row} holds a weight that is NaN or infinite")
+        if not largest.amax() <= _LARGEST_WEIGHT:
+            row = tile.start + int((~(largest <= _LARGEST_WEIGHT)).nonzero()[0, 0])
+            raise ValueError(f"row {row} holds a weight that is NaN, infinite or too large for INT8")
         scale = largest.clamp_(min=_SMALLEST_MAGNITUDE) / _LARGEST_CODE
         scales[tile].copy_(scale)
         codes[tile].copy_(values.div(scale).round_())

@@ -12,7 +12,6 @@ from converters.architectures import Architecture
 from converters.boxes import Box
 from converters.layout import Shape
 
-
 WHOLE_ROW = 2**62
 """Columns of a block that is as wide as its matrix."""
 

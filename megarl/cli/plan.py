@@ -56,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole experts on each of N ranks, which are groups of --engine-tp with all of attention in each"
         " (default: experts are cut like attention)",
     )
-    engines.add_argument("--engine-dtype", choices=("bf16", "fp8"), help="of matrices (bf16)")
+    engines.add_argument(
+        "--engine-dtype",
+        metavar="FORMAT",
+        help="of matrices: bf16, fp8, or another that rollout.weights has: int8_channel, mxfp8 (bf16)",
+    )
     engines.add_argument("--replicas", type=int, metavar="N", help="engines (1)")
     engines.add_argument(
         "--engine-model", metavar="NAME", help="what the engines have loaded, if it is another file than --model"
@@ -89,7 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Count, predict, replay; print it."""
     from converters.cost import formats, traffic
-    from converters.number_formats import FP8_BLOCK
     from converters.plan import Plan
     from megarl.planning.forecast import Forecast
 
@@ -101,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
         source, destination = refit.layouts()
         topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
         plan = Plan(source, destination, refit.replicas, topology, node_once=refit.node_once)
-        number_format = FP8_BLOCK if refit.engine_dtype == "fp8" else None
-        forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, number_format=number_format)))
+        forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, number_format=refit.number_format)))
         if options.plot:
             from megarl.planning.picture import draw_forecast
 

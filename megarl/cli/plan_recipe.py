@@ -85,8 +85,9 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
-    from converters.number_formats import AS_TRAINED
+    from converters.number_formats import AS_TRAINED, FP8_BLOCK
 
     sizes = engine_kind(config.rollout.engine).sizes(config.rollout.engine_args)
-    dtype = sizes.dtype if config.rollout.weights == AS_TRAINED else "fp8"
+    weights = config.rollout.weights
+    dtype = sizes.dtype if weights == AS_TRAINED else "fp8" if weights == FP8_BLOCK.name else weights
     return {"engine_tp": sizes.tensor, "engine_ep": sizes.expert, "engine_dtype": dtype}

@@ -1,6 +1,5 @@
 """The predicted time of a refit: each stage by its busiest rank or port, the lower bound, and the replay."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,12 +7,13 @@ import numpy as np
 
 from converters.cost import Port, Ports, Traffic, busiest_port, lower_bounds
 from megarl.planning.messages import Integers
-from megarl.planning.refit import EngineDType, PlannedRefit
+from megarl.planning.refit import PlannedRefit
 from megarl.planning.replay import MemoryRates, Replay, replay
 
-# How often a message's bytes pass through a GPU's memory. Packing reads the weights, twice as many bytes where it
-# quantises them, and writes the message; unpacking reads it and writes the parameters; each reads for a checksum, too.
-_PACK_PASSES: Mapping[EngineDType, int] = {"bf16": 3, "fp8": 4}
+# How often a message's bytes pass through a GPU's memory. Packing reads the weights and writes the message, which is
+# more where it quantises (`NumberFormat.pack_passes`); unpacking reads it and writes the parameters; each reads for a
+# checksum, too.
+_PACK_PASSES = 3
 _UNPACK_PASSES = 3
 
 
@@ -62,7 +62,8 @@ class Forecast:
     def of(cls, refit: PlannedRefit, traffic: Traffic) -> "Forecast":
         """Predict and replay `traffic`."""
         rate = refit.cluster.memory_bytes_per_s
-        memory = MemoryRates(rate / _PACK_PASSES[refit.engine_dtype], rate / _UNPACK_PASSES)
+        passes = refit.number_format.pack_passes if refit.number_format else _PACK_PASSES
+        memory = MemoryRates(rate / passes, rate / _UNPACK_PASSES)
         played = replay(traffic, refit.cluster.rates, memory, bucket_bytes=refit.bucket_bytes, buckets=refit.buckets)
         return cls(refit, traffic, Ports.of(traffic), played, memory)
 

@@ -3,17 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from converters.architectures import Architecture, read_architecture
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS, NumberFormat
+from converters.number_formats.number_format import WHOLE_ROW
 from megarl.config.folder import recipes_folder
 from megarl.planning.cluster import Cluster
 
-EngineDType = Literal["bf16", "fp8"]
+_ENGINE_DTYPES: Mapping[str, NumberFormat | None] = {"bf16": None, "fp8": FP8_BLOCK, **NUMBER_FORMATS}
+"""Name of what engines hold matrices in -> its number format; "fp8" is short for block FP8."""
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
 
@@ -30,7 +33,8 @@ class PlannedRefit:
     trainer: ParallelSizes
     engine: ParallelSizes
     replicas: int
-    engine_dtype: EngineDType
+    engine_dtype: str
+    """bf16, fp8 or the name of a number format."""
     cluster: Cluster
     colocated: bool = False
     bucket_bytes: int = 512 * 10**6
@@ -43,6 +47,21 @@ class PlannedRefit:
         for name in ("replicas", "bucket_bytes", "buckets"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.engine_dtype not in _ENGINE_DTYPES:
+            advice = did_you_mean(self.engine_dtype, _ENGINE_DTYPES)
+            raise UserError(f"--engine-dtype {self.engine_dtype} is none of {', '.join(_ENGINE_DTYPES)}{advice}")
+        ranks = max(self.engine.tensor_model_parallel_size, self.engine.expert_tensor_size)
+        if self.number_format and self.number_format.block[1] == WHOLE_ROW and ranks > 1:
+            raise UserError(
+                f"--engine-dtype {self.engine_dtype} has a scale for each row, and an engine that cuts rows over"
+                f" {ranks} ranks is given whole ones by its own loader, which megarl plan does not count: plan with"
+                " --engine-tp 1, and --engine-ep for experts"
+            )
+
+    @property
+    def number_format(self) -> NumberFormat | None:
+        """The number format of the engines' matrices, None where they are bf16."""
+        return _ENGINE_DTYPES[self.engine_dtype]
 
     @property
     def destinations(self) -> int:

@@ -113,7 +113,7 @@ def _quantised(
         else:
             codes = _packed(bucket, first, piece.dtype, part.shape)
             rows = slice(part.start[0] // block[0], -(-part.stop[0] // block[0]))
-            made = Quantised(piece.source_name, view, codes, there[rows], number_format)
+            made = Quantised(piece.source_name, view, codes, there[rows], number_format=number_format)
             yield _Stretch(first, stop, quantised=made)
         first = stop
     start, stop = scales.offset_bytes, scales.offset_bytes + scales.size_bytes

@@ -23,9 +23,9 @@ class Quantised:
     local: Tensor
     codes: Tensor
     scales: Tensor
-    number_format: NumberFormat = FP8_BLOCK
     power_of_two: bool = False
     """Whether scales of block FP8 are rounded up to powers of two."""
+    number_format: NumberFormat = FP8_BLOCK
 
     def quantise(self) -> None:
         """Make codes and scales in torch. Raises ValueError, naming the tensor, for what has none."""

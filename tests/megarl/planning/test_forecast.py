@@ -71,8 +71,8 @@ def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
     assert forecast.replay.seconds >= 6.0
 
 
-def test_quantising_reads_twice_the_bytes() -> None:
-    for dtype, passes in (("bf16", 3), ("fp8", 4)):
+def test_a_format_says_how_often_bytes_are_read_and_written_to_make_it() -> None:
+    for dtype, passes in (("bf16", 3), ("fp8", 4), ("fp8_block", 4), ("int8_channel", 32), ("mxfp8", 40)):
         forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], dtype=dtype)
         assert forecast.stages["pack"] == pytest.approx(6 * passes / 60)
         assert forecast.stages["unpack"] == pytest.approx(6 * 3 / 60)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
+from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, view, weighted_sum
 
+from converters.boxes import Box as Region
 from converters.fp8 import LARGEST_WEIGHT, quantise
-from megarl.resharding.kernels import Block, host, on_gpu
+from converters.number_formats import INT8_CHANNEL, MXFP8
+from megarl.resharding.kernels import Block, Quantised, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
@@ -60,6 +62,32 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
     expected, scales = quantise(found.quantised[0].local)
     assert scales.tolist() == [[1.0]] == found.quantised[0].scales.tolist()
     assert torch.equal(found.quantised[0].codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8], ids=lambda each: each.name)
+def test_formats_that_the_kernel_does_not_know_are_made_in_torch_and_counted(number_format):
+    def made(padding):
+        found = block([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], [], padding=padding)
+        memory = torch.cat([found.memory, torch.full((3 * 64 + 64,), padding, dtype=torch.uint8)])
+        (box,) = found.packed
+        codes = view(memory[64:], number_format.codes, (3, 64))
+        scales = view(memory[256:], number_format.scales, number_format.scales_box(Region.whole((3, 64))).shape)
+        weight = torch.linspace(-3, 3, 3 * 128, dtype=torch.bfloat16).view(3, 128)[:, 64:]
+        each = Quantised("matrix", weight, codes, scales, number_format=number_format)
+        return Block(memory, [view(memory, box.dtype, box.shape)], found.local, found.names, [each])
+
+    found, expected = made(1), made(2)
+    assert on_gpu.gather(found, 5) == weighted_sum(found, 5)
+    host.gather(expected, None)
+    assert torch.equal(counted(found), counted(expected))
+    codes, scales = number_format.quantise(found.quantised[0].local)
+    decoded = number_format.dequantise(codes, scales, torch.bfloat16)
+    found = elsewhere(found)
+    assert on_gpu.scatter(found, 5) == weighted_sum(found, 5)
+    assert torch.equal(found.quantised[0].local, decoded)
+    found.quantised[0].local[1, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"matrix: (row 1|block 1, 0) holds a weight that is NaN"):
+        on_gpu.gather(found, None)
 
 
 def test_many_tiles_of_a_box_larger_than_a_program_moves():

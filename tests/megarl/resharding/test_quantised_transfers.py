@@ -18,7 +18,7 @@ from converters.layout import Placement, Shard
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
 from converters.topology import Topology
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.messages import digest
@@ -52,13 +52,14 @@ def architecture_of(family):
     return read_architecture(make_config(family, **SIZES, **(EXPERTS if family == "qwen3_moe" else {})))
 
 
-def worker_trace(architecture, worker, workers):
+def worker_trace(architecture, worker, workers, number_format):
     """An engine's worker: gate above up, rows of all others cut over the workers, but for those that are replicated."""
-    shapes, dtypes = FP8_BLOCK.checkpoint(architecture)
+    shapes, dtypes = number_format.checkpoint(architecture)
+    quantised = number_format.quantised_names(architecture)
     local_shapes, local_dtypes, placements, lengths = {}, {}, [], {}
     for name, shape in shapes.items():
         whole = Box.whole(shape)
-        is_cut = len(shape) == 2 and name.removesuffix("_scale_inv") in FP8_BLOCK.quantised_names(architecture)
+        is_cut = len(shape) == 2 and name.removesuffix(number_format.scales_suffix) in quantised
         is_cut = is_cut and "k_proj" not in name and "v_proj" not in name and shape[0] % workers == 0
         if is_cut:
             rows = shape[0] // workers
@@ -72,11 +73,11 @@ def worker_trace(architecture, worker, workers):
     return LoadTrace(Shard(local_shapes, placements), local_dtypes, [], {})
 
 
-def make_spec(family, source, workers, replicas, topology=None):
+def make_spec(family, source, workers, replicas, topology=None, number_format=FP8_BLOCK):
     architecture = architecture_of(family)
-    traces = [worker_trace(architecture, worker, workers) for worker in range(workers)]
+    traces = [worker_trace(architecture, worker, workers, number_format) for worker in range(workers)]
     topology = topology or Topology.apart(source.world_size, workers * replicas)
-    quantisation = Quantisation(FP8_BLOCK, torch.bfloat16)
+    quantisation = Quantisation(number_format, torch.bfloat16)
     return TransferSpec(architecture, source, "local", traces, replicas, topology, BUCKET_BYTES, quantisation)
 
 
@@ -85,6 +86,8 @@ SPECS = {
     "two ranks to two workers": ("qwen3", TENSOR, 2, 1),
     "experts to two engines": ("qwen3_moe", EXPERT, 1, 2),
     "two engines whose workers relay": ("qwen3_moe", TENSOR, 2, 2, Topology.separate(2, 4, gpus_per_node=4)),
+    "rows to two workers": ("qwen3", TENSOR, 2, 1, None, INT8_CHANNEL),
+    "parts of rows to two workers": ("qwen3_moe", TENSOR, 2, 1, None, MXFP8),
 }
 
 
@@ -97,12 +100,14 @@ def expected_of(spec, worker, version=3):
     """The worker's tensors, of codes that were made of the whole HuggingFace tensors."""
     shapes = spec.architecture.hf_shapes
     hf = shard_of(huggingface_layout(shapes), 0, version)
-    quantised = FP8_BLOCK.quantised_names(spec.architecture)
+    number_format = spec.quantisation.number_format
+    quantised = number_format.quantised_names(spec.architecture)
     checkpoint = {}
     for name, values in hf.items():
         checkpoint[name] = values.to(torch.bfloat16)
         if name in quantised:
-            checkpoint[name], checkpoint[f"{name}_scale_inv"] = FP8_BLOCK.quantise(checkpoint[name])
+            codes, scales = number_format.quantise(checkpoint[name])
+            checkpoint |= {name: codes, number_format.scales_name(name): scales}
     trace = spec.traces[worker]
     tensors = empty(trace)
     for hf_name, hf_box, name, box in trace.shard.placements:
@@ -143,7 +148,9 @@ def test_workers_get_the_codes_of_whole_tensors_wherever_they_were_cut(name):
     tensors = [empty(spec.traces[rank % workers]) for rank in range(ranks)]
     staging = [Staging(spec.quantised[rank % workers], got[rank], tensors[rank]) for rank in range(ranks)]
     everything = [{**own, **staged.tensors} for own, staged in zip(tensors, staging, strict=True)]
-    assert any(each.tensors for each in staging), "no cut goes through a block"
+    # MXFP8 has blocks so small that none is cut.
+    cut = spec.quantisation.number_format is not MXFP8
+    assert any(each.tensors for each in staging) == cut, "no cut goes through a block"
     for rank, by_destination in enumerate(sent):
         values = values_of(spec, rank)
         for destination, messages in by_destination.items():
@@ -181,7 +188,7 @@ def test_a_comparison_names_codes_and_scales_that_differ():
 @pytest.mark.parametrize("name", SPECS)
 def test_the_plan_counts_the_bytes_that_travel(name):
     spec = make_spec(*SPECS[name])
-    counted = traffic(spec.plan, formats(spec.architecture, number_format=FP8_BLOCK))
+    counted = traffic(spec.plan, formats(spec.architecture, number_format=spec.quantisation.number_format))
     for rank in range(spec.parallel.world_size):
         for destination, messages in spec.outgoing(rank).items():
             assert bytes_of(messages) == counted.direct[rank, destination]
@@ -256,6 +263,22 @@ def test_an_engine_that_cuts_through_blocks_and_a_bucket_without_room_are_refuse
         for each in trace.shard.placements
     ]
     cut = replace(trace, shard=replace(trace.shard, placements=moved))
+    with pytest.raises(
+        CutBlocksError, match=r"the engine cuts model\.layers\.[01]\.self_attn\.o_proj\.weight through its"
+    ):
+        _ = replace(spec, traces=[cut]).quantised
+
+
+def test_an_engine_that_cuts_rows_whose_scale_is_of_all_of_them_gets_no_direct_weights():
+    spec = make_spec("qwen3", ONE, 1, 1, None, INT8_CHANNEL)
+    (trace,) = spec.traces
+    halves = [
+        each._replace(hf_box=Box((0, 0), (each.hf_box.shape[0], each.hf_box.shape[1] // 2)))
+        if each.hf_name.endswith("o_proj.weight")
+        else each
+        for each in trace.shard.placements
+    ]
+    cut = replace(trace, shard=replace(trace.shard, placements=halves))
     with pytest.raises(
         CutBlocksError, match=r"the engine cuts model\.layers\.[01]\.self_attn\.o_proj\.weight through its"
     ):

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.fp8 import dequantise, quantise
-from megarl.rollout.vllm import cpu, cpu_fp8
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
+from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
 from megarl.rollout.vllm.arguments import prepare_environment
 
 
@@ -145,32 +146,82 @@ def _codes():
     kept = torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
     product = kernel.apply_weights(layer, x, torch.ones(130))
     expected = x @ dequantise(codes, scales, torch.float32).T + 1
-    return torch.cpu._is_amx_tile_supported(), stock, state(), kept, torch.allclose(product, expected, atol=1e-5)
+    right = torch.allclose(product, expected, atol=1e-5)
+    return torch.cpu._is_amx_tile_supported(), stock, state(), kept, right, _other_codes()
+
+
+def _other_codes():
+    """Whether layers in INT8 and MXFP8 keep codes, and multiply by them, before and after the corrections."""
+    from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    def works(number_format, kernel):
+        weight, x = torch.randn(64, 128), torch.randn(3, 128)
+        codes, scales = (torch.nn.Parameter(part, False) for part in number_format.quantise(weight))
+        layer = torch.nn.Module()
+        layer.weight, layer.weight_scale, layer.bias, layer.logical_widths = codes, scales, None, [64]
+        layer.input_scale = layer.input_zero_point = layer.azp_adj = None
+        kernel().process_weights_after_loading(layer)
+        if layer.weight is not codes:
+            return False
+        product = kernel().apply_weights(layer, x, torch.ones(64))
+        return torch.allclose(product, x @ number_format.dequantise(codes, scales, torch.float32).T + 1, atol=1e-5)
+
+    def of_int8():
+        config = SimpleNamespace(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)
+        names = "weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"
+        return CPUInt8ScaledMMLinearKernel(config, names)
+
+    def of_mxfp8():
+        return init_mxfp8_linear_kernel(weight_shape=(64, 128))
+
+    def state():
+        try:
+            in_mxfp8 = works(MXFP8, of_mxfp8)
+        except ValueError as error:
+            in_mxfp8 = str(error).strip()
+        return works(INT8_CHANNEL, of_int8), in_mxfp8, cpu_number_formats.codes_are_kept()
+
+    stock = state()
+    cpu_number_formats.install()
+    return stock, state()
 
 
 def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu():
     # A process of its own: where an engine's configuration was made, one of the corrections is in force.
     with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
-        amx, stock, corrected, kept, right = process.apply(_codes)
+        amx, stock, corrected, kept, right, others = process.apply(_codes)
     assert stock == ((amx, amx), False, False)
     assert corrected == ((True, True), True, True)
     assert kept
     assert right
+    no_kernel = "Failed to find a kernel that can implement the MXFP8 linear layer. Reasons:"
+    assert others == ((False, no_kernel, False), (True, True, True))
 
 
+APPLY = {
+    FP8_BLOCK: cpu_fp8._apply,
+    INT8_CHANNEL: cpu_number_formats._apply_int8,
+    MXFP8: cpu_number_formats._apply_mxfp8,
+}
+
+
+@pytest.mark.parametrize("number_format", APPLY, ids=lambda each: each.name)
+@settings(max_examples=20)
 @given(experts=st.integers(1, 4), tokens=st.integers(1, 5), seed=st.integers(0, 99))
-def test_experts_in_fp8_are_those_of_the_decoded_weights(experts, tokens, seed):
+def test_experts_in_a_format_are_those_of_the_decoded_weights(number_format, experts, tokens, seed):
     generator = torch.Generator().manual_seed(seed)
-    w1, w2 = (torch.randn(shape, generator=generator) for shape in ((experts, 256, 130), (experts, 130, 128)))
-    hidden = torch.randn(tokens, 130, generator=generator)
+    w1, w2 = (torch.randn(shape, generator=generator) for shape in ((experts, 256, 160), (experts, 160, 128)))
+    hidden = torch.randn(tokens, 160, generator=generator)
     ids = torch.randint(experts, (tokens, 2), generator=generator)
     weights = torch.rand(tokens, 2, generator=generator)
-    coded = [[quantise(each) for each in stacked] for stacked in (w1, w2)]
+    coded = [[number_format.quantise(each) for each in stacked] for stacked in (w1, w2)]
     (codes1, scales1), (codes2, scales2) = ([torch.stack(part) for part in zip(*each, strict=True)] for each in coded)
-    decoded = [torch.stack([dequantise(*each, torch.float32) for each in stacked]) for stacked in coded]
-    of_codes, of_values = torch.empty(tokens, 130), torch.empty(tokens, 130)
+    decode = number_format.dequantise
+    decoded = [torch.stack([decode(*each, torch.float32) for each in stacked]) for stacked in coded]
+    of_codes, of_values = torch.empty(tokens, 160), torch.empty(tokens, 160)
     routed = weights, ids, SimpleNamespace(value="silu"), None, False
     kernel = SimpleNamespace(w1_scale=scales1, w2_scale=scales2)
-    cpu_fp8._apply_experts(kernel, of_codes, hidden, codes1, codes2, *routed)
+    APPLY[number_format](kernel, of_codes, hidden, codes1, codes2, *routed)
     cpu._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
     assert torch.equal(of_codes, of_values)

@@ -1,4 +1,4 @@
-"""Weights of engines in block FP8: their own layers and loaders, and refits by name and straight into parameters."""
+"""Weights of engines in number formats: their own layers and loaders, refits by name and straight into parameters."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
-from converters.fp8 import dequantise
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Request
@@ -17,44 +16,46 @@ CUT_IN_TWO = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8, "moe_intermedi
 """With which each half of a matrix is in whole blocks, too."""
 ENGINES = [
     # But for its experts as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run.
-    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"]),
-    ("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"]),
-    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", IN_BLOCKS["qwen3"], marks=pytest.mark.sglang),
-    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, marks=pytest.mark.sglang),
+    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK),
+    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], INT8_CHANNEL),
+    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], MXFP8),
+    ("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK),
+    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", IN_BLOCKS["qwen3"], FP8_BLOCK, marks=pytest.mark.sglang),
+    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, FP8_BLOCK, marks=pytest.mark.sglang),
 ]
 
 
 @pytest.fixture
 def block_folders(tmp_path):
-    """Makes two models of a family, in float32, and each with the weights that its codes in FP8 stand for."""
+    """Makes two models of a family, in float32, and each with the weights that its codes in a format stand for."""
 
-    def make(name, fields):
+    def make(name, fields, number_format):
         folders = [write_tiny_model(name, tmp_path / str(seed), seed=seed, fields=fields) for seed in (0, 1)]
-        return [(folder, rounded(folder)) for folder in folders]
+        return [(folder, rounded(folder, number_format)) for folder in folders]
 
     return make
 
 
-def rounded(folder):
+def rounded(folder, number_format):
     """A copy of a model whose quantised matrices are what transformers would decode from their codes."""
     copy = folder.parent / f"{folder.name}_rounded"
     copy.mkdir()
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
-    for name in FP8_BLOCK.quantised_names(read_architecture(read_json(folder / CONFIG))):
-        weights[name] = dequantise(*FP8_BLOCK.quantise(weights[name]), torch.float32)
+    for name in number_format.quantised_names(read_architecture(read_json(folder / CONFIG))):
+        weights[name] = number_format.dequantise(*number_format.quantise(weights[name]), torch.float32)
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     return copy
 
 
-@pytest.mark.parametrize(("kind", "arguments", "name", "fields"), ENGINES)
+@pytest.mark.parametrize(("kind", "arguments", "name", "fields", "number_format"), ENGINES)
 def test_greedy_equals_huggingface_with_the_decoded_weights(
-    host, block_folders, make_trainer, assert_greedy, kind, arguments, name, fields
+    host, block_folders, make_trainer, assert_greedy, kind, arguments, name, fields, number_format
 ):
-    (first, first_rounded), (second, second_rounded) = block_folders(name, fields)
-    in_blocks = engine_kind(kind).quantised(arguments, FP8_BLOCK, read_architecture(read_json(first / CONFIG)))
-    served = Served(host.start(first, **in_blocks), (first, second), FP8_BLOCK)
+    (first, first_rounded), (second, second_rounded) = block_folders(name, fields, number_format)
+    in_blocks = engine_kind(kind).quantised(arguments, number_format, read_architecture(read_json(first / CONFIG)))
+    served = Served(host.start(first, **in_blocks), (first, second), number_format)
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
 
     def check(folder):
@@ -67,17 +68,17 @@ def test_greedy_equals_huggingface_with_the_decoded_weights(
     served.update(served.second, 1)
     check(second_rounded)
     # Values, of which the worker makes codes.
-    served.update(Weights(first, FP8_BLOCK, as_values=served.first.names), 2)
+    served.update(Weights(first, number_format, as_values=served.first.names), 2)
     check(first_rounded)
 
     # Straight into the parameters, byte for byte what the engine's own loader has put there.
-    trainer = make_trainer(served.engine, first, FP8_BLOCK)
+    trainer = make_trainer(served.engine, first, number_format)
     assert [trace.untraced for trace in trainer.spec.traces] == [{}] * arguments.get("tp_size", 1)
     trainer.connect()
     trainer.load(first)
     assert trainer.compare(3) == set()
     trainer.load(second)
-    assert any(found.endswith("weight_scale_inv") for found in trainer.compare(4))
+    assert any(found.endswith(number_format.scales_suffix) for found in trainer.compare(4))
     trainer.update(5)
     check(second_rounded)
     served.update(served.first, 6)

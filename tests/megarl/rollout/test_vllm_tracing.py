@@ -12,7 +12,7 @@ from converters.architectures import read_architecture
 from converters.layout import check_tiling
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.layouts.traced_layout import local_tensors, traced_layout, untraced
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, MXFP8
 from converters.plan import plan
 from converters.topology import Topology
 from megarl.quickstart.tiny_models import IN_BLOCKS
@@ -142,19 +142,20 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
     assert different(architecture, traces, parallel) == expected
 
 
-def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, tiny_config):
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, MXFP8], ids=lambda each: each.name)
+def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, tiny_config, number_format):
     # Each rank has 128 rows of keys.
     fields = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8}
     folder, config = tiny_config("qwen3_moe", **fields)
     architecture = read_architecture(config)
-    shapes, dtypes = FP8_BLOCK.checkpoint(architecture, architecture.hf_dtypes(torch.float32))
+    shapes, dtypes = number_format.checkpoint(architecture, architecture.hf_dtypes(torch.float32))
     given = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    results = ranks(_record_load_and_write, folder, VLLM.quantised(given, FP8_BLOCK, architecture), shapes, dtypes)
+    results = ranks(_record_load_and_write, folder, VLLM.quantised(given, number_format, architecture), shapes, dtypes)
     assert [problem for _, problems in results for problem in problems] == []
     traces = [trace for trace, _ in results]
     assert untraced(traces) == {}
     topology = Topology.apart(2, 2)
-    quantisation = Quantisation(FP8_BLOCK, torch.float32)
+    quantisation = Quantisation(number_format, torch.float32)
     sizes = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
     spec = TransferSpec(architecture, sizes, "te", traces, 1, topology, 100_000, quantisation)
     spec.check(architecture.hf_dtypes(torch.float32))
