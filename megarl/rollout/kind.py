@@ -75,6 +75,8 @@ class EngineKind:
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
     """Arguments with which an engine holds the model in a number format; None where no engine of this kind can.
     UserError for arguments that contradict it, and for a model that does not fit."""
+    number_formats: Sequence[str] = ()
+    """Names of the number formats in which engines of this kind can hold a model."""
     context_argument: str
     """The argument that limits how many tokens a prompt and its response may have."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1

@@ -26,6 +26,11 @@ def in_number_format(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Ar
             f"rollout.weights={chosen.name} is not for rollout.engine={rollout.engine}, which holds weights as they are"
             f" trained: leave one of the two out"
         )
+    if chosen.name not in kind.number_formats:
+        raise UserError(
+            f"rollout.weights={chosen.name} is not for rollout.engine={rollout.engine}, which holds"
+            f" {' and '.join(kind.number_formats)}: take one of these, or another engine"
+        )
     if is_block_fp8(hf_config):
         raise UserError(
             f"rollout.weights={chosen.name} is made of weights as they are trained, and model.path is in FP8 already:"

@@ -38,8 +38,9 @@ class RolloutConfig:
     replicas: int = 1
     """How many engines serve side by side."""
     weights: str = "as_trained"
-    """Form in which the engines hold the weights: as_trained, or the number format fp8_block, in which the matrices of
-    the layers are e4m3 codes with a scale for every 128 x 128. Every refit quantises them on their way."""
+    """Form in which the engines hold the weights: as_trained, or a number format, in which the matrices of the layers
+    are codes with scales: fp8_block (e4m3, a scale for every 128 x 128), int8_channel (whole numbers, a scale for every
+    row) or mxfp8 (e4m3, a power of two for every 32 of a row). Every refit quantises them on their way."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; evaluation is greedy."""
     top_p: float = 1.0

@@ -116,6 +116,7 @@ SGLANG = EngineKind(
     sizes=_sizes,
     context_argument="context_length",
     quantised=_quantised,
+    number_formats=("fp8_block",),
     gpu_share=lambda share: {"mem_fraction_static": share},
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},

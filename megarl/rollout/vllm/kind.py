@@ -128,6 +128,7 @@ VLLM = EngineKind(
     context_argument="max_model_len",
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     quantised=_quantised,
+    number_formats=("fp8_block", "int8_channel", "mxfp8"),
     part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
     part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.fp8 import quantisation_config
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS
 from megarl.models.policy import check_held, read_model
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.rollout.kind import NUMBER_FORMAT
@@ -33,6 +34,21 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
     assert (told["quant_method"], told["modules_to_not_convert"]) == ("fp8", ["lm_head", "model.embed_tokens"])
     assert arguments == given
     assert in_number_format(RolloutConfig(engine_args=given), config) is given
+
+
+@pytest.mark.parametrize("name", ["int8_channel", "mxfp8"])
+def test_compressed_tensors_find_what_is_meant_in_what_the_engine_is_told(folder, name):
+    rollout = RolloutConfig(weights=name, engine_args={"tensor_parallel_size": 2})
+    arguments = in_number_format(rollout, read_json(folder / CONFIG))
+    told = QuantizationConfig.model_validate(arguments["hf_overrides"]["quantization_config"])
+    (scheme,) = told.config_groups.values()
+    number_format = NUMBER_FORMATS[name]
+    assert (scheme.targets, told.ignore) == (["Linear"], ["lm_head", "model.embed_tokens"])
+    assert scheme.weights.pytorch_dtype() is number_format.codes
+    assert (scheme.weights.symmetric, scheme.weights.dynamic, scheme.input_activations.dynamic) == (True, False, True)
+    assert (scheme.weights.strategy, scheme.weights.group_size) == (
+        ("channel", None) if name == "int8_channel" else ("group", number_format.block[1])
+    )
 
 
 def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
@@ -84,12 +100,21 @@ def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
             {"engine": "sglang", "engine_args": {"tp_size": 8}},
             "an engine that cuts model.layers.0.mlp.down_proj.weight over 8 ranks cuts its 256 through them",
         ),
+        (
+            {"engine": "sglang", "weights": "int8_channel"},
+            "rollout.weights=int8_channel is not for rollout.engine=sglang, which holds fp8_block: take one of these",
+        ),
+        (
+            {"weights": "mxfp8", "engine_args": {"tensor_parallel_size": 16}},
+            "rollout.weights=mxfp8 needs whole blocks of 32 columns, and model.layers.0.mlp.down_proj.weight has 256",
+        ),
+        ({"weights": "int8_chanel"}, "'int8_chanel': it is none of as_trained, fp8_block, int8_channel, mxfp8"),
     ],
 )
 def test_engines_that_cannot_hold_the_format_are_refused(folder, rollout, says):
     model = read_model(ModelConfig(str(folder)), [])
     with pytest.raises(UserError) as refusal:
-        check_held(model, RolloutConfig(weights="fp8_block", **rollout))
+        check_held(model, RolloutConfig(**{"weights": "fp8_block", **rollout}))
     assert says in str(refusal.value)
 
 
