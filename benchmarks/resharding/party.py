@@ -13,7 +13,7 @@ from resharding.memory import give_back
 from resharding.processes import Place
 from resharding.scenario import DTYPE, Scenario
 
-Destination = Literal["engine", "changes, shared_memory", "changes, tcp", "changes, rdma", "megatron"]
+Destination = Literal["engine", "engine, FP8", "changes, shared_memory", "changes, tcp", "changes, rdma", "megatron"]
 DESTINATIONS: tuple[Destination, ...] = get_args(Destination)
 
 
@@ -37,7 +37,8 @@ class Party:
             self.tensors = self._empty(scenario.trainer)
             values.fill(scenario.trainer, self.number, self.tensors, self.hf_dtypes)
         else:
-            self.written = {destination: self._empty(self.layout(destination)) for destination in DESTINATIONS}
+            found = {destination: self.layout(destination) for destination in DESTINATIONS if self._holds(destination)}
+            self.written = {destination: self._empty(layout) for destination, layout in found.items()}
         give_back()
 
     @property
@@ -46,7 +47,11 @@ class Party:
         return range(self.sources, self.place.ranks)
 
     def layout(self, destination: Destination) -> Layout:
-        """How the workers cut the model."""
+        """How the workers cut the model. Raises ValueError for an engine in FP8 that would cut through blocks."""
+        if destination == "engine, FP8":
+            if self.scenario.fp8_engine is None:
+                raise ValueError(f"an engine at {self.scenario.engine_name} cuts the model through blocks of FP8")
+            return self.scenario.fp8_engine
         return self.scenario.megatron_engine if destination == "megatron" else self.scenario.engine
 
     def change(self, is_changed: bool) -> None:
@@ -70,9 +75,14 @@ class Party:
         """The names of a worker's tensors that are not what the trainer's ranks hold."""
         if self.is_source:
             return []
-        found = values.wrong(self.layout(destination), self.number, self.written[destination], self.hf_dtypes)
+        layout = self.layout(destination)
+        whole = values.in_fp8 if layout is self.scenario.fp8_engine else values.as_trained
+        found = values.wrong(layout, self.number, self.written[destination], self.hf_dtypes, whole)
         give_back()
         return found
+
+    def _holds(self, destination: Destination) -> bool:
+        return destination != "engine, FP8" or self.scenario.fp8_engine is not None
 
     def _empty(self, layout: Layout) -> dict[str, Tensor]:
         dtypes = self.scenario.dtypes(layout, self.number)

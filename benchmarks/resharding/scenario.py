@@ -13,8 +13,13 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace, traced_layout
+from converters.number_formats import FP8_BLOCK
 from converters.plan import Plan
+from converters.topology import Topology
 from megarl.resharding.direct.messages_by_peer import DTypes, MessagesByPeer, incoming, outgoing
+from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from resharding.fp8_engine import fp8_traces
 from resharding.models import ENGINE, ENGINES, TRAINER, TRAINERS
 
 DTYPE = torch.bfloat16
@@ -65,6 +70,25 @@ class Scenario:
         return megatron_layout(self.architecture, self.engine_sizes, module_names="te")
 
     @cached_property
+    def fp8(self) -> TransferSpec | None:
+        """The transfer to an engine that holds block FP8, cut like Megatron; None where that cuts through blocks."""
+        spec = TransferSpec(
+            self.architecture,
+            self.trainer_sizes,
+            "te",
+            fp8_traces(self.architecture, self.megatron_engine),
+            replicas=1,
+            topology=Topology.apart(self.trainer.ranks, self.megatron_engine.ranks),
+            bucket_bytes=self.bucket_bytes,
+            quantisation=Quantisation(FP8_BLOCK, DTYPE),
+        )
+        try:
+            _ = spec.quantised
+        except CutBlocksError:
+            return None
+        return spec
+
+    @cached_property
     def huggingface(self) -> Layout:
         """Layout of one rank that holds everything."""
         return huggingface_layout(self.architecture.hf_shapes)
@@ -77,14 +101,28 @@ class Scenario:
     def dtypes(self, layout: Layout, rank: int) -> dict[str, torch.dtype]:
         """Name -> type of the tensors of a rank, that of the HuggingFace tensors in them."""
         hf = self.architecture.hf_dtypes(DTYPE)
+        if layout is self.fp8_engine:
+            hf = FP8_BLOCK.checkpoint(self.architecture)[1]
         return {placement.local_name: hf[placement.hf_name] for placement in layout.placements(rank)}
+
+    @cached_property
+    def fp8_engine(self) -> Layout | None:
+        """Layout of the ranks of an engine in block FP8, of codes and scales."""
+        if self.fp8 is None:
+            return None
+        shapes = FP8_BLOCK.checkpoint(self.architecture)[0]
+        return traced_layout([trace.shard for trace in self.fp8.traces], shapes)
 
     def outgoing(self, destination: Layout, rank: int) -> MessagesByPeer:
         """MessagesByPeer that a source rank sends to fill `destination`, by destination rank."""
+        if self.fp8 is not None and destination is self.fp8_engine:
+            return self.fp8.outgoing(rank)
         return outgoing(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes)
 
     def incoming(self, destination: Layout, rank: int) -> MessagesByPeer:
         """MessagesByPeer that a rank of `destination` gets, by source rank."""
+        if self.fp8 is not None and destination is self.fp8_engine:
+            return self.fp8.incoming(rank).direct
         return incoming(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes).direct
 
     def _dtypes(self, destination: Layout) -> list[DTypes]:

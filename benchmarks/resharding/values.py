@@ -1,7 +1,7 @@
 """Values by which an element that came to the wrong place is found: they follow from HF name and position alone."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 
@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from converters.layout import Layout, Placement, Shape
+from converters.number_formats import FP8_BLOCK
+
+WholeTensor = Callable[[str, Mapping[str, Shape], Mapping[str, torch.dtype]], Tensor]
+"""The tensor of a name, of a checkpoint of these shapes, from a model of these types."""
 
 # No power of two and odd, so that a shift by a width of the model is no shift by a whole period.
 _PERIOD = 2**22 - 3
@@ -33,14 +37,35 @@ def hf_values(name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 def fill(layout: Layout, rank: int, tensors: Mapping[str, Tensor], hf_dtypes: Mapping[str, torch.dtype]) -> None:
     """Give the `tensors` of a rank their values."""
-    for placement, values in _values(layout, rank, hf_dtypes):
+    for placement, values in _values(layout, rank, hf_dtypes, as_trained):
         tensors[placement.local_name][placement.local_box.slices()] = values
 
 
-def wrong(layout: Layout, rank: int, tensors: Mapping[str, Tensor], hf_dtypes: Mapping[str, torch.dtype]) -> list[str]:
+def as_trained(name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """The values of a HuggingFace tensor, as `WholeTensor`."""
+    return hf_values(name, shapes[name], dtypes[name])
+
+
+def in_fp8(name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """The tensor of a checkpoint in block FP8: codes, scales, or what is in neither."""
+    weight = name.removesuffix(FP8_BLOCK.scales_suffix)
+    values = hf_values(weight, shapes[weight], dtypes[weight])
+    if FP8_BLOCK.scales_name(weight) not in shapes:
+        return values
+    codes, scales = FP8_BLOCK.quantise(values)
+    return codes if name == weight else scales
+
+
+def wrong(
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    hf_dtypes: Mapping[str, torch.dtype],
+    whole_tensor: WholeTensor = as_trained,
+) -> list[str]:
     """The names of those `tensors` of a rank that hold another bit than they should; padding is not looked at."""
     found = []
-    for placement, values in _values(layout, rank, hf_dtypes):
+    for placement, values in _values(layout, rank, hf_dtypes, whole_tensor):
         held = tensors[placement.local_name][placement.local_box.slices()]
         if held.dtype != values.dtype or not torch.equal(_bytes(held), _bytes(values)):
             found.append(placement.local_name)
@@ -65,9 +90,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _values(layout: Layout, rank: int, hf_dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[Placement, Tensor]]:
+def _values(
+    layout: Layout, rank: int, hf_dtypes: Mapping[str, torch.dtype], whole_tensor: WholeTensor
+) -> Iterator[tuple[Placement, Tensor]]:
     placements: Sequence[Placement] = sorted(layout.placements(rank), key=lambda placement: placement.hf_name)
     for name, of_tensor in groupby(placements, key=lambda placement: placement.hf_name):
-        whole = hf_values(name, layout.hf_shapes[name], hf_dtypes[name])
+        whole = whole_tensor(name, layout.hf_shapes, hf_dtypes)
         for placement in of_tensor:
             yield placement, whole[placement.hf_box.slices()]

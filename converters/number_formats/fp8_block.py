@@ -42,7 +42,7 @@ FP8_BLOCK = NumberFormat(
     engine_config=quantisation_config,
     quantise_into=quantise_into,
     dequantise=dequantise,
-    # One launch reads the weights, twice as many bytes, and writes the codes; these are read for the checksum.
-    pack_passes=4,
+    # One launch reads the weights, twice as many bytes, and writes the codes, of which it takes the checksum.
+    pack_passes=3,
     check=_check,
 )

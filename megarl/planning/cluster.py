@@ -8,8 +8,30 @@ from converters.topology import Topology
 
 
 @dataclass(frozen=True)
+class Cores:
+    """The processor cores of a node without GPUs, which all its ranks share; rates are of one core while all work.
+
+    A core that reads what it unpacks, as one-sided reads without a network card do, has both in `unpack_gbyte_per_s`.
+    Raises UserError for less than a core, and for a rate of zero or less.
+    """
+
+    per_node: int
+    pack_gbyte_per_s: float
+    unpack_gbyte_per_s: float
+    message_us: float = 0.0
+    """Cost of a message for its sender, and again for its receiver, beside that of its bytes."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value >= 0 if name == "message_us" else value > 0):
+                raise UserError(f"the cores' {name} is {value}; it must be more than 0")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal GPUs. The rates are those of one GPU, in and out at once; by default an H100's.
+
+    With `cores` the GPUs are places for ranks, which work on these, and NVLink is their way to each other.
 
     Raises UserError for a size or a rate of zero or less.
     """
@@ -20,10 +42,12 @@ class Cluster:
     memory_gbyte_per_s: float = 3350.0
     nodes: int | None = None
     """Nodes that there are; None is as many as it takes."""
+    cores: Cores | None = None
+    """Processor cores that do the work of GPUs, where there are none."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not value > 0:
+            if name != "cores" and value is not None and not value > 0:
                 raise UserError(f"the cluster's {name} is {value}; it must be more than 0")
 
     @property

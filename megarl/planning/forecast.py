@@ -8,13 +8,13 @@ import numpy as np
 from converters.cost import Port, Ports, Traffic, busiest_port, lower_bounds
 from megarl.planning.messages import Integers
 from megarl.planning.refit import PlannedRefit
-from megarl.planning.replay import MemoryRates, Replay, replay
+from megarl.planning.replay import RankRates, Replay, replay
 
 # How often a message's bytes pass through a GPU's memory. Packing reads the weights and writes the message, which is
-# more where it quantises (`NumberFormat.pack_passes`); unpacking reads it and writes the parameters; each reads for a
-# checksum, too.
-_PACK_PASSES = 3
-_UNPACK_PASSES = 3
+# more where it quantises (`NumberFormat.pack_passes`); unpacking reads it and writes the parameters. Kernels take the
+# checksum of what they hold already.
+_PACK_PASSES = 2
+_UNPACK_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Forecast:
     traffic: Traffic
     ports: Ports
     replay: Replay
-    memory: MemoryRates
+    work: RankRates
 
     @property
     def peers(self) -> tuple[int, int]:
@@ -61,11 +61,9 @@ class Forecast:
     @classmethod
     def of(cls, refit: PlannedRefit, traffic: Traffic) -> "Forecast":
         """Predict and replay `traffic`."""
-        rate = refit.cluster.memory_bytes_per_s
-        passes = refit.number_format.pack_passes if refit.number_format else _PACK_PASSES
-        memory = MemoryRates(rate / passes, rate / _UNPACK_PASSES)
-        played = replay(traffic, refit.cluster.rates, memory, bucket_bytes=refit.bucket_bytes, buckets=refit.buckets)
-        return cls(refit, traffic, Ports.of(traffic), played, memory)
+        work = _rank_rates(refit)
+        played = replay(traffic, refit.cluster.rates, work, bucket_bytes=refit.bucket_bytes, buckets=refit.buckets)
+        return cls(refit, traffic, Ports.of(traffic), played, work)
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -95,12 +93,28 @@ class Forecast:
         busy = self.ports.seconds(self.refit.cluster.rates)
         direct, relayed = self.traffic.direct, self.traffic.relayed
         unpacked = direct.sum(axis=0) + relayed.sum(axis=0)
+        cores = {} if self.work.cores is None else {"cores": self._core_seconds}
         return {
-            "pack": float(direct.sum(axis=1).max() / self.memory.pack_bytes_per_s),
+            "pack": float(direct.sum(axis=1).max() / self.work.pack_bytes_per_s),
             "network": float(max(busy["nic_out"].max(), busy["nic_in"].max())),
             "nvlink": float(max(busy["nvlink_out"].max(), busy["nvlink_in"].max())),
-            "unpack": float(unpacked.max() / self.memory.unpack_bytes_per_s),
+            "unpack": float(unpacked.max() / self.work.unpack_bytes_per_s),
+            **cores,
         }
+
+    @property
+    def _core_seconds(self) -> float:
+        """Seconds in which the cores of a node do all of its work: those of the node with most."""
+        played, place = self.replay, self.traffic.topology
+        messages, rates, sources = played.messages, self.work, len(place.source_node)
+        of_sender = np.array([*place.source_node, *place.destination_node])[messages.sender]
+        of_receiver = np.asarray(place.destination_node)[messages.receiver]
+        moves = np.where(of_sender == of_receiver, played.routes.nanoseconds / 1e9, 0.0)
+        packing = np.where(messages.sender < sources, messages.nbytes / rates.pack_bytes_per_s + rates.message_s, 0.0)
+        busy = np.zeros(place.nodes)
+        np.add.at(busy, of_sender, packing)
+        np.add.at(busy, of_receiver, messages.nbytes / rates.unpack_bytes_per_s + rates.message_s + moves)
+        return float(busy.max() / (rates.cores or 1))
 
     @property
     def transfer_seconds(self) -> float:
@@ -111,7 +125,7 @@ class Forecast:
     def predicted_seconds(self) -> float:
         """Predicted for everything: the slowest stage, since they overlap, and one message before and after it."""
         largest = float(self.replay.messages.nbytes.max(initial=0))
-        ends = largest / self.memory.pack_bytes_per_s + largest / self.memory.unpack_bytes_per_s
+        ends = largest / self.work.pack_bytes_per_s + largest / self.work.unpack_bytes_per_s
         return max(self.stages.values()) + ends
 
     @cached_property
@@ -138,3 +152,13 @@ class Forecast:
     def extra_bytes_per_gpu(self) -> int:
         """Memory of the buckets on a GPU, at its peak: that of each rank on it."""
         return (2 if self.refit.colocated else 1) * self.refit.buckets * self.refit.bucket_bytes
+
+
+def _rank_rates(refit: PlannedRefit) -> RankRates:
+    cores, memory = refit.cluster.cores, refit.cluster.memory_bytes_per_s
+    if cores is None:
+        passes = refit.number_format.pack_passes if refit.number_format else _PACK_PASSES
+        return RankRates(memory / passes, memory / _UNPACK_PASSES)
+    return RankRates(
+        cores.pack_gbyte_per_s * 1e9, cores.unpack_gbyte_per_s * 1e9, cores.message_us / 1e6, cores.per_node
+    )

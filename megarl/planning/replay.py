@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from converters.cost import Rates, Traffic
+from converters.topology import Topology
 from megarl.planning.messages import Integers, Messages, Path, Routes, nanoseconds, traffic_messages
 
 _PACKED, _ARRIVED, _UNPACKED, _DEPARTED = range(4)
@@ -15,11 +16,18 @@ _NEVER = -1
 
 
 @dataclass(frozen=True)
-class MemoryRates:
-    """Bytes of messages per second that a rank packs and unpacks, while its ports are busy with other messages."""
+class RankRates:
+    """Bytes of messages per second that a rank packs and unpacks, and what each message costs both of its ranks.
+
+    Ports are busy with other messages meanwhile. Where the ranks of a node share `cores`, each of these works, and each
+    message on its way inside the node, takes one of them.
+    """
 
     pack_bytes_per_s: float
     unpack_bytes_per_s: float
+    message_s: float = 0.0
+    cores: int | None = None
+    """Processor cores of a node; None where every rank works by itself, as on its GPU."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Replay:
         return float(self.unpacked.max(initial=0)) / 1e9
 
 
-def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes: int, buckets: int) -> Replay:
+def replay(traffic: Traffic, rates: Rates, work: RankRates, *, bucket_bytes: int, buckets: int) -> Replay:
     """Replay `traffic` with messages of at most `bucket_bytes`.
 
     Each port serves one message at a time at its full rate, and a message takes the port out of its sender's GPU and
@@ -51,7 +59,8 @@ def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes:
     a time, into a free one of its `buckets`, which is free again when the receiver has unpacked the message. A
     receiver has as many buckets for what arrives and unpacks one message at a time. Among several messages that
     could depart, those that have waited for the port into the receiver go first. Relays of a destination to another
-    depart in parts, each when the same share of the sender's own bytes has been unpacked.
+    depart in parts, each when the same share of the sender's own bytes has been unpacked. Works that wait for a core
+    get one in the order in which they came.
     """
     direct, relayed = traffic_messages(traffic, bucket_bytes)
     sources = len(traffic.direct)
@@ -59,8 +68,9 @@ def replay(traffic: Traffic, rates: Rates, memory: MemoryRates, *, bucket_bytes:
     machine = _Machine(
         _join(direct, relayed, sources),
         Routes(*(np.concatenate(each) for each in zip(*(vars(route).values() for route in routes), strict=True))),
-        memory,
+        work,
         own_bytes=traffic.direct.sum(axis=0),
+        nodes=_Nodes(traffic.topology, work.cores),
         sources=sources,
         ports=len(Path) * traffic.topology.gpus,
         buckets=buckets,
@@ -75,6 +85,31 @@ def _join(direct: Messages, relayed: Messages, sources: int) -> Messages:
     return Messages(**{name: np.concatenate(pair) for name, pair in pairs.items()})
 
 
+class _Nodes:
+    """The nodes of all ranks, their free cores, and the works that wait for one."""
+
+    def __init__(self, topology: Topology, cores: int | None) -> None:
+        self.cores = cores
+        self.of_source, self.of_destination = list(topology.source_node), list(topology.destination_node)
+        self._free = [cores or 0] * topology.nodes
+        self._waiting: list[deque[tuple[int, int, int]]] = [deque() for _ in self._free]
+
+    def take_core(self, node: int, work: tuple[int, int, int]) -> bool:
+        """Whether there is a core for a work, which waits else."""
+        if self._free[node]:
+            self._free[node] -= 1
+            return True
+        self._waiting[node].append(work)
+        return False
+
+    def leave_core(self, node: int) -> tuple[int, int, int] | None:
+        """The work that gets the core, if one waits."""
+        if self._waiting[node]:
+            return self._waiting[node].popleft()
+        self._free[node] += 1
+        return None
+
+
 class _Machine:
     """The state of all ranks and ports. Plain lists: a heap of single events is quicker with them than with numpy."""
 
@@ -82,9 +117,10 @@ class _Machine:
         self,
         messages: Messages,
         routes: Routes,
-        memory: MemoryRates,
+        work: RankRates,
         *,
         own_bytes: Integers,
+        nodes: "_Nodes",
         sources: int,
         ports: int,
         buckets: int,
@@ -95,8 +131,10 @@ class _Machine:
             values.tolist() for values in (messages.sender, messages.receiver, messages.nbytes)
         )
         self._out, self._in, self._move_ns = (values.tolist() for values in vars(routes).values())
-        self._pack_ns = nanoseconds(messages.nbytes, memory.pack_bytes_per_s).tolist()
-        self._unpack_ns = nanoseconds(messages.nbytes, memory.unpack_bytes_per_s).tolist()
+        message_ns = round(work.message_s * 1e9)
+        self._pack_ns = (nanoseconds(messages.nbytes, work.pack_bytes_per_s) + message_ns).tolist()
+        self._unpack_ns = (nanoseconds(messages.nbytes, work.unpack_bytes_per_s) + message_ns).tolist()
+        self._nodes = nodes
         bounds = np.searchsorted(messages.sender, np.arange(sources + 1)).tolist()
         self._next, self._end = bounds[:-1], bounds[1:]
         self._direct = bounds[-1]  # messages before this one come from sources
@@ -139,13 +177,36 @@ class _Machine:
             while self._heap and self._heap[0][0] == self._now:
                 _, kind, message = heappop(self._heap)
                 self._times[kind][message] = self._now
+                self._leave_core(kind, message)
                 steps[kind](message, freed_out, freed_in)
             self._start(freed_out, freed_in)
         if left := self._times[_UNPACKED].count(_NEVER):
             raise RuntimeError(f"the replay left {left} of {len(self._sender)} messages behind")
 
     def _later(self, nanoseconds_: int, kind: int, message: int) -> None:
+        """Let a work end after so long, and first wait for a core if it takes one and none is free."""
+        node = self._core_of(kind, message)
+        if node is not None and not self._nodes.take_core(node, (nanoseconds_, kind, message)):
+            return
         heappush(self._heap, (self._now + nanoseconds_, kind, message))
+
+    def _leave_core(self, kind: int, message: int) -> None:
+        node = self._core_of(kind, message)
+        if node is not None and (waiting := self._nodes.leave_core(node)):
+            nanoseconds_, next_kind, next_message = waiting
+            heappush(self._heap, (self._now + nanoseconds_, next_kind, next_message))
+
+    def _core_of(self, kind: int, message: int) -> int | None:
+        """The node whose core a work takes, if any."""
+        nodes = self._nodes
+        if nodes.cores is None:
+            return None
+        # A NIC works by itself, and what both ranks have mapped is not moved.
+        if kind == _ARRIVED and (self._out[message] % len(Path) == Path.NIC or not self._move_ns[message]):
+            return None
+        if kind == _PACKED and message < self._direct:
+            return nodes.of_source[self._sender[message]]
+        return nodes.of_destination[self._receiver[message]]
 
     def _pack(self, source: int) -> None:
         if not self._packing[source] and self._free[source] and self._next[source] < self._end[source]:

@@ -129,6 +129,7 @@ def _times(forecast: Forecast) -> Table:
         ("  network", stages["network"], "the busiest NIC"),
         ("  NVLink", stages["nvlink"], "the busiest, relays inside nodes included"),
         ("  unpack", stages["unpack"], "the destination that receives most, by its memory"),
+        *([("  cores", stages["cores"], "the node whose cores have most to do")] if "cores" in stages else []),
         (
             "all, predicted",
             forecast.predicted_seconds,

@@ -41,6 +41,17 @@ def test_models_have_their_size_and_no_byte_moves_that_is_not_needed(name, train
     assert scenario.needed_bytes(destination) <= sum(sizes) < 1.0001 * scenario.needed_bytes(destination)
 
 
+def test_an_engine_in_fp8_gets_half_the_bytes_where_its_cuts_leave_blocks_whole():
+    scenario = Scenario(MODELS["qwen3_moe_100mb"], None, 16_000_000, "one rank", "TP2")
+    sent = sum(message.size_bytes for each in scenario.outgoing(scenario.fp8_engine, 0).values() for message in each)
+    came = [scenario.incoming(scenario.fp8_engine, rank)[0] for rank in range(2)]
+    assert sent == sum(message.size_bytes for each in came for message in each)
+    assert sent == pytest.approx(scenario.needed_bytes(scenario.fp8_engine), rel=1e-3)
+    assert sent < 0.56 * scenario.model_bytes()
+    # Each of four workers would have 192 rows of an expert's 768.
+    assert Scenario(MODELS["qwen3_moe_100mb"], None, 16_000_000, "one rank", "TP4").fp8_engine is None
+
+
 def small_party(rank):
     return Party(Place(rank, SMALL.ranks, {}), SMALL)
 

@@ -38,6 +38,10 @@ DIRECT_GLOO = "direct, checksums (gloo)"
 DIRECT_RDMA = "direct, checksums (rdma)"
 DIRECT_RDMA_WITHOUT_CHECKSUMS = "direct, no checksums (rdma)"
 DIRECT_RDMA_SOCKETS = "direct, checksums (rdma, sockets)"
+FP8 = "direct, FP8"
+FP8_GLOO = "direct, FP8 (gloo)"
+FP8_RDMA = "direct, FP8 (rdma)"
+FP8_RDMA_SOCKETS = "direct, FP8 (rdma, sockets)"
 CHANGES = "direct, changes"
 CHANGES_GLOO = "direct, changes (gloo)"
 CHANGES_RDMA_SOCKETS = "direct, changes (rdma, sockets)"
@@ -56,6 +60,10 @@ CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     DIRECT_RDMA: partial(Direct, destination="engine", with_checksum=True, transport="rdma"),
     DIRECT_RDMA_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False, transport="rdma"),
     DIRECT_RDMA_SOCKETS: partial(Direct, destination="engine", with_checksum=True, transport="rdma", ucx_tls=SOCKETS),
+    FP8: partial(Direct, destination="engine, FP8", with_checksum=True),
+    FP8_GLOO: partial(Direct, destination="engine, FP8", with_checksum=True, transport="tcp"),
+    FP8_RDMA: partial(Direct, destination="engine, FP8", with_checksum=True, transport="rdma"),
+    FP8_RDMA_SOCKETS: partial(Direct, destination="engine, FP8", with_checksum=True, transport="rdma", ucx_tls=SOCKETS),
     CHANGES: partial(DirectChanges, destination="changes, shared_memory", transport="shared_memory"),
     CHANGES_GLOO: partial(DirectChanges, destination="changes, tcp", transport="tcp"),
     CHANGES_RDMA_SOCKETS: partial(DirectChanges, destination="changes, rdma", transport="rdma", ucx_tls=SOCKETS),

@@ -3,7 +3,7 @@
 import pytest
 
 from converters.errors import UserError
-from megarl.planning.cluster import Cluster
+from megarl.planning.cluster import Cluster, Cores
 
 
 def test_rates_are_of_one_gpu_in_bytes_per_second() -> None:
@@ -43,3 +43,9 @@ def test_a_cluster_that_does_not_hold_the_ranks_is_refused(sources, destinations
 def test_a_rate_or_size_that_is_nothing_is_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=f"the cluster's {field} is {value}; it must be more than 0"):
         Cluster(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["per_node", "pack_gbyte_per_s", "unpack_gbyte_per_s"])
+def test_cores_that_do_nothing_are_refused(field: str) -> None:
+    with pytest.raises(UserError, match=f"the cores' {field} is 0; it must be more than 0"):
+        Cores(**{"per_node": 2, "pack_gbyte_per_s": 8.0, "unpack_gbyte_per_s": 8.0, field: 0})

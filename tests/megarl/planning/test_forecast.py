@@ -1,5 +1,7 @@
 """Forecasts: each number of a small refit computed by hand, and the words for all bounds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from small_traffic import traffic_of
@@ -8,14 +10,14 @@ from converters.architectures import read_architecture
 from converters.cost import lower_bounds
 from converters.layouts.megatron import ParallelSizes
 from converters.topology import Topology
-from megarl.planning.cluster import Cluster
+from megarl.planning.cluster import Cluster, Cores
 from megarl.planning.forecast import Forecast
 from megarl.planning.picture import draw_forecast
 from megarl.planning.refit import PlannedRefit
-from megarl.planning.report import BOUNDS, facts
+from megarl.planning.report import BOUNDS, facts, tables
 
 GB = 10**9
-CLUSTER = Cluster(gpus_per_node=2, nic_gbit_per_s=8, nvlink_gbyte_per_s=10, memory_gbyte_per_s=60)
+CLUSTER = Cluster(gpus_per_node=2, nic_gbit_per_s=8, nvlink_gbyte_per_s=10, memory_gbyte_per_s=40)
 """A NIC moves 1 GB/s, NVLink 10 GB/s; a rank packs and unpacks 20 GB/s of bf16."""
 QWEN = {
     "model_type": "qwen3",
@@ -32,7 +34,7 @@ QWEN = {
 }
 
 
-def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", replicas=1) -> Forecast:
+def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", replicas=1, cluster=CLUSTER) -> Forecast:
     architecture = read_architecture(QWEN)
     workers = len(topology.destination_gpu) // replicas
     refit = PlannedRefit(
@@ -42,7 +44,7 @@ def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", repli
         engine=ParallelSizes(world_size=workers),
         replicas=replicas,
         engine_dtype=dtype,
-        cluster=CLUSTER,
+        cluster=cluster,
         bucket_bytes=GB,
     )
     return Forecast.of(refit, traffic_of(topology, direct, relayed))
@@ -72,10 +74,25 @@ def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
 
 
 def test_a_format_says_how_often_bytes_are_read_and_written_to_make_it() -> None:
-    for dtype, passes in (("bf16", 3), ("fp8", 4), ("fp8_block", 4), ("int8_channel", 32), ("mxfp8", 40)):
+    for dtype, passes in (("bf16", 2), ("fp8", 3), ("fp8_block", 3), ("int8_channel", 32), ("mxfp8", 40)):
         forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], dtype=dtype)
-        assert forecast.stages["pack"] == pytest.approx(6 * passes / 60)
-        assert forecast.stages["unpack"] == pytest.approx(6 * 3 / 60)
+        assert forecast.stages["pack"] == pytest.approx(6 * passes / 40)
+        assert forecast.stages["unpack"] == pytest.approx(6 * 2 / 40)
+
+
+def test_ranks_that_share_cores_wait_for_each_others_work() -> None:
+    # A core packs 20 GB in 2 s and unpacks them in 1 s; the way takes it 1 s, and each of two messages of 1 GB 0.1 s.
+    cores = Cores(per_node=1, pack_gbyte_per_s=10, unpack_gbyte_per_s=20, message_us=1e5)
+    one_node = Topology([0, 0], [0, 1], [0], [2])
+    alone = forecast_of(one_node, [[2 * GB], [0]], cluster=replace(CLUSTER, nvlink_gbyte_per_s=20, cores=cores))
+    assert alone.stages["cores"] == pytest.approx(2 * (0.1 + 0.05 + 0.05) + 4 * 0.1)
+    assert alone.replay.seconds == pytest.approx(alone.stages["cores"])
+    # With two cores a source packs while the other source does, but the one destination unpacks alone.
+    two = replace(CLUSTER, nvlink_gbyte_per_s=np.inf, cores=replace(cores, per_node=2))
+    both = forecast_of(one_node, [[GB], [GB]], cluster=two)
+    assert both.stages["cores"] == pytest.approx((2 * 0.2 + 2 * 0.15) / 2)
+    assert both.replay.seconds == pytest.approx(0.2 + 2 * 0.15)
+    assert "cores" in [row.strip() for table in tables(both) for row in table.columns[0].cells]
 
 
 def test_ranks_of_one_gpu_move_nothing_through_ports() -> None:

@@ -12,13 +12,13 @@ from small_traffic import traffic_of
 from converters.cost import Ports, Rates, transfer_seconds
 from converters.topology import Topology
 from megarl.planning.messages import RELAYS, Path
-from megarl.planning.replay import MemoryRates, Replay, replay
+from megarl.planning.replay import RankRates, Replay, replay
 
 SECOND = 10**9
 RATES = Rates(nic_bytes_per_s_per_gpu=SECOND, nvlink_bytes_per_s_per_gpu=10 * SECOND)
 """A byte takes a nanosecond through a NIC."""
-FREE = MemoryRates(np.inf, np.inf)
-SLOW = MemoryRates(pack_bytes_per_s=4 * SECOND, unpack_bytes_per_s=2 * SECOND)
+FREE = RankRates(np.inf, np.inf)
+SLOW = RankRates(pack_bytes_per_s=4 * SECOND, unpack_bytes_per_s=2 * SECOND)
 
 
 def seconds(topology: Topology, direct, relayed=None, *, memory=FREE, bucket_bytes=SECOND, buckets=2) -> float:
@@ -41,7 +41,7 @@ def test_packing_moving_and_unpacking_of_one_pair_overlap(memory, buckets, expec
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    memory = MemoryRates(pack_bytes_per_s=SECOND / 3, unpack_bytes_per_s=np.inf)
+    memory = RankRates(pack_bytes_per_s=SECOND / 3, unpack_bytes_per_s=np.inf)
     # Three seconds to pack each of four, one to move the last.
     assert seconds(Topology.apart(1, 1), [[4 * SECOND]], memory=memory) == 13.0
 
@@ -104,7 +104,7 @@ def refits(draw):
         [draw(sizes) if i != j and node[i] == node[j] else 0 for j in range(destinations)] for i in range(destinations)
     ]
     traffic = traffic_of(topology, direct, relayed)
-    memory = draw(st.sampled_from([FREE, SLOW, MemoryRates(SECOND / 2, SECOND / 3)]))
+    memory = draw(st.sampled_from([FREE, SLOW, RankRates(SECOND / 2, SECOND / 3)]))
     buckets = draw(st.integers(1, 3))
     played = replay(traffic, RATES, memory, bucket_bytes=draw(st.integers(30, 400)), buckets=buckets)
     return traffic, played, buckets

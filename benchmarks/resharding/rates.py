@@ -1,0 +1,244 @@
+"""Rates that a forecast of refits takes, each measured alone: packing, unpacking and moving of one contiguous tensor.
+
+Every core has a process, and all of them work at once, since they share the memory. No plan, no pieces, no other rank's
+pace: how these come together is what a forecast has to say.
+"""
+
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.boxes import Box
+from converters.number_formats import FP8_BLOCK
+from megarl.resharding.direct.messages import cut_into_messages
+from megarl.resharding.direct.messages_by_peer import MessageId
+from megarl.resharding.direct.packing import blocks, pack, unpack
+from megarl.resharding.direct.parcels import Parcel, Scales
+from megarl.resharding.direct.receiver import Receiver
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.endpoint import BUCKETS, RecvEndpoint, Rendezvous, SendEndpoint
+from megarl.resharding.shared_memory import Segment, map_segment
+from megatron_ext.loopback import LOOPBACK, open_store
+from resharding.contenders.nixl_read import ways
+from resharding.processes import DEADLINE_S, Place, Ranks, hear, say
+
+_ROWS, _COLUMNS = 32_768, 2048
+"""Shape of the tensor of a process, 134 MB of bfloat16: far more than caches hold."""
+_ROW_BYTES = 768
+"""Rows of what is not contiguous, with gaps of the same size: so engines cut the experts' second matrices."""
+_SMALL_MESSAGES, _SMALL_ELEMENTS = 32, 128
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CoreRates:
+    """Bytes of messages that a core packs and unpacks in a second while all cores do; of codes, where it quantises."""
+
+    pack: float
+    pack_rows: float
+    """The same of what lies in rows with gaps between them, and so below."""
+    quantise: float
+    quantise_rows: float
+    unpack: float
+    unpack_rows: float
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """Seconds of cores that a transport takes."""
+
+    of_byte: float
+    """Cost of a byte on its way, sender and receiver together; 0 through mapped memory."""
+    of_message: float
+    """Cost of any message for its sender, and again for its receiver, with caches full of other things."""
+
+
+def core_rates(ranks: Ranks) -> CoreRates:
+    """Measure in the processes of `Worker`s."""
+    elements = _ROWS * _COLUMNS * len(ranks.held()) // 2
+
+    def rate(nbytes: int, method: str, what: str) -> float:
+        # Of the seconds that the cores worked: what else the machine does makes them hardly longer.
+        return nbytes / ranks.time(method, what).cpu_seconds
+
+    return CoreRates(
+        pack=rate(2 * elements, "pack", "plain"),
+        pack_rows=rate(elements, "pack", "rows"),
+        quantise=rate(elements, "pack", "quantised"),
+        quantise_rows=rate(elements // 2, "pack", "quantised rows"),
+        unpack=rate(2 * elements, "unpack", "plain"),
+        unpack_rows=rate(elements, "unpack", "rows"),
+    )
+
+
+def way_costs(ranks: Ranks, transport: str, ucx_tls: str) -> WayCosts:
+    """Measure in the processes of `Worker`s that have met by this transport."""
+    pairs = len(ranks.held()) // 2
+    moved = ranks.time("move", transport, ucx_tls).cpu_seconds / sum(ranks.call("moved_bytes"))
+    small = ranks.time("send_small", transport, ucx_tls).cpu_seconds - sum(ranks.call("copying_seconds"))
+    return WayCosts(0.0 if transport == "shared_memory" else moved, small / (2 * pairs * _SMALL_MESSAGES))
+
+
+class Worker:
+    """A process: the first half are sources, one for each core, the others destinations, each of one source."""
+
+    def __init__(self, place: Place, bucket_bytes: int) -> None:
+        self._half = half = place.ranks // 2
+        self._is_source, self._pair = place.rank < half, place.rank % half
+        self._pipe = place.pipes[(place.rank + half) % place.ranks]
+        self._bucket_bytes, self._messages = bucket_bytes, -(-_ROWS * _COLUMNS * 2 // bucket_bytes)
+        self._tensors = {
+            "weight": torch.empty(_ROWS, _COLUMNS, dtype=torch.bfloat16).normal_(0, 0.02),
+            "rows": torch.empty(_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES, dtype=torch.bfloat16).normal_(0, 0.02),
+            "codes": torch.zeros(_ROWS, _COLUMNS, dtype=FP8_BLOCK.codes),
+            "scales": torch.ones(_ROWS // 128, _COLUMNS // 128, dtype=FP8_BLOCK.scales),
+        }
+        self._buckets = self._mapped(bucket_bytes)
+        self._blocks = {name: self._views(parcel) for name, parcel in _parcels().items()}
+        self._endpoints: dict[tuple[str, str], SendEndpoint | RecvEndpoint] = {}
+        self._small: dict[tuple[str, str], Sender | Receiver] = {}
+        self._stores: list[Any] = []
+        self._copying_s = 0.0
+
+    def pack(self, what: str) -> None:
+        """Pack the tensor, as a source."""
+        if self._is_source:
+            for message in self._blocks[what]:
+                pack(message, with_checksum=True)
+
+    def unpack(self, what: str) -> None:
+        """Unpack as many bytes as it has, as a destination."""
+        if not self._is_source:
+            for message in self._blocks[what]:
+                unpack(message, with_checksum=True)
+
+    def open(self, transport: str, ucx_tls: str) -> None:
+        """Meet by a transport, for `move` and `send_small`."""
+        rendezvous = self._rendezvous(transport, None)
+        maker = TRANSPORTS[transport].send_endpoint if self._is_source else TRANSPORTS[transport].recv_endpoint
+        with ways(ucx_tls):
+            endpoint: Any = maker(rendezvous, self._pair, self._bucket_bytes)
+            if self._is_source:
+                self._pipe.send(endpoint.offer())
+                hear(self._pipe)
+            else:
+                endpoint.connect(self._pair, self._pipe.recv())
+                endpoint.all_connected()
+                say(self._pipe)
+        self._endpoints[transport, ucx_tls] = endpoint
+        tensors = {"small": torch.zeros(_SMALL_ELEMENTS, dtype=torch.bfloat16)}
+        box = Box.whole((_SMALL_ELEMENTS,))
+        one = cut_into_messages([Parcel("small", box, "small", box, torch.bfloat16)], self._bucket_bytes)
+        messages = {self._pair: one * _SMALL_MESSAGES}
+        if self._is_source:
+            sender = Sender(self._pair, messages, tensors, LOOPBACK)
+            rendezvous = self._rendezvous(transport, sender)
+            with ways(ucx_tls):
+                sender.connect(rendezvous)
+            self._small[transport, ucx_tls] = sender
+        else:
+            receiver = Receiver(self._pair, messages, tensors, self._rendezvous(transport, None), self._copy)
+            with ways(ucx_tls):
+                receiver.connect()
+            self._small[transport, ucx_tls] = receiver
+
+    def move(self, transport: str, ucx_tls: str) -> None:
+        """Move as many bytes as the tensor has from bucket to bucket, and nothing else."""
+        endpoint: Any = self._endpoints[transport, ucx_tls]
+        for number in range(self._messages):
+            bucket = number % BUCKETS
+            if self._is_source:
+                if number >= BUCKETS:
+                    hear(self._pipe)
+                endpoint.push(bucket, self._bucket_bytes, self._pair)
+                say(self._pipe)
+            else:
+                hear(self._pipe)
+                endpoint.pull(self._pair, bucket, self._bucket_bytes)()
+                say(self._pipe)
+        if self._is_source:
+            for _ in range(min(BUCKETS, self._messages)):
+                hear(self._pipe)
+
+    def moved_bytes(self) -> int:
+        """Bytes that `move` moves, as a source."""
+        return self._messages * self._bucket_bytes if self._is_source else 0
+
+    def send_small(self, transport: str, ucx_tls: str) -> None:
+        """Send messages of a few bytes; before each its sender, and then its receiver, copies a bucket of others."""
+        small, self._copying_s = self._small[transport, ucx_tls], 0.0
+        if isinstance(small, Sender):
+            small.send_chosen(_VERSION, self._choose)
+        else:
+            small.receive(_VERSION)
+
+    def copying_seconds(self) -> float:
+        """Seconds of the last `send_small` that went into copying."""
+        return self._copying_s
+
+    def _choose(self, left: Collection[MessageId]) -> tuple[MessageId, bool]:
+        self._copy()
+        return next(iter(left)), True
+
+    def _copy(self, *_taken: object) -> None:
+        begun = time.thread_time()
+        words = self._tensors["weight"].view(-1).view(torch.int64)[: self._bucket_bytes // 8]
+        self._buckets[0].view(torch.int64).copy_(words)
+        self._copying_s += time.thread_time() - begun
+
+    def _views(self, parcel: Parcel) -> list[Any]:
+        end: Literal["source", "destination"] = "source" if self._is_source else "destination"
+        messages = cut_into_messages([parcel], self._bucket_bytes)
+        return [
+            blocks(message, self._buckets[number % BUCKETS], self._tensors, end)
+            for number, message in enumerate(messages)
+        ]
+
+    def _mapped(self, bucket_bytes: int) -> list[Tensor]:
+        if not self._is_source:
+            mapped = [map_segment(handle, bucket_bytes) for handle in self._pipe.recv()]
+            say(self._pipe)
+            return mapped
+        segments = [Segment(bucket_bytes) for _ in range(BUCKETS)]
+        self._pipe.send([segment.handle() for segment in segments])
+        hear(self._pipe)
+        for segment in segments:
+            segment.close()
+        return [segment.memory for segment in segments]
+
+    def _rendezvous(self, transport: str, sender: Sender | None) -> Rendezvous:
+        port = None
+        if TRANSPORTS[transport].needs_store and self._is_source and not self._pair:
+            self._stores.append(open_store(LOOPBACK, timedelta(seconds=DEADLINE_S)))
+            port = self._stores[-1].port
+        said: list[Any] = [None] * (2 * self._half)
+        dist.all_gather_object(said, (secrets.token_bytes(16), port, sender and sender.address))
+        key, port, _ = said[0]
+        listeners = [address or ("", 0) for *_, address in said[: self._half]]
+        return Rendezvous(transport, key, listeners, (LOOPBACK, port) if port else None, self._half, DEADLINE_S)
+
+
+def _parcels() -> dict[str, Parcel]:
+    whole = Box.whole((_ROWS, _COLUMNS))
+    plain = Parcel("weight", whole, "weight", whole, torch.bfloat16)
+    scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.scales)
+    codes = replace(plain, destination_name="codes", dtype=FP8_BLOCK.codes, scales=scales, block=FP8_BLOCK.block)
+    half = Box((0, 0), (_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES // 2))
+    rows = Parcel("rows", half, "rows", half, torch.bfloat16)
+    # Its codes, too, are rows with gaps.
+    codes_of_rows = replace(codes, source_name="rows", source_box=half, destination_name="rows", destination_box=half)
+    half_scales = Scales("scales", FP8_BLOCK.scales_box(half), FP8_BLOCK.scales)
+    return {
+        "plain": plain,
+        "rows": rows,
+        "quantised": codes,
+        "quantised rows": replace(codes_of_rows, scales=half_scales),
+    }
