@@ -12,7 +12,7 @@ import ray
 
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION
-from megarl.rollout.vllm import cpu, cpu_fp8, cpu_routed_experts
+from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
 from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
@@ -99,6 +99,8 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     VLLM.check(_own_left_out(given))
     _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
+    if device.backend() == "gloo":
+        cpu_kv_cache.check(hf_config, given)
     # vLLM's own choice for a model in fp32 is bfloat16.
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
     on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS

@@ -18,15 +18,17 @@ _NUMBERED = "machines are numbered, and an address is found, when the engine sta
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
+FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
+"""Values of `kv_cache_dtype` with which keys and values are e4m3, with scales of 1."""
+
 _REFUSED: Mapping[str, Refusal] = {
     "speculative_config": Refusal(_DRAFT),
     "spec_method": Refusal(_DRAFT),
     "spec_model": Refusal(_DRAFT),
     "spec_tokens": Refusal(_DRAFT),
     "kv_cache_dtype": Refusal(
-        "with rounded keys and values the engine samples from another model than is trained, and no check of weights"
-        " sees it",
-        (None, "auto", "bfloat16", "float16"),
+        "keys and values in any other type have not been compared with the trainer's",
+        (None, "auto", "bfloat16", "float16", *FP8_KEYS_AND_VALUES),
     ),
     "hf_overrides": Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json, or give a"

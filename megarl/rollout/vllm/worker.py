@@ -19,6 +19,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import (
     cpu,
     cpu_fp8,
+    cpu_kv_cache,
     cpu_number_formats,
     cpu_routed_experts,
     processes,
@@ -37,6 +38,7 @@ if current_platform.is_cpu():
     cpu.install()
     cpu_fp8.install()
     cpu_number_formats.install()
+    cpu_kv_cache.round_keys_and_values_to_nearest()
 
 
 class VllmModel:

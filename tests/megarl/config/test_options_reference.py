@@ -33,7 +33,7 @@ def test_a_tested_argument_is_in_its_test(name: str, test: str) -> None:
     ("argument", "value", "says"),
     [
         ("speculative_config", {"method": "ngram"}, "guesses worse with every step; leave it out"),
-        ("kv_cache_dtype", "fp8", "samples from another model .*; use auto"),
+        ("kv_cache_dtype", "fp8_e5m2", "not been compared .*; use auto or bfloat16 or float16 or fp8 or fp8_e4m3"),
         ("hf_overrides", {"head_dtype": "float32", "rope_theta": 5.0}, "follows config.json.*; use head_dtype"),
         ("hf_config_path", "elsewhere", "the engine another"),
         ("data_parallel_backend", "ray", "start with it, on its machine.*; use mp"),
@@ -56,5 +56,5 @@ def test_an_engine_of_data_parallel_ranks_is_on_one_machine() -> None:
 
 
 def test_what_is_switched_off_is_not_refused() -> None:
-    VLLM.check({"data_parallel_backend": "mp", "kv_cache_dtype": "auto", "trust_remote_code": False})
+    VLLM.check({"data_parallel_backend": "mp", "kv_cache_dtype": "fp8", "trust_remote_code": False})
     VLLM.check({"hf_overrides": {"head_dtype": "float32"}})

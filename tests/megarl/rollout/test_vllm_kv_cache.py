@@ -1,0 +1,74 @@
+"""Keys and values of vLLM in FP8, and those of transformers rounded in the same way."""
+
+import pytest
+import torch
+from engine_host import GREEDY, PROMPTS, Served
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from converters.errors import UserError
+from megarl.rollout.protocol import Request
+from megarl.rollout.vllm import cpu_kv_cache
+from megarl.rollout.vllm.arguments import make_engine_config
+
+
+class RoundedCache(DynamicCache):
+    """A cache whose keys and values are e4m3 with scales of 1."""
+
+    def update(self, key_states, value_states, *arguments, **given):
+        rounded = [states.clamp(-448, 448).to(torch.float8_e4m3fn).float() for states in (key_states, value_states)]
+        return super().update(*rounded, *arguments, **given)
+
+
+@torch.no_grad()
+def best_of(model, prompt, answer, cache):
+    rows = model(torch.tensor([prompt + answer]), past_key_values=cache()).logits[0, len(prompt) - 1 : -1]
+    return rows.log_softmax(-1).max(-1)
+
+
+def test_greedy_equals_huggingface_with_rounded_keys_and_values(host, folders):
+    served = Served(host.start(folders[0], kv_cache_dtype="fp8"), folders)
+    gaps = []
+
+    def check(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        generated = served.engine.generate([Request(prompt, GREEDY) for prompt in PROMPTS])
+        for prompt, (generation,) in zip(PROMPTS, generated, strict=True):
+            answer, found = generation.token_ids.tolist(), torch.tensor(generation.log_probs)
+            rounded, exact = (best_of(model, prompt, answer, cache) for cache in (RoundedCache, DynamicCache))
+            assert answer == rounded.indices.tolist()
+            # A number beside a tie of e4m3 may be rounded to the other side.
+            assert torch.allclose(found, rounded.values, atol=1e-3)
+            gaps.append((found - exact.values).abs().max())
+
+    check(folders[0])
+    served.update(served.second, 1)
+    check(folders[1])
+    assert max(gaps) > 0.03
+    shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
+    (trace,) = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
+    assert trace.untraced == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "says"),
+    [
+        ({"kv_lora_rank": 512, "head_dim": 64}, "fp8", "kv_cache_dtype=fp8 is not for multi-latent attention on a CPU"),
+        ({"head_dim": 80}, "fp8_e4m3", "kv_cache_dtype=fp8_e4m3 needs heads of a multiple of 32 on a CPU, .* have 80"),
+        ({"head_dim": None, "hidden_size": 96, "num_attention_heads": 2}, "fp8", "and the model's have 48"),
+    ],
+)
+def test_keys_and_values_that_a_cpu_cannot_hold_are_refused(config, value, says):
+    cpu_kv_cache.check(config, {"kv_cache_dtype": "auto"})
+    with pytest.raises(UserError, match=says):
+        cpu_kv_cache.check(config, {"kv_cache_dtype": value})
+
+
+def test_they_are_refused_before_the_engine_starts(vllm_process, model_folder):
+    with pytest.raises(UserError, match="kv_cache_dtype=fp8 is not for multi-latent attention on a CPU"):
+        vllm_process(make_engine_config, model_folder("deepseek_v3", 0), {"kv_cache_dtype": "fp8"})
+
+
+def test_a_cpu_without_the_instructions_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    with pytest.raises(UserError, match="needs a CPU with AVX-512, and this one has none"):
+        cpu_kv_cache.check({"head_dim": 64}, {"kv_cache_dtype": "fp8"})
