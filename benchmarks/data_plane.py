@@ -131,7 +131,7 @@ def step(
     with watch.phase("turns of the engine"):
         groups = sample(engine, responses, tokens)
     with watch.phase("batch"):
-        batch = to_batch(groups, config.algorithm)
+        batch = trainer.place(to_batch(groups, config.algorithm))
     with watch.phase("log-probs calls (old, reference)"):
         batch = with_model_outputs(batch, groups, trainer, AuxiliaryModels(), objective, config)
     with watch.phase("advantages, mini-batches"):
@@ -153,9 +153,9 @@ def report(sizes: ParallelSizes, tokens: int, watch: Stopwatch, counted: dict[st
     # Each data-parallel share goes to every rank that works on it; each optimizer step has a part of the batch.
     copies = sizes.world_size // sizes.data_parallel_size
     lines += ["| call | bytes a token to a rank | bytes a token from all ranks |", "|---|---:|---:|"]
-    for name, calls in {"predictions": 2, "train_step": 1}.items():
+    for name in ("predictions", "train_step"):
         received, returned = counted[name]
-        lines.append(f"| {name} | {received / copies / calls / tokens:.2f} | {returned / calls / tokens:.2f} |")
+        lines.append(f"| {name} | {received / copies / tokens:.2f} | {returned / tokens:.2f} |")
     return "\n".join([*lines, f"\n{updates} optimizer steps; {copies} ranks work on each share."])
 
 
@@ -194,6 +194,7 @@ def main() -> None:
         step(engine, trainer, config, SAMPLES * options.updates, 16)
         trainer.counted()
         gc.collect()
+        gc.freeze()  # as `megarl.run.opening.open_processes` does
         tokens, watch = step(engine, trainer, config, options.responses, options.tokens)
         print(report(sizes, tokens, watch, trainer.counted(), options.updates))
 

@@ -14,7 +14,7 @@ import torch
 from megarl.algorithms import Metrics
 from megarl.cluster.trainer_worker import TrainerWorker
 from megarl.data import Turn
-from megarl.data.stretches import Stored
+from megarl.data.packed_stretches import Packed
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import StepResult
 from megatron_ext.packing import RaggedBatch
@@ -87,8 +87,9 @@ class _Travelling(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See `pickle.Pickler`: a reference is its bytes."""
-        if isinstance(value, Stored):
-            self.fetched += len(value) * np.dtype(value.dtype).itemsize
+        if isinstance(value, Packed):
+            sizes = np.array([np.dtype(dtype).itemsize for dtype in value.dtypes], dtype=np.int64)
+            self.fetched += int(sizes[value.places[:, 0]] @ value.places[:, 1])
         return (bytes, (value.binary(),)) if isinstance(value, ray.ObjectRef) else NotImplemented
 
 

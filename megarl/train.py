@@ -70,7 +70,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     job.turns.give_to(job.trainer)
     with clock.stage("advantage"):
         compared = without_small_groups(groups, algorithm)
-        batch = to_batch(compared, algorithm)
+        batch = job.trainer.place(to_batch(compared, algorithm))
         gaps = replay_gaps(batch, job.trainer, temperature=config.rollout.temperature)
         batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))

@@ -26,6 +26,10 @@ class Prefixes(NamedTuple):
     lengths: NDArray[np.int64]
     """Its tokens: the same number for all of a family."""
 
+    def select(self, sequences: NDArray[np.int64]) -> "Prefixes":
+        """The prefixes of some of the sequences."""
+        return Prefixes(self.families[sequences], self.lengths[sequences])
+
 
 def assign(
     lengths: Sequence[int] | Tensor,

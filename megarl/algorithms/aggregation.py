@@ -22,24 +22,42 @@ from megarl.algorithms.ragged import Ragged
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The numbers of trained tokens [N] of the responses of one optimizer step to the weights of these tokens."""
+    """The numbers of trained tokens [N] of the responses of one optimizer step to the weights of these tokens.
+
+    All tokens of a response have the same weight.
+    """
 
     function: Callable[..., Tensor]
-    """(lengths[N], *, options) to weights; with `by_prompt` of (lengths[N], groups[N], *, options)."""
+    """(lengths[N], *, options) to weights float64[N], or one for all; with `by_prompt` of (lengths, groups[N], ...).
+
+    The weight of a response without a trained token is of no account.
+    """
     by_prompt: bool = False
 
     def __call__(
         self, lengths: Tensor, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """float32[sum(lengths)], in the order of the responses.
+        """float32[sum(lengths)], the weight of each token, in the order of the responses. See `of_responses`."""
+        return Ragged(lengths).spread(self.of_responses(lengths, groups, options))
+
+    def of_responses(
+        self, lengths: Tensor, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """float32[N]: the weight of each token of a response, 0 where there is none.
 
         `groups` long[N] are any integers that responses to the same prompt share. Raises UserError if there is no token
         at all.
         """
-        if not self.by_prompt:
-            return self.function(lengths, **(options or {}))
-        assert groups is not None, "the groups of the responses have to be given"
-        return self.function(lengths, groups, **(options or {}))
+        if not bool(lengths.any()):
+            raise UserError(
+                "no response of this step has a token to train on: check the rollout and the reward function"
+            )
+        if self.by_prompt:
+            assert groups is not None, "the groups of the responses have to be given"
+            weights = self.function(lengths, groups, **(options or {}))
+        else:
+            weights = self.function(lengths, **(options or {}))
+        return weights.expand(len(lengths)).float().masked_fill(lengths == 0, 0)
 
     @cached_property
     def options(self) -> Mapping[str, Option]:
@@ -52,17 +70,17 @@ def token_mean(lengths: Tensor) -> Tensor:
 
     The paper's equation 8 is this within each prompt, and the mean over prompts: `prompt_mean`.
     """
-    return _per_response(1 / lengths.sum().double(), lengths)
+    return 1 / lengths.sum().double()
 
 
 def token_sum(lengths: Tensor) -> Tensor:
     """1 for every token: the gradient grows with the batch."""
-    return _per_response(torch.ones((), dtype=torch.float64, device=lengths.device), lengths)
+    return torch.ones((), dtype=torch.float64, device=lengths.device)
 
 
 def seq_mean_token_sum(lengths: Tensor) -> Tensor:
     """1 / N: the mean over the responses of the sum over their tokens (REINFORCE on whole responses)."""
-    return _per_response(1 / _responses(lengths), lengths)
+    return 1 / _responses(lengths)
 
 
 def seq_mean_token_mean(lengths: Tensor) -> Tensor:
@@ -71,7 +89,7 @@ def seq_mean_token_mean(lengths: Tensor) -> Tensor:
     GRPO (arXiv:2402.03300, equation 3); what losses of whole responses (gspo, gmpo, sppo) are defined with. They sum
     to 1.
     """
-    return _per_response(1 / (_responses(lengths) * lengths.double()), lengths)
+    return 1 / (_responses(lengths) * lengths.double())
 
 
 def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
@@ -83,7 +101,7 @@ def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
     of_prompt = Groups.of(groups)
     tokens = of_prompt.sum(lengths.double())
     prompts = (tokens > 0).sum()
-    return _per_response(1 / (prompts * of_prompt.spread(tokens)), lengths)
+    return 1 / (prompts * of_prompt.spread(tokens))
 
 
 def seq_mean_token_sum_norm(lengths: Tensor, *, length: AtLeastOne | None = None) -> Tensor:
@@ -101,13 +119,6 @@ def seq_mean_token_sum_norm(lengths: Tensor, *, length: AtLeastOne | None = None
 
 def _responses(lengths: Tensor) -> Tensor:
     return (lengths > 0).sum().double()
-
-
-def _per_response(weights: Tensor, lengths: Tensor) -> Tensor:
-    """The weight of each response, a scalar or [N], to each of its tokens."""
-    if not bool(lengths.any()):
-        raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
-    return Ragged(lengths).spread(weights.expand(len(lengths)).float())
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {

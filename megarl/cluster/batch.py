@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
-from megarl.data.stretches import Array, Values, joined, kept_here, nothing_of, shortened
+from megarl.data.stretches import Array, Values, joined, nothing_of, shortened, stored_together
 from megatron_ext.balance import Prefixes
 from megatron_ext.packing import RaggedBatch
 
 ROUTED_EXPERTS = "routed_experts"
 """The field whose values are records of bytes, `RaggedBatch.routed_experts`."""
+REFERENCE = "reference_"
+"""Begins the name of a prediction of the reference model."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Batch:
     unit: int = 1
     names: Mapping[str, Array] = field(default_factory=dict)
     prefixes: Prefixes | None = None
+    mini_batch: Array | None = None
+    """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> "Batch":
@@ -50,7 +54,8 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: packed(values) for name, values in self.fields.items()}
-        return _unpacked_batch, (self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes)
+        described = self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes, self.mini_batch
+        return _unpacked_batch, described
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -69,8 +74,15 @@ class Batch:
 
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: each[chosen] for name, each in self.names.items()}
-        prefixes = None if self.prefixes is None else Prefixes(*(each[chosen] for each in self.prefixes))
-        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes)
+        prefixes = None if self.prefixes is None else self.prefixes.select(chosen)
+        mini_batch = None if self.mini_batch is None else self.mini_batch[chosen]
+        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes, mini_batch)
+
+    def mini_batches(self) -> list[Array]:
+        """The sequences of each optimizer step."""
+        if self.mini_batch is None:
+            return [np.arange(len(self))]
+        return [np.flatnonzero(self.mini_batch == each) for each in np.unique(self.mini_batch)]
 
     def only(self, names: Collection[str]) -> "Batch":
         """The same sequences, and of their fields those of `names` that there are."""
@@ -95,8 +107,8 @@ class Batch:
         return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:
-        """Values [T] that this process made, by sequence; long ones stay in the object store of its machine."""
-        return packed([kept_here(each) for each in _pieces(values, self.lengths)] if len(self) else [])
+        """Values [T] that this process made, by sequence; many stay in the object store of its machine."""
+        return packed(stored_together(values.numpy(), self.lengths) if len(self) else [])
 
 
 def _unpacked_batch(lengths: Array, tokens: Packed, fields: Mapping[str, Packed], *rest: Any) -> Batch:

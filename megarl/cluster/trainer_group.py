@@ -18,12 +18,12 @@ from converters.cost.compute import attention_length
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
-from megarl.cluster.batch import ROUTED_EXPERTS, Batch
+from megarl.cluster.batch import REFERENCE, ROUTED_EXPERTS, Batch
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.data.packed_stretches import Packed, unpacked
-from megarl.data.stretches import Values
+from megarl.data.stretches import Values, is_away, joined, stored_together
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -85,25 +85,40 @@ class TrainerGroup(WorkerGroup):
         self._attention_length = _attention_length(model_path)
         self.call("build_frozen", model_path, self._options, head)
 
+    def place(self, batch: Batch) -> Batch:
+        """`batch` with the tokens of each data-parallel share in one array of the object store.
+
+        All calls of a step refer to it there.
+        """
+        tokens = list(batch.tokens)
+        for share in self._cut(batch):
+            here = [each for each in chain.from_iterable(share) if not is_away(batch.tokens[each])]
+            if here:
+                placed = stored_together(joined([batch.tokens[each] for each in here]), batch.lengths[here])
+                for sequence, values in zip(here, placed, strict=True):
+                    tokens[sequence] = values
+        return replace(batch, tokens=tokens)
+
     def predictions(
-        self, batch: Batch, names: Sequence[str], *, temperature: float, reference: bool = False, replay: bool = False
+        self, batch: Batch, names: Sequence[str], *, temperature: float, replay: bool = False
     ) -> dict[str, list[Values]]:
         """Predictions for each token of `batch`, in its order: the fields of `LogProbs` that are named.
 
-        They stay in the object store, where the ranks made them, as do `log_probs` and `values`. With `replay` tokens
-        go to the experts that the batch names, if it does.
+        A name with "reference_" before it is the reference model's. They stay in the object store, where the ranks made
+        them, as do `log_probs` and `values`. With `replay` tokens go to the experts that the batch names, if it does,
+        but for the reference model.
         """
         cut = self._cut(batch)
         read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
-        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, reference)
+        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature)
         return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
     def log_probs(
         self, batch: Batch, *, temperature: float, reference: bool = False, replay: bool = False
     ) -> list[Values]:
         """float32: log-probabilities of all tokens of `batch`, in its order. See `predictions`."""
-        names = ["log_probs"]
-        return self.predictions(batch, names, temperature=temperature, reference=reference, replay=replay)["log_probs"]
+        name = f"{REFERENCE}log_probs" if reference else "log_probs"
+        return self.predictions(batch, [name], temperature=temperature, replay=replay)[name]
 
     def values(self, batch: Batch) -> list[Values]:
         """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
@@ -232,10 +247,20 @@ class TrainerGroup(WorkerGroup):
 
 
 def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
-    """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`."""
+    """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`.
+
+    Micro-batches and shares are those of each mini-batch alone. So what a rank says of its share before the update is
+    what it reads there, from one array, and was computed in the same micro-batches.
+    """
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    prefixes = batch.prefixes if options.shared_prefixes else None
-    return assign(torch.from_numpy(batch.lengths), ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
+    cut: Cut = [[] for _ in range(ranks)]
+    for sequences in batch.mini_batches():
+        lengths = torch.from_numpy(batch.lengths[sequences])
+        prefixes = batch.prefixes.select(sequences) if batch.prefixes and options.shared_prefixes else None
+        of_ranks = assign(lengths, ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
+        for share, micro_batches in zip(cut, of_ranks, strict=True):
+            share.extend(sequences[each].tolist() for each in micro_batches)
+    return cut
 
 
 def _attention_length(model_path: Path) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from converters.architectures import Head, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from converters.number_formats import NumberFormat  # noqa: E402
-from megarl.cluster.batch import Batch  # noqa: E402
+from megarl.cluster.batch import REFERENCE, Batch  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.data.packed_stretches import Packed  # noqa: E402
 from megarl.data.stretches import Array  # noqa: E402
@@ -96,18 +97,21 @@ class TrainerWorker:
         is_asked: bool,
         names: list[str],
         temperature: float,
-        reference: bool,
     ) -> dict[str, Packed] | None:
-        """The fields of `MegatronModel.log_probs` that are named; with `reference`, of the reference model.
+        """The fields of `MegatronModel.log_probs` that are named; see `TrainerGroup.predictions`.
 
         None if the rank is not asked, as for all results: another rank of its share has the same.
         """
-        with self.model.reference_weights() if reference else nullcontext():
-            found = self.model.log_probs(share.load(), micro_batches, temperature=temperature)
-        if not is_asked:
-            return None
-        assert found is not None, "a rank of the last stage is asked"
-        return {name: share.kept(getattr(found, name)) for name in names}
+        batch, found = share.load(), dict[str, Packed]()
+        of_reference = [name for name in names if name.startswith(REFERENCE)]
+        for own in filter(None, ([name for name in names if name not in of_reference], of_reference)):
+            is_reference = own is of_reference
+            with self.model.reference_weights() if is_reference else nullcontext():
+                read = replace(batch, routed_experts=None) if is_reference else batch
+                predictions = self.model.log_probs(read, micro_batches, temperature=temperature)
+            if is_asked:
+                found |= {name: share.kept(getattr(predictions, name.removeprefix(REFERENCE))) for name in own}
+        return found if is_asked else None
 
     def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Packed | None:
         """See `MegatronModel.values`."""

@@ -223,17 +223,18 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
     pending, results = list(calls), dict[ray.ObjectRef, R]()
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        done = _first_done(pending, left)
-        if done is None:
+        all_done = _done(pending, left)
+        if not all_done:
             worker = pending[0].worker
             silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
             worker.failure = WorkerGone(silent, "see the end of its log", worker.log)
             raise worker.failure
-        pending.remove(done)
-        answer = answer_of(done)
-        if isinstance(answer, Failed):
-            raise _cause(answer.failure, pending)
-        results[done.reference] = answer
+        for done in all_done:
+            pending.remove(done)
+            answer = answer_of(done)
+            if isinstance(answer, Failed):
+                raise _cause(answer.failure, pending)
+            results[done.reference] = answer
     return [results[call.reference] for call in calls]
 
 
@@ -258,8 +259,16 @@ def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> N
 
 def _first_done(calls: Sequence[Call[R]], timeout_s: float | None) -> Call[R] | None:
     """The first of the calls that has ended; None if none has within the time."""
-    done, _ = ray.wait([call.reference for call in calls], num_returns=1, timeout=timeout_s)
-    return next((call for call in calls if call.reference in done), None)
+    return next(iter(_done(calls, timeout_s)), None)
+
+
+def _done(calls: Sequence[Call[R]], timeout_s: float | None) -> list[Call[R]]:
+    """The calls that have ended when the first one has; none if that takes longer than the time."""
+    references = [call.reference for call in calls]
+    if not ray.wait(references, num_returns=1, timeout=timeout_s)[0]:
+        return []
+    done = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+    return [call for call in calls if call.reference in done]
 
 
 def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:

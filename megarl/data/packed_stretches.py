@@ -2,34 +2,40 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.data.stretches import Array, Runs, Stored, Stretch, Values, is_long
 
-_PLAIN, _RUNS, _OTHER = range(3)
+_PLAIN, _RUNS, _LONG, _STORED = range(4)
 
 
 class Packed(NamedTuple):
     """Values of N sequences in S stretches, as `packed` makes it.
 
-    Example: Packed(counts=[2], kinds=[1, 0], ends=[1, 3], values=[0.5, 1.0, 2.0], run_lengths=[4], others=[]), which is
-    one sequence, (Runs([0.5], [4]), [1.0, 2.0])
+    Example: Packed(counts=[2], kinds=[1, 0], ends=[1, 3], values=[0.5, 1.0, 2.0], run_lengths=[4], ...), where nothing
+    is long, is one sequence, (Runs([0.5], [4]), [1.0, 2.0])
     """
 
     counts: Array
     """int32[N]: how many stretches a sequence has."""
     kinds: Array
-    """uint8[S]: whether a stretch is in `values` (0), is in it with each value said once (1), or in `others` (2)."""
+    """uint8[S]: whether a stretch is in `values` (0), is in it as `Runs` (1), is long (2) or stored (3)."""
     ends: Array
     """int64: where in `values` each of the stretches ends that are there."""
     values: Array
     run_lengths: Array
     """int32: of all `Runs`, in their order."""
-    others: list[Array | Stored]
-    """Long arrays, which are not copied, and references."""
+    long: list[Array]
+    """Long arrays, which are not copied."""
+    references: list[Any]
+    """Arrays in the object store."""
+    dtypes: list[str]
+    """The type of each of these."""
+    places: Array
+    """int64[stored, 4]: of each that is stored its reference's number, length, whether it is finite, and start."""
 
 
 def packed(sequences: Sequence[Values]) -> Packed:
@@ -37,15 +43,24 @@ def packed(sequences: Sequence[Values]) -> Packed:
     kinds: list[int] = []
     plain_or_runs: list[Array] = []
     run_lengths: list[Array] = []
-    others: list[Array | Stored] = []
+    long: list[Array] = []
+    references: dict[Any, int] = {}
+    dtypes: list[str] = []
+    places: list[tuple[int, int, bool, int]] = []
     for stretch in chain.from_iterable(sequences):
         if isinstance(stretch, Runs):
             kinds.append(_RUNS)
             plain_or_runs.append(stretch.values)
             run_lengths.append(stretch.lengths)
-        elif isinstance(stretch, Stored) or is_long(stretch):
-            kinds.append(_OTHER)
-            others.append(stretch)
+        elif isinstance(stretch, Stored):
+            kinds.append(_STORED)
+            number = references.setdefault(stretch.reference, len(references))
+            if number == len(dtypes):
+                dtypes.append(stretch.dtype)
+            places.append((number, stretch.length, stretch.is_finite, stretch.start))
+        elif is_long(stretch):
+            kinds.append(_LONG)
+            long.append(stretch)
         else:
             kinds.append(_PLAIN)
             plain_or_runs.append(stretch)
@@ -55,7 +70,10 @@ def packed(sequences: Sequence[Values]) -> Packed:
         ends=np.cumsum([len(values) for values in plain_or_runs], dtype=np.int64),
         values=_joined(plain_or_runs, np.float32),
         run_lengths=_joined(run_lengths, np.int32),
-        others=others,
+        long=long,
+        references=list(references),
+        dtypes=dtypes,
+        places=np.array(places, dtype=np.int64).reshape(-1, 4),
     )
 
 
@@ -66,11 +84,15 @@ def unpacked(values: Packed) -> list[Values]:
 
 
 def _stretches(packed_values: Packed) -> Iterator[Stretch]:
-    _, kinds, ends, values, run_lengths, others = packed_values
-    next_end, next_other, start, first_run = iter(ends.tolist()), iter(others), 0, 0
+    _, kinds, ends, values, run_lengths, long, references, dtypes, places = packed_values
+    next_end, next_long, next_place, start, first_run = iter(ends.tolist()), iter(long), iter(places.tolist()), 0, 0
     for kind in kinds.tolist():
-        if kind == _OTHER:
-            yield next(next_other)
+        if kind == _LONG:
+            yield next(next_long)
+            continue
+        if kind == _STORED:
+            number, length, is_finite, first = next(next_place)
+            yield Stored(references[number], dtypes[number], length, bool(is_finite), first)
             continue
         end = next(next_end)
         own = values[start:end]

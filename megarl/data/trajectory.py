@@ -29,6 +29,8 @@ Failure = Literal["failed", "timed_out"]
 """Reasons for which a reward function gives no score."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+# Characters of a text that travels as bytes.
+_LONG_TEXT = 8192
 # Tokens of a turn, of which it pays to find out whether all have the same version.
 _MANY = 64
 
@@ -103,7 +105,7 @@ class Turn:
     def __reduce__(self) -> tuple[Any, ...]:
         # Short arrays as bytes: a tenth of the time, of thousands in a step. The prompt is shared by many turns.
         sampled = map(_sent, (self.token_ids, self.log_probs, self.versions))
-        return _turn, (self.prompt_ids, *sampled, self.finish_reason, self.text, self.routed_experts)
+        return _turn, (self.prompt_ids, *sampled, self.finish_reason, _sent_text(self.text), self.routed_experts)
 
     def _arrays(self) -> tuple[Array, ...]:
         of_tokens = (self.prompt_ids, self.token_ids, self.log_probs, self.versions)
@@ -114,13 +116,24 @@ def _sent(values: Stretch) -> Stretch | bytes:
     return values.tobytes() if isinstance(values, np.ndarray) and is_copied(values) else values
 
 
-def _turn(prompt_ids: Any, token_ids: Any, log_probs: Any, versions: Any, *rest: Any) -> Turn:
+def _sent_text(text: str | None) -> str | Array | None:
+    """The bytes of a long text: an array is not copied on its way, and the pickled bytes of a string are twice."""
+    if text is None or len(text) < _LONG_TEXT:
+        return text
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
+
+
+def _turn(
+    prompt_ids: Any, token_ids: Any, log_probs: Any, versions: Any, finish_reason: FinishReason, text: Any, experts: Any
+) -> Turn:
     return Turn(
         prompt_ids,
         _received(token_ids, np.int32),
         _received(log_probs, np.float32),
         _received(versions, np.int32),
-        *rest,
+        finish_reason,
+        str(text.data, "utf-8", "surrogatepass") if isinstance(text, np.ndarray) else text,
+        experts,
     )
 
 

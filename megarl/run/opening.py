@@ -1,5 +1,6 @@
 """One way to open a run, of whatever command: what is checked before any process starts, then the processes."""
 
+import gc
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,6 +173,8 @@ def open_processes(
         seats = stack.enter_context(reserve(roles, config.cluster))
         for line in table({name: each.nodes for name, each in seats.items()}, config.cluster.sharing()):
             print(line, file=sys.stderr, flush=True)
+        # All that is loaded by now stays: to look through it for garbage takes 0.3 CPU s of a step of 4,096 responses.
+        gc.freeze()
         yield Processes(config, seats, stack)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, KL_ESTIMATORS, PolicyObjective
-from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, estimate
+from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, estimate_compact
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
@@ -18,6 +18,7 @@ from megarl.data.stretches import not_finite
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import (
+    at_responses,
     at_trained,
     at_trained_tokens,
     first_branches,
@@ -93,16 +94,21 @@ def with_advantages(
         importance_weights=_importance_weights(known, responses, algorithm),
         **from_models,
     )
-    advantages, targets = estimate(
+    advantages, targets = estimate_compact(
         algorithm.advantage, scored, algorithm.advantage_options, lambda index: describe(int(first[index]))
     )
+    of_response = ADVANTAGES[algorithm.advantage].of_response
     if scored.teacher_log_probs is not None and algorithm.distillation_coefficient:
-        advantages = advantages + algorithm.distillation_coefficient * distillation(scored)
-    fields = {"advantages": at_trained_tokens(advantages, batch)}
+        of_tokens = scored.responses.spread(advantages) if of_response else advantages
+        advantages = of_tokens + algorithm.distillation_coefficient * distillation(scored)
+        of_response = False
+    fields = {
+        "advantages": at_responses(advantages[rollout], batch) if of_response else at_trained_tokens(advantages, batch)
+    }
     if targets is not None:
         fields["returns"] = at_trained_tokens(targets, batch)
     if scored.process_rewards is not None:
-        fields["outcomes"] = at_trained_tokens(scored.responses.spread(_outcomes(scored.rewards)), batch)
+        fields["outcomes"] = at_responses(_outcomes(scored.rewards)[rollout], batch)
     return with_fields(batch, **fields)
 
 

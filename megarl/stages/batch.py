@@ -14,7 +14,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
+from megarl.data.stretches import Array, Runs, Stored, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 from megatron_ext.balance import Prefixes
@@ -48,6 +48,8 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
 def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     """The trajectories of all groups, group by group; their tokens and log-probs stay where they are.
 
+    The mini-batches are of whole groups, in order.
+
     Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
     `routed_experts`, where they are replayed; `turn_rewards`, where turns have scores of their own. Names, for errors:
     `response` and `prompt`, the places of the trajectory in the step and of its prompt in the data.
@@ -63,23 +65,24 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     if any(each.turn_scores for each in trajectories):
         fields["turn_rewards"] = [_turn_rewards(each) for each in trajectories]
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
-    return with_fields(replace(whole(trajectories), names=names, prefixes=_prompts(trajectories)), **fields)
+    group = group_of_each(groups).numpy()
+    mini_batch = group * config.updates_per_step // len(groups)
+    described = replace(whole(trajectories), names=names, prefixes=_prompts(trajectories), mini_batch=mini_batch)
+    return with_fields(described, **fields)
 
 
 def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[Batch]:
-    """One batch per optimizer step, with the field `weights`: whole groups, in order.
+    """One batch per optimizer step, those of `Batch.mini_batches`, with the field `weights`.
 
     One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
     out.
     """
-    count, lengths = config.algorithm.updates_per_step, trained_responses(batch).lengths
+    lengths = trained_responses(batch).lengths
     group, rollout = group_of_each(groups), rollout_of_each(groups)
-    part = group * count // len(groups)
     options = _aggregation_options(config)
-    chosen = [(part == number).nonzero().flatten() for number in range(count)]
     return [
         weighted(batch.select(each.tolist()), config.algorithm.aggregation, group[each], options, rollout[each])
-        for each in chosen
+        for each in batch.mini_batches()
         if bool(lengths[each].any())
     ]
 
@@ -101,8 +104,8 @@ def weighted(
         rollout = rollouts.unique_consecutive(return_inverse=True)[1]
         groups = None if groups is None else groups[first_branches(rollout)]
         lengths = sum_of_branches(lengths, rollout)
-    weights = AGGREGATIONS[aggregation](lengths, groups, options)
-    return with_fields(batch, weights=at_trained_tokens(weights, batch))
+    weights = AGGREGATIONS[aggregation].of_responses(lengths, groups, options)
+    return with_fields(batch, weights=at_responses(weights if rollouts is None else weights[rollout], batch))
 
 
 def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
@@ -133,6 +136,11 @@ def trained_responses(batch: Batch) -> Ragged:
     sums = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
     ends = np.cumsum([len(each.values) for each in runs[:-1]], dtype=np.int64)
     return Ragged(torch.from_numpy(np.diff(sums[ends], prepend=0)))
+
+
+def at_responses(values: Tensor, batch: Batch) -> list[Values]:
+    """One value for all trained tokens of each sequence [N], 0 at all others: float32."""
+    return _at_runs(values.float().numpy(), list(_runs(batch)))
 
 
 def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
@@ -178,9 +186,11 @@ def whole(trajectories: Sequence[Trajectory]) -> Batch:
 
 def _prompts(trajectories: Sequence[Trajectory]) -> Prefixes:
     """The first prompt of each trajectory, which all with the same share."""
-    prompts = [here(each.turns[0].prompt_ids) for each in trajectories]
-    numbers: dict[bytes, int] = {}
-    families = [numbers.setdefault(each.tobytes(), len(numbers)) for each in prompts]
+    prompts = [each.turns[0].prompt_ids for each in trajectories]
+    numbers: dict[bytes | Stored, int] = {}
+    families = [
+        numbers.setdefault(each if isinstance(each, Stored) else each.tobytes(), len(numbers)) for each in prompts
+    ]
     return Prefixes(np.array(families, dtype=np.int64), np.array([len(each) for each in prompts], dtype=np.int64))
 
 

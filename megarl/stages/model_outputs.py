@@ -32,19 +32,20 @@ def with_model_outputs(
     estimator = ADVANTAGES[algorithm.advantage]
     fields: dict[str, Sequence[Values]] = {}
     several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
+    names = ["reference_log_probs"] if objective.needs_reference else []
     if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
-        names = ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
+        names += ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
+    if names:
         fields |= policy.predictions(batch, names, temperature=temperature, replay=True)
+    if "log_probs" in fields:
         fields["old_log_probs"] = fields.pop("log_probs")
-    if objective.needs_reference:
-        fields["reference_log_probs"] = policy.log_probs(batch, temperature=temperature, reference=True)
     if auxiliary.critic is not None:
         fields["old_values"] = auxiliary.critic.values(batch)
     if auxiliary.teachers:
         fields["teacher_log_probs"] = _teacher_log_probs(batch, groups, auxiliary, temperature)
     if auxiliary.implicit_reward_model is not None:
         model = auxiliary.implicit_reward_model
-        now, before = (model.log_probs(batch, temperature=1.0, reference=earlier) for earlier in (False, True))
+        now, before = model.predictions(batch, ["log_probs", "reference_log_probs"], temperature=1.0).values()
         rewards = implicit_process_rewards(opened_values(now), opened_values(before), config.reward_model.beta)
         fields["implicit_reference_log_probs"] = before
         fields["process_rewards"] = sequences_of(rewards, batch.lengths)

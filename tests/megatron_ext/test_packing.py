@@ -1,6 +1,8 @@
 import itertools
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -208,10 +210,10 @@ def test_interleaved_stages_of_a_trainer_are_given_whole_groups(sequences: int) 
 
 
 @deterministic
-@given(lengths_of_sequences, st.integers(1, 3), st.integers(9, 30))
-def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ranks, max_tokens) -> None:
-    batch = ragged(lengths)
-    cut = cut_batch(Batch.of(batch), MegatronOptions(ParallelSizes(world_size=ranks), torch.float32), max_tokens)
+@given(lengths_of_sequences, st.integers(1, 3), st.integers(9, 30), st.integers(1, 3))
+def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ranks, max_tokens, steps) -> None:
+    batch, options = ragged(lengths), MegatronOptions(ParallelSizes(world_size=ranks), torch.float32)
+    cut = cut_batch(Batch.of(batch), options, max_tokens)
     shares = [share_of(Batch.of(batch), each) for each in cut]
     for (share, micro_batches), sequences in zip(shares, cut, strict=True):
         tokens = share.load().tokens.split(share.lengths.tolist())
@@ -220,3 +222,10 @@ def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ra
     if lengths:
         kept = [share.kept(share.load().fields["value"]) for share, _ in shares]
         assert torch.equal(opened_values(in_order(cut, kept)), batch.fields["value"])
+    # A rank reads in each mini-batch what it has seen before, in the same micro-batches.
+    whole = replace(Batch.of(batch), mini_batch=np.arange(len(lengths)) * steps // max(len(lengths), 1))
+    of_ranks: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for sequences in whole.mini_batches():
+        for share, micro_batches in zip(of_ranks, cut_batch(whole.select(sequences), options, max_tokens), strict=True):
+            share.extend([sequences[i] for i in each] for each in micro_batches)
+    assert cut_batch(whole, options, max_tokens) == of_ranks

@@ -2,6 +2,15 @@
 
 from megarl.algorithms.advantages.estimator import INPUTS, Estimator, ScoredResponses, Source
 from megarl.algorithms.advantages.process_rewards import distillation
-from megarl.algorithms.advantages.registry import ADVANTAGES, estimate
+from megarl.algorithms.advantages.registry import ADVANTAGES, estimate, estimate_compact
 
-__all__ = ["ADVANTAGES", "INPUTS", "Estimator", "ScoredResponses", "Source", "distillation", "estimate"]
+__all__ = [
+    "ADVANTAGES",
+    "INPUTS",
+    "Estimator",
+    "ScoredResponses",
+    "Source",
+    "distillation",
+    "estimate",
+    "estimate_compact",
+]

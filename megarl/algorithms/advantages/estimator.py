@@ -59,10 +59,6 @@ class ScoredResponses:
         """The responses by prompt."""
         return Groups.of(self.groups)
 
-    def same_for_all_tokens(self, advantages: Tensor) -> Tensor:
-        """The advantage of a response [N] at every one of its tokens: float[T]."""
-        return self.responses.spread(advantages.to(self.rewards.dtype))
-
 
 class Source(Enum):
     """Where a run has a field of `ScoredResponses` from: something that it may not have."""
@@ -116,15 +112,17 @@ class Estimator:
     """A way to estimate advantages."""
 
     function: Callable[..., Tensor]
-    """Maps ScoredResponses to advantages float[T], new; its options are keyword-only, with defaults."""
+    """Maps ScoredResponses to advantages float[T], new, or float[N]; its options are keyword-only, with defaults."""
     needs: frozenset[str] = frozenset()
     """The optional fields of ScoredResponses that it cannot do without: keys of `INPUTS`."""
     smallest_group: int = 1
     """Responses to each prompt at least: 2 where they are compared with each other."""
     reads_kl: bool = True
     """Whether `token_rewards`, in which a KL may be, change the advantages."""
+    of_response: bool = False
+    """Whether it gives each response one advantage for all of its tokens, float[N]."""
     whitened: bool = False
-    """Whether its advantages are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
+    """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
 
     @property
     def options(self) -> Mapping[str, Option]:

@@ -19,7 +19,7 @@ def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Te
     leads = scores[order[best]] - scores[order[best - 1]]
     advantages = torch.zeros_like(scores)
     advantages[order[best]] = leads / (groups.std(scores) + STD_EPSILON) if normalize_by_std else leads
-    return scored.same_for_all_tokens(advantages)
+    return advantages
 
 
 def win_rate(scored: ScoredResponses) -> Tensor:
@@ -37,4 +37,4 @@ def win_rate(scored: ScoredResponses) -> Tensor:
     below = (alike.cumsum(0) - alike)[level] - groups.starts[of_group]
     wins = torch.zeros_like(scores)
     wins[order] = (below + 0.5 * alike[level]).double() / groups.sizes[of_group]
-    return scored.same_for_all_tokens(wins - 0.5)
+    return wins - 0.5

@@ -24,7 +24,7 @@ def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
     i (DeepSeekMath, arXiv:2402.03300, section 4.1.2). Without `normalize_by_std` A_i = r_i - mean_g, as in Dr. GRPO
     (arXiv:2503.20783). verl gives the only response of a group its bare score; here such a group is refused.
     """
-    return scored.same_for_all_tokens(standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std))
+    return standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std)
 
 
 def rloo(scored: ScoredResponses) -> Tensor:
@@ -33,7 +33,7 @@ def rloo(scored: ScoredResponses) -> Tensor:
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
     n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
     """
-    return scored.same_for_all_tokens(leave_one_out(scored.scores, scored.prompts))
+    return leave_one_out(scored.scores, scored.prompts)
 
 
 def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
@@ -49,7 +49,7 @@ def opo(scored: ScoredResponses) -> Tensor:
     """
     groups, lengths = scored.prompts, scored.responses.lengths.double()
     baselines = groups.sum(lengths * scored.scores) / groups.sum(lengths).clamp(min=1)
-    return scored.same_for_all_tokens(scored.scores - groups.spread(baselines))
+    return scored.scores - groups.spread(baselines)
 
 
 def gpg(scored: ScoredResponses) -> Tensor:
@@ -63,7 +63,7 @@ def gpg(scored: ScoredResponses) -> Tensor:
     centred = scored.prompts.centred(scored.scores)
     teaching = scored.prompts.sum(centred.abs()) > 0
     alpha = len(centred) / scored.prompts.sizes[teaching].sum().clamp(min=1)
-    return scored.same_for_all_tokens(alpha * centred)
+    return alpha * centred
 
 
 def max_rl(scored: ScoredResponses) -> Tensor:
@@ -80,4 +80,4 @@ def max_rl(scored: ScoredResponses) -> Tensor:
             ": use rewards from 0 to 1, and algorithm.kl_in=loss"
         )
     means = scored.prompts.spread(scored.prompts.mean(scored.scores))
-    return scored.same_for_all_tokens(torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0))
+    return torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0)

@@ -18,21 +18,23 @@ from megarl.algorithms.ragged import empty
 
 ADVANTAGES: Mapping[str, Estimator] = {
     "gae": Estimator(returns.gae, needs=frozenset({"values"}), whitened=True),
-    "grpo": Estimator(group_rewards.grpo, smallest_group=2),
-    "rloo": Estimator(group_rewards.rloo, smallest_group=2),
+    "grpo": Estimator(group_rewards.grpo, smallest_group=2, of_response=True),
+    "rloo": Estimator(group_rewards.rloo, smallest_group=2, of_response=True),
     "reinforce_plus_plus": Estimator(returns.reinforce_plus_plus, whitened=True),
-    "reinforce_plus_plus_baseline": Estimator(whitening.reinforce_plus_plus_baseline, smallest_group=2),
+    "reinforce_plus_plus_baseline": Estimator(
+        whitening.reinforce_plus_plus_baseline, smallest_group=2, of_response=True
+    ),
     "remax": Estimator(returns.remax, needs=frozenset({"baseline_rewards"})),
-    "opo": Estimator(group_rewards.opo, smallest_group=2),
-    "gpg": Estimator(group_rewards.gpg, smallest_group=2),
-    "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2),
-    "gdpo": Estimator(whitening.gdpo, needs=frozenset({"parts"}), smallest_group=2, reads_kl=False),
-    "max_rl": Estimator(group_rewards.max_rl, smallest_group=2),
+    "opo": Estimator(group_rewards.opo, smallest_group=2, of_response=True),
+    "gpg": Estimator(group_rewards.gpg, smallest_group=2, of_response=True),
+    "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2, of_response=True),
+    "gdpo": Estimator(whitening.gdpo, needs=frozenset({"parts"}), smallest_group=2, reads_kl=False, of_response=True),
+    "max_rl": Estimator(group_rewards.max_rl, smallest_group=2, of_response=True),
     "prime": Estimator(process_rewards.prime, needs=frozenset({"process_rewards"}), smallest_group=2),
     "optimal_token_baseline": Estimator(
         optimal_token_baseline, needs=frozenset({"old_log_probs", "probability_squares"})
     ),
-    "win_rate": Estimator(group_ranks.win_rate, smallest_group=2),
+    "win_rate": Estimator(group_ranks.win_rate, smallest_group=2, of_response=True),
     "distillation": Estimator(
         process_rewards.distillation, needs=frozenset({"old_log_probs", "teacher_log_probs"}), reads_kl=False
     ),
@@ -47,6 +49,20 @@ def estimate(
 ) -> tuple[Tensor, Tensor | None]:
     """The advantages float[T] of the estimator `name` with `options` of its own, and what a critic learns from them.
 
+    See `estimate_compact`.
+    """
+    advantages, targets = estimate_compact(name, scored, options, describe)
+    return scored.responses.spread(advantages) if ADVANTAGES[name].of_response else advantages, targets
+
+
+def estimate_compact(
+    name: str,
+    scored: ScoredResponses,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    describe: Callable[[int], str] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `estimate`, but with one advantage for each response, float[N], where the estimator is `of_response`.
+
     A critic learns the return at each token, R_t = A_t + V_t of the advantages before whitening, float[T], as in PPO
     for language models (arXiv:2203.02155) and verl. Without a critic there is none.
 
@@ -59,6 +75,8 @@ def estimate(
     _check_numbers(scored, describe or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
     advantages = estimator.function(scored, **options)
     targets = None
+    if estimator.of_response:
+        return advantages.to(scored.rewards.dtype), targets
     if Source.CRITIC in estimator.sources:
         targets = torch.add(advantages, given(scored.values), out=empty(len(advantages), advantages))
     return whiten_(advantages) if estimator.whitened else advantages, targets

@@ -44,7 +44,7 @@ def reinforce_plus_plus_baseline(scored: ScoredResponses) -> Tensor:
     A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
     (REINFORCE++ with baseline, arXiv:2501.03262, section 3.2).
     """
-    return scored.same_for_all_tokens(whitened_by_token(scored.prompts.centred(scored.scores), scored.responses))
+    return whitened_by_token(scored.prompts.centred(scored.scores), scored.responses)
 
 
 def gdpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
@@ -66,4 +66,4 @@ def gdpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
             total += weight * standardised(bare, scored.prompts, normalize_by_std=normalize_by_std)
     if scored.penalties is not None:
         total += scored.prompts.centred(scored.penalties.double())
-    return scored.same_for_all_tokens(whitened_by_token(total, scored.responses))
+    return whitened_by_token(total, scored.responses)

@@ -11,7 +11,7 @@ import torch
 from megarl.cluster.batch import Batch, opened_values, sequences_of
 from megarl.cluster.long_arrays import put_back, taken_out
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, kept_here, shortened
+from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, shortened, stored_together
 from megarl.schema import AlgorithmConfig
 from megarl.stages.batch import to_batch
 from megatron_ext.packing import RaggedBatch
@@ -40,28 +40,22 @@ def test_values_that_repeat_are_said_once_and_no_bit_changes(values: np.ndarray,
     assert joined([(short,)]).tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0, -1.0, 0.0, 0.0], [-0.0, 0.0], [0.0] * 3, [-1.0], [np.nan, 1.0]])
-def test_what_a_rank_keeps_begins_with_what_is_equal_and_no_bit_changes(values: list[float]) -> None:
-    array = np.float32(values)
-    assert joined([kept_here(array)]).tobytes() == array.tobytes()
-
-
 @pytest.mark.usefixtures("shared_cluster")
-def test_what_is_long_stays_in_the_object_store_until_it_is_read() -> None:
-    values = np.concatenate([np.zeros(64), -np.arange(1, 30_000)]).astype(np.float32)
-    beginning, rest = kept_here(values)
-    assert isinstance(beginning, Runs)
-    assert isinstance(rest, Stored)
-    assert (beginning.lengths.tolist(), len(rest), rest.dtype, is_finite((beginning, rest))) == (
-        [64],
-        29_999,
-        "<f4",
-        True,
-    )
-    assert len(ray.get(rest.reference)) == 29_999
-    assert joined([(beginning, rest)]).tobytes() == values.tobytes()
-    values[-1] = np.inf
-    assert not is_finite(kept_here(values))
+def test_many_values_stay_together_in_the_object_store_until_they_are_read() -> None:
+    values, lengths = -np.arange(30_000, dtype=np.float32), np.array([1, 9_999, 12_000, 8_000])
+    values[[0, 10_001]] = np.nan, np.inf
+    kept = stored_together(values, lengths)
+    assert [(type(each), each.dtype, each.length, each.start, each.is_finite) for (each,) in kept] == [
+        (Stored, "<f4", 1, 0, False),
+        (Stored, "<f4", 9_999, 1, True),
+        (Stored, "<f4", 12_000, 10_000, False),
+        (Stored, "<f4", 8_000, 22_000, True),
+    ]
+    assert len({each.reference for (each,) in kept}) == 1
+    assert joined(kept[::-1]).tobytes() == np.concatenate(np.split(values, lengths.cumsum()[:-1])[::-1]).tobytes()
+    assert all(map(is_finite, stored_together(np.abs(values[20_000:]), np.array([10_000]))))
+    here = stored_together(values[:5], np.array([2, 3]))
+    assert [each.tobytes() for (each,) in here] == [values[:2].tobytes(), values[2:5].tobytes()]
 
 
 @pytest.mark.usefixtures("shared_cluster")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -20,6 +21,7 @@ from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup, share_of
+from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
@@ -99,7 +101,7 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
 
 def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
     share = share_of(batch(), [[4, 0], [2]])
-    asked, other = (policy.call("predictions", *share, is_asked, ["greedy"], 1.0, False) for is_asked in (True, False))
+    asked, other = (policy.call("predictions", *share, is_asked, ["greedy"], 1.0) for is_asked in (True, False))
     assert [list(each) for each in asked] == [["greedy"]]
     assert other == [None]
 
@@ -108,9 +110,14 @@ def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> Non
     sent = batch()
     parts = [joined([values]) for values in sent.tokens]
     away = replace(sent, tokens=[(Stored(ray.put(part), part.dtype.str, len(part), is_finite=True),) for part in parts])
-    expected, found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away))
-    assert torch.equal(found, expected)
-    assert found.count_nonzero() == sent.total_tokens - len(sent)
+    with patch.object(stretches, "_STORED_BYTES", 1):
+        placed = policy.place(sent)
+    assert {type(stretch) for values in placed.tokens for stretch in values} == {Stored}
+    assert len({stretch.reference for values in placed.tokens for stretch in values}) == 1
+    assert torch.equal(opened_values(placed.tokens), opened_values(sent.tokens))
+    expected, *found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away, placed))
+    assert all(torch.equal(each, expected) for each in found)
+    assert expected.count_nonzero() == sent.total_tokens - len(sent)
 
 
 def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
@@ -130,7 +137,9 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     policy.train_step(batch(), SftObjective())
     present = log_probs(reference=False)
     assert not torch.equal(present, before)
-    assert torch.equal(log_probs(reference=True), before)
+    both = policy.predictions(batch(), ["reference_log_probs", "log_probs"], temperature=1.0)
+    assert torch.equal(opened_values(both["reference_log_probs"]), before)
+    assert torch.equal(opened_values(both["log_probs"]), present)
     policy.refresh_reference()
     assert torch.equal(log_probs(reference=True), present)
 

@@ -16,7 +16,9 @@ RUNS = st.lists(st.tuples(FLOATS, st.integers(0, 4)), max_size=4).map(
     lambda runs: Runs(np.float32([value for value, _ in runs]), np.int32([length for _, length in runs]))
 )
 LONG = st.integers(0, 3).map(lambda seed: np.arange(seed, seed + 30_000, dtype=np.float32))
-STORED = st.integers(0, 9).map(lambda number: Stored(f"00ff{number}", "<f4", 5000, is_finite=number > 0))
+STORED = st.integers(0, 9).map(
+    lambda number: Stored(f"00ff{number % 4}", "<f4", 5000 + number, is_finite=number > 0, start=1000 * number)
+)
 SEQUENCES = st.lists(st.lists(st.one_of(PLAIN, RUNS, LONG, STORED), max_size=4).map(tuple), max_size=6)
 SEVERAL: list[Values] = [
     (Runs(np.float32([0, 1]), np.int32([2, 3])), np.float32([0.5, 0.25])),
