@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 from machine import at_least_one, describe
 
-from converters.cost.compute import attention_length
+from converters.cost.compute import forward_flops
 from megarl.planning.refit import read_model
 from megatron_ext.balance import Cut, assign
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=at_least_one, default=32768, help="of a micro-batch")
     parser.add_argument("--model", default="qwen3_235b", help="whose costs count: a name or a folder, as in a plan")
     options = parser.parse_args()
-    length = attention_length(read_model(options.model))
+    length = forward_flops(read_model(options.model)).attention_length
     print(f"Machine: {describe(ROOT)}\n")
     print(
         f"{options.sequences:,} sequences of {options.mean:,} tokens in the mean, at most {options.longest:,}, to"

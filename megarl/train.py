@@ -90,7 +90,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
     metrics |= job.turns.end_step() | job.engines.end_step()
-    return metrics | clock.end_step(tokens=batch.total_tokens)
+    return metrics | job.throughput.end_step(clock.end_step(tokens=batch.total_tokens))
 
 
 def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:

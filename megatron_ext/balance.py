@@ -1,6 +1,7 @@
 """Which sequences make a micro-batch: the same work for every data-parallel rank, at every moment."""
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -44,7 +45,7 @@ def assign(
 
     Every sequence appears once; no micro-batch exceeds `max_tokens` (before alignment); all ranks get the same
     number of micro-batches, since expert parallelism makes them meet in every layer. A sequence of L tokens costs
-    L + L^2 / `attention_length`, see `converters.cost.attention_length`. Costs are balanced by the
+    L + L^2 / `attention_length`, see `converters.cost.compute`. Costs are balanced by the
     longest-processing-time rule (Graham 1969): the costliest sequence first, each to the cheapest micro-batch that has
     room; the micro-batches that run at the same time on different ranks are those of similar cost. The number of
     micro-batches is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be
@@ -115,14 +116,40 @@ def _parts(
     yield from ([family[place] for place in sorted(each)] for each in bins if each)
 
 
+def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None) -> tuple[int, int]:
+    """How much all micro-batches compute: tokens, and the squares of lengths that their attention takes.
+
+    A prefix of several sequences counts once in each micro-batch. Example: for sequences of 30 and 40 tokens with a
+    prefix of 20 in one micro-batch they are 50 tokens, and 30^2 + 40^2 - 20^2.
+    """
+    micro_batches = list(itertools.chain.from_iterable(cut))
+    if prefixes is None:
+        found = [_tokens_and_squares(each, lengths, 0) for each in micro_batches]
+    else:
+        families, shared = prefixes.families.tolist(), prefixes.lengths.tolist()
+        found = []
+        for micro_batch in micro_batches:
+            by_family: dict[int, list[int]] = {}
+            for index in micro_batch:
+                by_family.setdefault(families[index] if shared[index] >= SHORTEST_PREFIX else -1 - index, []).append(
+                    index
+                )
+            found += [_tokens_and_squares(each, lengths, shared[each[0]]) for each in by_family.values()]
+    return sum(tokens for tokens, _ in found), sum(squares for _, squares in found)
+
+
+def _tokens_and_squares(members: Sequence[int], lengths: Sequence[int], shared: int) -> tuple[int, int]:
+    """Tokens, and squares of lengths, of sequences of which several compute a `shared` prefix once."""
+    again = (len(members) - 1) * shared
+    return sum(lengths[i] for i in members) - again, sum(lengths[i] ** 2 for i in members) - again * shared
+
+
 def _items(
     members: Sequence[Sequence[int]], lengths: Sequence[int], shared: Sequence[int], attention_length: float
 ) -> _Items:
     sizes, costs = [], []
     for each in members:
-        prefix = shared[each[0]] if len(each) > 1 else 0
-        tokens = prefix + sum(lengths[index] - prefix for index in each)
-        pairs = prefix**2 + sum(lengths[index] ** 2 - prefix**2 for index in each)
+        tokens, pairs = _tokens_and_squares(each, lengths, shared[each[0]])
         sizes.append(tokens)
         costs.append(tokens + pairs / attention_length)
     return _Items(sizes, costs, members)

@@ -60,6 +60,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
+def name() -> str:
+    """The kind of device, such as "NVIDIA H100 80GB HBM3", or cpu."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def backend() -> str:
     """The collective backend of `device`: nccl or gloo."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,21 +1,35 @@
 """Cost of computing with a model: matrix products and attention."""
 
-from math import prod
+from math import inf, prod
+from typing import NamedTuple
 
 from converters.architectures import Architecture
 
 _EXPERTS = ".experts."
 
 
-def attention_length(architecture: Architecture) -> float:
-    """The length at which the attention of a sequence costs as much as its other matrix products.
+class ForwardFlops(NamedTuple):
+    """Floating-point operations of a forward pass: a sequence of L tokens takes per_token L + per_square L^2.
 
-    A sequence of L tokens costs 2 P L for the P weights that a token meets, and L^2 heads (d_qk + d_v) layers for its
-    causal attention, in floating-point operations of a forward pass; windows are not considered.
+    Example: ForwardFlops(per_token=2.7e8, per_square=34_560), which is SmolLM2 135M
     """
+
+    per_token: float
+    """2 P for the P weights that a token meets."""
+    per_square: float
+    """heads (d_qk + d_v) layers for causal attention, where half of the pairs are hidden."""
+
+    @property
+    def attention_length(self) -> float:
+        """The length at which the attention of a sequence costs as much as its other matrix products."""
+        return self.per_token / self.per_square if self.per_square else inf
+
+
+def forward_flops(architecture: Architecture) -> ForwardFlops:
+    """Matrix products of a model's forward pass; of experts those that a token goes to, windows not considered."""
     config = architecture.transformer_config
-    per_pair = config["num_attention_heads"] * sum(_widths(architecture)) * architecture.num_layers
-    return 2 * _active_weights(architecture) / per_pair
+    per_square = config["num_attention_heads"] * sum(_widths(architecture)) * architecture.num_layers
+    return ForwardFlops(2 * _active_weights(architecture), per_square)
 
 
 def _active_weights(architecture: Architecture) -> float:

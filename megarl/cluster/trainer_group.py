@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from converters.architectures import Head, read_architecture
-from converters.cost.compute import attention_length
+from converters.cost.compute import ForwardFlops, forward_flops
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
@@ -30,7 +30,7 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.resharding.moved import Moved
 from megarl.schema import ClusterConfig
-from megatron_ext.balance import Cut, assign
+from megatron_ext.balance import Cut, assign, computed
 from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.options import MegatronOptions
@@ -52,7 +52,8 @@ class TrainerGroup(WorkerGroup):
         self._options = options
         self._cluster = cluster
         self._max_tokens = max_tokens
-        self._attention_length = inf
+        self._forward_flops = ForwardFlops(per_token=0.0, per_square=0.0)
+        self._flops = 0.0
 
     def start(self) -> None:
         """Let the ranks meet at an address of rank 0."""
@@ -77,12 +78,12 @@ class TrainerGroup(WorkerGroup):
         value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
         as those of the reference model, too.
         """
-        self._attention_length = _attention_length(model_path)
+        self._forward_flops = _forward_flops(model_path)
         self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
 
     def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
-        self._attention_length = _attention_length(model_path)
+        self._forward_flops = _forward_flops(model_path)
         self.call("build_frozen", model_path, self._options, head)
 
     def place(self, batch: Batch) -> Batch:
@@ -110,7 +111,8 @@ class TrainerGroup(WorkerGroup):
         """
         cut = self._cut(batch)
         read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
-        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature)
+        passes = len({name.startswith(REFERENCE) for name in names})
+        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, passes=passes)
         return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
     def log_probs(
@@ -140,7 +142,10 @@ class TrainerGroup(WorkerGroup):
 
         The fields of the batch are those that the objective reads.
         """
-        results: list[StepResult] = self._call_shares("train_step", batch, self._cut(batch), objective, temperature)
+        # Backward, two products take the place of each.
+        results: list[StepResult] = self._call_shares(
+            "train_step", batch, self._cut(batch), objective, temperature, passes=3
+        )
         return replace(results[0], metrics=[part for result in results for part in result.metrics])
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
@@ -221,6 +226,15 @@ class TrainerGroup(WorkerGroup):
         """Count what the ranks hold, from now on, where there is no GPU to do it."""
         self.call("count_memory", memory)
 
+    def take_flops(self) -> float:
+        """Floating-point operations of the model since the last time, on all ranks, recomputed activations left out."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+    def device_name(self) -> str:
+        """The kind of device that rank 0 computes on."""
+        return wait([self.workers[0].begin("device_name")])[0]
+
     def take_device_peak(self) -> int:
         """The most that all processes held of a rank's device since the last turn began."""
         return max(self.call("take_device_peak"))
@@ -230,13 +244,17 @@ class TrainerGroup(WorkerGroup):
         return self.call("peak_memory_bytes")
 
     def _cut(self, batch: Batch) -> Cut:
-        return cut_batch(batch, self._options, self._max_tokens, self._attention_length)
+        return cut_batch(batch, self._options, self._max_tokens, self._forward_flops.attention_length)
 
-    def _call_shares(self, method: str, batch: Batch, cut: Cut, *arguments: Any) -> list[Any]:
+    def _call_shares(self, method: str, batch: Batch, cut: Cut, *arguments: Any, passes: int = 1) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
 
-        The batch has the fields that the call reads, and no others: they go to every rank.
+        The batch has the fields that the call reads, and no others: they go to every rank. The call is as much work as
+        `passes` forward passes.
         """
+        prefixes = batch.prefixes if self._options.shared_prefixes else None
+        tokens, squares = computed(cut, batch.lengths.tolist(), prefixes)
+        self._flops += passes * (self._forward_flops.per_token * tokens + self._forward_flops.per_square * squares)
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [
@@ -263,8 +281,8 @@ def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention
     return cut
 
 
-def _attention_length(model_path: Path) -> float:
-    return attention_length(read_architecture(read_json(model_path / CONFIG)))
+def _forward_flops(model_path: Path) -> ForwardFlops:
+    return forward_flops(read_architecture(read_json(model_path / CONFIG)))
 
 
 def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:

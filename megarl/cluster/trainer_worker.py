@@ -134,6 +134,10 @@ class TrainerWorker:
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         return result if is_asked else None
 
+    def device_name(self) -> str:
+        """See `device.name`."""
+        return device.name()
+
     def module_names(self) -> ModuleNames:
         """The names by which the tensors of this model are known."""
         return module_names()

@@ -26,6 +26,7 @@ from megarl.rewards import Scorer
 from megarl.run.checkpoints import CheckpointWriter
 from megarl.run.opening import Start, open_processes
 from megarl.schema import MegarlConfig
+from megarl.stages.throughput import Throughput
 from megarl.tracking import MetricValue, Tracker
 
 
@@ -61,6 +62,7 @@ class Job:
     turns: Turns
     refit: Refit
     tracker: Tracker
+    throughput: Throughput
     alerts: Alerts
     state: LoopState
 
@@ -143,6 +145,7 @@ def open_job(start: Start) -> Iterator[Job]:
             turns=turns,
             refit=refit,
             tracker=tracker,
+            throughput=processes.throughput(trainer, "advantage", "update"),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
             state=state,
         )

@@ -30,6 +30,7 @@ from megarl.rollout import engine_configuration
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, latest_checkpoint
 from megarl.schema import MegarlConfig
+from megarl.stages.throughput import Throughput
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext.device_memory import CountedMemory
 from megatron_ext.options import MegatronOptions
@@ -139,6 +140,12 @@ class Processes:
             EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, restarts)
         )
 
+    def throughput(self, trainer: TrainerGroup, *stages: str) -> Throughput:
+        """How well the steps use the run's GPUs, and the ranks of `trainer` in the stages in which they compute."""
+        shared = {gpu for seats in self._seats.values() for gpu in _shared_gpus(seats)}
+        own = sum(seats.role.gpus * len(seats) for seats in self._seats.values() if seats.shared_gpus is None)
+        return Throughput(trainer, stages, int(own) + len(shared), self._config.tracking.peak_tflops)
+
     def turns(self, engines: EngineGroup) -> Turns:
         """Whose turn it is, between `engines` and the models that are placed on the same GPUs."""
         cluster, memory = self._config.cluster, None
@@ -176,6 +183,12 @@ def open_processes(
         # All that is loaded by now stays: to look through it for garbage takes 0.3 CPU s of a step of 4,096 responses.
         gc.freeze()
         yield Processes(config, seats, stack)
+
+
+def _shared_gpus(seats: Seats) -> list[tuple[str, str]]:
+    """Machine and number of each GPU that others have, too."""
+    shared = zip(seats.nodes, seats.shared_gpus or [], strict=False)
+    return [(node.id, gpu) for node, gpus in shared for gpu in gpus]
 
 
 def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:

@@ -19,6 +19,7 @@ from megarl.process.signals import asked_to_stop
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.checkpoints import CheckpointWriter
 from megarl.run.opening import Processes, Start, open_processes
+from megarl.stages.throughput import Throughput
 from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock
@@ -53,6 +54,7 @@ class Training:
     trainer: TrainerGroup
     tracker: Tracker
     position: Position
+    throughput: Throughput
     clock: Clock = field(default_factory=Clock)
 
     def build(self, *, reference: bool = False, **options: Any) -> None:
@@ -97,7 +99,7 @@ class Training:
         if held_out and (step % held_out.every == 0 or step == self.start.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
-        return metrics | self.clock.end_step(tokens=len(step_batch.batch.tokens))
+        return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(step_batch.batch.tokens)))
 
     def _save(self, batches: BatchStream) -> None:
         with CheckpointWriter(self.start.config, self.start.command, self.position.step) as checkpoint:
@@ -120,7 +122,9 @@ def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
     with open_processes(start.config, {POLICY: start.options}, engines=engines) as processes:
         tracker = processes.tracker(start)
         trainer = processes.trainer(start.options)
-        yield Training(start, processes, trainer, tracker, Position(start.step, start.has_learned_enough))
+        position = Position(start.step, start.has_learned_enough)
+        throughput = processes.throughput(trainer, "reference", "update", "evaluate")
+        yield Training(start, processes, trainer, tracker, position, throughput)
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:

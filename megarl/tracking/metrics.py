@@ -118,6 +118,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("prime/learning_rate", "", "its learning rate"),
     Metric("distillation/kl", "nats", "estimated KL of the policy to its teachers, mean over tokens"),
     Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens of the step by its wall time"),
+    Metric("throughput/tokens_per_s_per_gpu", "tokens/s", "the same by the GPUs of the run, engines' included"),
+    Metric(
+        "throughput/trainer_tflops",
+        "TFLOP/s",
+        "matrix products of the policy's passes, shared prefixes once and recomputation not counted, by the wall time "
+        "of the stages in which its ranks compute, for one rank",
+    ),
+    Metric("throughput/mfu", "", "the same as a share of a GPU's peak in bfloat16 (`tracking.peak_tflops`)"),
     Metric("seconds/step", "s", "wall time of the step"),
     Metric(
         "seconds/<stage>",

@@ -22,7 +22,7 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.attention import packed_causal_attention
-from megatron_ext.balance import Prefixes, assign
+from megatron_ext.balance import Prefixes, assign, computed
 from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
@@ -244,8 +244,11 @@ def test_families_are_cut_to_fit_and_their_prefix_counts_once(
     assert len({len(rank) for rank in cut}) == 1
     if tokens:
         batch = RaggedBatch(torch.cat(tokens), torch.tensor(lengths))
-        parts = [share(pack(batch, members), 1) for rank in cut for members in rank]
+        parts = [share(pack(batch, members), 1) for rank in cut for members in rank if members]
         assert max(part.tokens.shape[1] for part in parts) <= max_tokens
+        # The i-th token of a sequence makes its square larger by 2 i + 1.
+        positions = torch.cat([part.position_ids[0] for part in parts])
+        assert computed(cut, lengths, shared) == (len(positions), int((2 * positions + 1).sum()))
 
 
 def test_families_stay_whole_unless_ranks_would_wait() -> None:

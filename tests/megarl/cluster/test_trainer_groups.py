@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from converters.architectures import read_architecture
+from converters.cost.compute import forward_flops
 from converters.errors import UserError
+from converters.formats.safetensors import read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
@@ -25,6 +28,7 @@ from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
+from megarl.stages.throughput import Throughput
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
@@ -72,13 +76,14 @@ def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp
     with ExitStack() as stack:
         policy = group(stack, "trainer", tmp_path, ParallelSizes())
         critic = group(stack, "critic", tmp_path, DP2)
-        policy.build(model, None, 2, reference=True)
+        policy.build(model, None, 3, reference=True)
         critic.build(model, None, 2, reference=False, head="value")
         predictions_are_in_the_order_of_the_batch(critic, policy, classifier)
         a_rank_answers_only_if_it_is_asked(policy)
         what_is_stored_is_computed_with_as_what_is_sent(policy)
         the_critic_learns(critic, model)
         the_reference_becomes_the_policy(policy)
+        work_is_counted(policy, model)
     assert {path.name for path in tmp_path.glob("*.log")} == {"trainer_0.log", "critic_0.log", "critic_1.log"}
 
 
@@ -118,6 +123,25 @@ def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> Non
     expected, *found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away, placed))
     assert all(torch.equal(each, expected) for each in found)
     assert expected.count_nonzero() == sent.total_tokens - len(sent)
+
+
+def work_is_counted(policy: TrainerGroup, model: Path) -> None:
+    whole, (per_token, per_square) = batch(), forward_flops(read_architecture(read_json(model / "config.json")))
+    forward = per_token * whole.total_tokens + per_square * int((whole.lengths**2).sum())
+    policy.take_flops()
+    policy.log_probs(whole, temperature=1.0)
+    assert policy.take_flops() == pytest.approx(forward)
+    policy.predictions(whole, ["greedy", "reference_log_probs"], temperature=1.0)
+    assert policy.take_flops() == pytest.approx(2 * forward)
+    policy.train_step(whole, SftObjective())
+    timings = {"throughput/tokens_per_s": 6.0, "seconds/update": 2.0, "seconds/refit": 4.0}
+    found = Throughput(policy, ("advantage", "update"), gpus=3, peak_tflops=1e-9).end_step(timings)
+    assert found == timings | {
+        "throughput/tokens_per_s_per_gpu": 2.0,
+        "throughput/trainer_tflops": pytest.approx(3 * forward / 2.0 / 1e12),
+        "throughput/mfu": pytest.approx(3 * forward / 2.0 / 1e3),
+    }
+    assert policy.device_name() == "cpu"
 
 
 def the_critic_learns(critic: TrainerGroup, model: Path) -> None:

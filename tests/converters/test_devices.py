@@ -1,0 +1,24 @@
+"""Peaks of devices by their names, as CUDA says them."""
+
+import pytest
+
+from converters.cost.devices import peak_bf16_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500),
+    ],
+)
+def test_the_longest_name_that_fits_is_the_device(name: str, teraflops: int) -> None:
+    assert peak_bf16_flops(name) == teraflops * 1e12
+
+
+def test_a_device_that_is_not_known_has_no_peak() -> None:
+    assert peak_bf16_flops("cpu") is None
