@@ -283,7 +283,7 @@ class TrackingConfig:
     warn_truncated_fraction: float | None = 0.5
     """Warn if the share of responses that ran into the limit is above this; null never does."""
     peak_tflops: float | None = None
-    """What a rank's GPU does at most in bfloat16, for throughput/mfu; null takes the data sheet's of a known GPU."""
+    """Peak of a rank's GPU in bfloat16, for throughput/mfu; null takes the data sheet's of a known GPU."""
 
 
 @dataclass
