@@ -229,13 +229,13 @@ class Worker:
 def _parcels() -> dict[str, Parcel]:
     whole = Box.whole((_ROWS, _COLUMNS))
     plain = Parcel("weight", whole, "weight", whole, torch.bfloat16)
-    scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.scales)
-    codes = replace(plain, destination_name="codes", dtype=FP8_BLOCK.codes, scales=scales, block=FP8_BLOCK.block)
+    scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.name)
+    codes = replace(plain, destination_name="codes", dtype=FP8_BLOCK.codes, scales=scales)
     half = Box((0, 0), (_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES // 2))
     rows = Parcel("rows", half, "rows", half, torch.bfloat16)
     # Its codes, too, are rows with gaps.
     codes_of_rows = replace(codes, source_name="rows", source_box=half, destination_name="rows", destination_box=half)
-    half_scales = Scales("scales", FP8_BLOCK.scales_box(half), FP8_BLOCK.scales)
+    half_scales = Scales("scales", FP8_BLOCK.scales_box(half), FP8_BLOCK.name)
     return {
         "plain": plain,
         "rows": rows,
