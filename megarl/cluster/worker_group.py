@@ -1,7 +1,7 @@
 """Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -238,11 +238,16 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
     return [results[call.reference] for call in calls]
 
 
-def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> None:
+def wait_together(
+    calls: Sequence[Call[Any]],
+    consequence: type[Exception],
+    at_first: Callable[[Exception], None] = lambda _failure: None,
+) -> None:
     """Wait for calls of workers, of any groups, that need each other.
 
-    Where one fails, the others soon fail for that reason, with a `consequence`. Raises, as `wait` does, the failure
-    that says most: the end of a process, then any error but a consequence.
+    Where one fails, the others soon fail for that reason, with a `consequence`; `at_first` is called with the first
+    failure, so that it can tell those that do not hear of it. Raises, as `wait` does, the failure that says most: the
+    end of a process, then any error but a consequence.
     """
     pending = list(calls)
     failures: list[Exception] = []
@@ -252,6 +257,8 @@ def wait_together(calls: Sequence[Call[Any]], consequence: type[Exception]) -> N
             break
         pending.remove(done)
         if isinstance(answer := answer_of(done), Failed):
+            if not failures:
+                at_first(answer.failure)
             failures.append(answer.failure)
     if failures:
         raise min(failures, key=lambda failure: _depth(failure, consequence))

@@ -17,6 +17,7 @@ from converters.topology import Topology
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait, wait_together
+from megarl.resharding.direct.calling_off import call_off
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
@@ -96,7 +97,9 @@ class DirectPath:
         workers = len(self._engines) * len(self._spec.traces)
         rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
         rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
-        self._wait(self._trainer.begin_connect(rendezvous), self._engines.begin_connect(rendezvous))
+        connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
+        # Before they have met, nobody sees the end of a peer.
+        wait_together(connecting, TransferError, lambda failure: call_off(rendezvous, _news(failure)))
         self._is_connected = True
 
     def confirm(self, version: int) -> None:
@@ -141,6 +144,10 @@ class DirectPath:
 
     def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
         wait_together([*of_trainer, *of_engines], consequence=TransferError)
+
+
+def _news(failure: Exception) -> str:
+    return failure.happened if isinstance(failure, WorkerFailed) else str(failure)
 
 
 def _quantisation(

@@ -1,12 +1,16 @@
 """The process group of a refit, made by hand."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports import tcp
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -21,6 +25,19 @@ def test_gloo_listens_where_the_store_is_reached_from(host, monkeypatch):
         dist.ProcessGroupGloo(dist.PrefixStore("default", store), 0, 1, TIMEOUT)
     group = tcp._gloo(store, 0, 1, TIMEOUT)
     assert group.size() == 1
+
+
+def test_a_rank_that_waits_at_the_store_for_another_is_told_that_it_will_not_come():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    address = store.host, store.port
+    rendezvous = Rendezvous("tcp", b"key", [("", 0)], address, destinations=1, timeout_s=TIMEOUT.total_seconds())
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(tcp._join, rendezvous, 0)
+        while not store.check([tcp._ARRIVED]):
+            time.sleep(0.01)
+        tcp.TCP.call_off(rendezvous, "engine 0 died")
+        with pytest.raises(TransferError, match=r"^engine 0 died$"):
+            waiting.result()
 
 
 def test_a_bucket_that_is_not_on_the_host_goes_by_way_of_it():

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 from small_configs import make_config
-from transfer_ranks import Scene, failures
+from transfer_ranks import NO_END, Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.resharding.direct.calling_off import call_off
 
 # Each source has messages for each destination: nobody is done before all are.
 SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
@@ -41,6 +42,21 @@ def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
     found = failures(stage.begin([*stage.sources, stage.destinations[0]], "connect", stage.rendezvous()))
     assert found[2] == "TransferError: trainer rank 1 is gone"
     assert found[0] == "TransferError: engine worker 0 failed: trainer rank 1 is gone"
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+def test_a_death_before_the_ranks_meet_is_told_to_all_that_wait(set_up, way):
+    stage = set_up(WAYS[way])
+    rendezvous = stage.rendezvous()
+    others = [*stage.sources, stage.destinations[0]]
+    waiting = stage.begin(others, "connect", rendezvous)
+    assert failures(waiting[:1], timeout_s=0.5) == [NO_END]
+    call_off(rendezvous, "engine 1 died")
+    found = failures(waiting)
+    assert [error.partition(":")[0] for error in found] == ["TransferError"] * 3
+    assert not [error for error in found if any(said in error for said in GIVEN_UP)]
+    assert any("engine 1 died" in error for error in found)
+    assert [rank.close() for rank in others] == [0] * 3
 
 
 @pytest.mark.parametrize(("side", "point", "count"), TRANSFER)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zlib
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.managers import BaseManager
@@ -259,6 +260,7 @@ POINTS = {
     "accept": (sending.Listener, "accept", None),
     "packed": (sending, "pack", None),
     "announced": (Link, "send", Announcement),
+    "came": (receiving.Receiver, "__init__", None),
     "connected": (receiving, "connect", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),
@@ -366,7 +368,13 @@ class Stage:
             process._process.join()
 
 
+NO_END = "no end"
+
+
 def failures(calls, timeout_s=60):
-    """Error that each call raised, by type and message; "" where it did not."""
-    errors = [call.exception(timeout_s) for call in calls]
+    """Error that each call raised, by type and message; "" where it did not, and `NO_END` where it goes on."""
+    ended = wait(calls, timeout_s).done
+    if len(ended) < len(calls):
+        return [NO_END if call not in ended else "" for call in calls]
+    errors = [call.exception() for call in calls]
     return [f"{type(error).__name__}: {error}" if error else "" for error in errors]

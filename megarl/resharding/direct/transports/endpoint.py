@@ -81,6 +81,8 @@ class Transport:
 
     send_endpoint: Callable[[Rendezvous, int, int], SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int], RecvEndpoint]
+    call_off: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
+    """Lets ranks that meet by the transport itself, and not over links, give up for a reason."""
     needs_store: bool = False
 
 

@@ -8,7 +8,7 @@ that is posted only when the send is announced.
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,9 @@ from torch import Tensor
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport, new_buckets
 from megatron_ext import device
+
+_ARRIVED, _NEWS, _ALL_HERE = "arrived", "news", "all ranks are here"
+_ANSWER = timedelta(seconds=5)
 
 
 class TcpSendEndpoint:
@@ -120,7 +123,26 @@ def _join(rendezvous: Rendezvous, rank: int) -> Any:
     size = len(rendezvous.listeners) + rendezvous.destinations
     with _errors("rendezvous", rank):
         store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=timeout, wait_for_workers=False)
+        # Inside gloo a rank would wait for one that is gone until the time is over, and hear of nothing.
+        _wait_for_all(store, size)
         return _gloo(store, rank, size, timeout)
+
+
+def _wait_for_all(store: dist.TCPStore, ranks: int) -> None:
+    """Wait until all ranks have come. Raises TransferError if it is called off before."""
+    if store.add(_ARRIVED, 1) == ranks:
+        store.compare_set(_NEWS, "", _ALL_HERE)
+    news = store.get(_NEWS).decode()
+    if news != _ALL_HERE:
+        raise TransferError(news)
+
+
+def _call_off(rendezvous: Rendezvous, reason: str) -> None:
+    """Let the ranks give up that wait at the store for others, unless all have come, or it does not answer."""
+    assert rendezvous.store is not None
+    with suppress(dist.DistError):
+        store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=_ANSWER, wait_for_workers=False)
+        store.compare_set(_NEWS, "", reason)
 
 
 def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
@@ -144,8 +166,10 @@ def _own_address(host: str, port: int) -> str:
 def _errors(action: str, rank: int) -> Iterator[None]:
     try:
         yield
+    except TransferError:
+        raise
     except RuntimeError as error:  # all that gloo raises
         raise TransferError(f"{action} rank {rank} failed: {error}") from error
 
 
-TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, needs_store=True)
+TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, _call_off, needs_store=True)
