@@ -52,9 +52,9 @@ _NOTES = """\
   of every message, in which the works of all ranks wait for one of the cores. **Measured** is the refit as `refit.py`
   runs it, with checksums; both are medians over the rounds, and so is the ratio of the two within a round.
 - The rates are measured in each round, beside the refits, in seconds of cores, all of which work: packing and unpacking
-  with a CRC-32, in messages of the same size, of a tensor of 134 MB, whole and half of its rows, and quantising it; a
-  bare move between buckets, where a transport moves anything; and a message of 256 bytes, between copies of a bucket
-  that push all else out of the caches.
+  with a CRC-32, in messages of the same size, of a tensor of 134 MB, whole and half of its rows; quantising it; the
+  CRC-32 alone, for what `rdma` reads past the buckets; a bare move between buckets, where a transport moves anything;
+  and a message of 256 bytes, between copies of a bucket that push all else out of the caches.
 - "Of CPU s" is the same ratio of the seconds of cores, those of all ranks together. What the model leaves out is the
   time in which a core waits although there is work, and what else the machine does.
 """

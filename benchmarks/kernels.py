@@ -123,7 +123,8 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
-    source = torch.zeros_like(memory)
+    # Written: all pages of new zeros may be one, which stays in the cache.
+    source = torch.zeros_like(memory).fill_(1)
     every = [each for block in found.quantised for each in block.quantised]
     works: dict[str, Work] = {
         "a copy": lambda: memory.copy_(source),

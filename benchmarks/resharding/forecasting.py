@@ -11,6 +11,7 @@ from converters.topology import Topology
 from megarl.planning.cluster import Cluster, Cores
 from megarl.planning.forecast import Forecast
 from megarl.planning.refit import PlannedRefit
+from megarl.resharding.direct.straight import SMALLEST_BYTES
 from resharding.rates import CoreRates, WayCosts
 from resharding.scenario import DTYPE, Scenario
 
@@ -36,7 +37,7 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
     place = Topology([0] * sources, range(sources), [0] * workers, range(sources, sources + workers))
     plan = Plan(scenario.trainer, scenario.megatron_engine, 1, place)
     moved = traffic(plan, formats(scenario.architecture, number_format=number_format))
-    pack, unpack = _seconds_per_byte(scenario, plan, rates, is_fp8=way.is_fp8)
+    pack, unpack = _seconds_per_byte(scenario, plan, rates, way)
     if way.is_read_by_worker:
         unpack += costs.of_byte
     refit = PlannedRefit(
@@ -57,9 +58,12 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
     return Forecast.of(refit, moved)
 
 
-def _seconds_per_byte(scenario: Scenario, plan: Plan, rates: CoreRates, *, is_fp8: bool) -> tuple[float, float]:
-    """Seconds of packing and of unpacking a byte of the refit: some lie in rows with gaps, some are quantised."""
-    names = FP8_BLOCK.quantised_names(scenario.architecture) if is_fp8 else frozenset[str]()
+def _seconds_per_byte(scenario: Scenario, plan: Plan, rates: CoreRates, way: Way) -> tuple[float, float]:
+    """Seconds of packing and of unpacking a byte of the refit.
+
+    Some lie in rows with gaps, some are quantised, and of some that are read one by one only the checksums are taken.
+    """
+    names = FP8_BLOCK.quantised_names(scenario.architecture) if way.is_fp8 else frozenset[str]()
     dtypes = scenario.architecture.hf_dtypes(DTYPE)
     sources = [scenario.trainer.local_shapes(rank) for rank in range(scenario.trainer.ranks)]
     total, packing, unpacking = 0, 0.0, 0.0
@@ -68,13 +72,15 @@ def _seconds_per_byte(scenario: Scenario, plan: Plan, rates: CoreRates, *, is_fp
         for each in plan.transfers_into(rank):
             is_quantised = each.hf_name in names
             nbytes = each.source_box.size * (1 if is_quantised else dtypes[each.hf_name].itemsize)
-            out_of = sources[each.source_rank][each.source_name]
+            out_of, into = sources[each.source_rank][each.source_name], shapes[each.destination_name]
+            ends = _is_contiguous(each.source_box, out_of), _is_contiguous(each.destination_box, into)
             pack = (rates.quantise, rates.quantise_rows) if is_quantised else (rates.pack, rates.pack_rows)
-            into = shapes[each.destination_name]
-            unpack = rates.unpack if _is_contiguous(each.destination_box, into) else rates.unpack_rows
+            unpack = rates.unpack, rates.unpack_rows
+            if way.transport == "rdma" and all(ends) and not is_quantised and nbytes >= SMALLEST_BYTES:
+                pack = unpack = rates.checksum, rates.checksum
             total += nbytes
-            packing += nbytes / pack[not _is_contiguous(each.source_box, out_of)]
-            unpacking += nbytes / unpack
+            packing += nbytes / pack[not ends[0]]
+            unpacking += nbytes / unpack[not ends[1]]
     return packing / total, unpacking / total
 
 

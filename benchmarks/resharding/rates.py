@@ -49,6 +49,8 @@ class CoreRates:
     quantise_rows: float
     unpack: float
     unpack_rows: float
+    checksum: float
+    """Checksums alone, at either end, of what skips the buckets."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def core_rates(ranks: Ranks) -> CoreRates:
         quantise_rows=rate(elements // 2, "pack", "quantised rows"),
         unpack=rate(2 * elements, "unpack", "plain"),
         unpack_rows=rate(elements, "unpack", "rows"),
+        checksum=rate(2 * elements, "unpack", "straight"),
     )
 
 
@@ -102,7 +105,8 @@ class Worker:
             "scales": torch.ones(_ROWS // 128, _COLUMNS // 128, dtype=FP8_BLOCK.scales),
         }
         self._buckets = self._mapped(bucket_bytes)
-        self._blocks = {name: self._views(parcel) for name, parcel in _parcels().items()}
+        self._blocks = {name: self._views(parcel) for name, parcel in parcels().items()}
+        self._blocks["straight"] = self._views(parcels()["plain"], is_straight=True)
         self._endpoints: dict[tuple[str, str], SendEndpoint | RecvEndpoint] = {}
         self._small: dict[tuple[str, str], Sender | Receiver] = {}
         self._stores: list[Any] = []
@@ -194,11 +198,11 @@ class Worker:
         self._buckets[0].view(torch.int64).copy_(words)
         self._copying_s += time.thread_time() - begun
 
-    def _views(self, parcel: Parcel) -> list[Any]:
+    def _views(self, parcel: Parcel, *, is_straight: bool = False) -> list[Any]:
         end: Literal["source", "destination"] = "source" if self._is_source else "destination"
         messages = cut_into_messages([parcel], self._bucket_bytes)
         return [
-            blocks(message, self._buckets[number % BUCKETS], self._tensors, end)
+            blocks(message, self._buckets[number % BUCKETS], self._tensors, end, (0,) if is_straight else ())
             for number, message in enumerate(messages)
         ]
 
@@ -226,7 +230,8 @@ class Worker:
         return Rendezvous(transport, key, listeners, (LOOPBACK, port) if port else None, self._half, DEADLINE_S)
 
 
-def _parcels() -> dict[str, Parcel]:
+def parcels() -> dict[str, Parcel]:
+    """The tensors that are packed and unpacked, each as one parcel."""
     whole = Box.whole((_ROWS, _COLUMNS))
     plain = Parcel("weight", whole, "weight", whole, torch.bfloat16)
     scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.name)

@@ -9,10 +9,13 @@ import torch
 from resharding import values
 from resharding.contenders.table import DIRECT, MEMCPY
 from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_bytes
+from resharding.forecasting import Way, forecast
 from resharding.memory import Growth, held_by
 from resharding.models import ENGINES, MODELS, TRAINERS
 from resharding.party import Party
 from resharding.processes import Place, RankFailed, Timed, _answer, hear, running, say
+from resharding.rates import CoreRates, WayCosts
+from resharding.rates import parcels as rates_parcels
 from resharding.rounds import Facts, Run
 from resharding.scenario import DTYPE, Scenario
 from resharding.tables import Results, markdown, sentences
@@ -20,6 +23,7 @@ from small_configs import make_config
 
 from converters.copying import copy_transfers
 from converters.plan import Plan
+from megarl.resharding.direct.messages import cut_into_messages
 
 SMALL = Scenario(make_config("qwen3_moe"), None, 700)
 
@@ -50,6 +54,18 @@ def test_an_engine_in_fp8_gets_half_the_bytes_where_its_cuts_leave_blocks_whole(
     assert sent < 0.56 * scenario.model_bytes()
     # Each of four workers would have 192 rows of an expert's 768.
     assert Scenario(MODELS["qwen3_moe_100mb"], None, 16_000_000, "one rank", "TP4").fp8_engine is None
+
+
+def test_a_forecast_has_no_numbers_but_the_measured_ones():
+    rates = CoreRates(4e9, 3e9, 2e9, 1e9, 4e9, 3e9, 8e9)
+    twice = CoreRates(**{name: 2 * rate for name, rate in vars(rates).items()})
+    for way in (Way("shared_memory", ""), Way("tcp", ""), Way("rdma", "")):
+        slow = forecast(SMALL, way, rates, WayCosts(1e-9, 2e-5), cores=2)
+        fast = forecast(SMALL, way, twice, WayCosts(5e-10, 1e-5), cores=2)
+        assert slow.replay.seconds == pytest.approx(2 * fast.replay.seconds, rel=1e-3)
+        assert slow.stages["cores"] <= slow.replay.seconds < 2 * slow.stages["cores"]
+    for name, parcel in rates_parcels().items():
+        assert cut_into_messages([parcel], 16_000_000), name
 
 
 def small_party(rank):

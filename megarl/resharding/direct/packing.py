@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,16 +22,26 @@ _HOST_BLOCK_BYTES = 2**20
 _DEVICE_BOX_BYTES = 2**30
 
 
-def blocks(message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End) -> list[Block]:
+def blocks(
+    message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, straight: Collection[int] = ()
+) -> list[Block]:
     """The views of `message` at its source or its destination, where `bucket` (uint8) and `tensors` lie.
 
-    Together the blocks hold each element of the message once. Their views stay good as long as the tensors' memory.
-    Raises ValueError for a box that leads out of its tensor.
+    Together the blocks hold each element of the message once. Pieces that are `straight`, by their numbers, are on the
+    host and skip the bucket: their blocks are checksummed where they lie, and not copied. The views stay good as long
+    as the tensors' memory. Raises ValueError for a box that leads out of its tensor.
     """
     on_host = bucket.device.type == "cpu"
     of_block, of_box = (_HOST_BLOCK_BYTES,) * 2 if on_host else (message.size_bytes, _DEVICE_BOX_BYTES)
-    stretches = _stretches(message.pieces, bucket, tensors, end, of_box)
-    return [_block(run, bucket) for run in _runs(stretches, of_block)]
+    found: list[Block] = []
+    for is_straight, group in groupby(enumerate(message.pieces), key=lambda each: each[0] in straight):
+        pieces = [piece for _, piece in group]
+        if is_straight:
+            found += [block for piece in pieces for block in _in_place(piece, tensors, end)]
+        else:
+            stretches = _stretches(pieces, bucket, tensors, end, of_box)
+            found += [_block(run, bucket) for run in _runs(stretches, of_block)]
+    return found
 
 
 def pack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
@@ -80,11 +91,7 @@ def _stretches(
 ) -> Iterator[_Stretch]:
     """Cut the pieces, in the order of their bytes, into the same stretches at both ends."""
     for piece in pieces:
-        name, box = (
-            (piece.source_name, piece.source_box)
-            if end == "source"
-            else (piece.destination_name, piece.destination_box)
-        )
+        name, box = _place(piece, end)
         _check_inside(name, box, tensors)
         if piece.scales is not None:
             yield from _quantised(piece, piece.scales, bucket, tensors, end, limit)
@@ -94,6 +101,17 @@ def _stretches(
             stop = start + part.size * piece.dtype.itemsize
             yield _Stretch(start, stop, name, tensors[name][part.shift(box.start).slices()], piece.dtype)
             start = stop
+
+
+def _place(piece: Piece, end: _End) -> tuple[str, Box]:
+    return (piece.source_name, piece.source_box) if end == "source" else (piece.destination_name, piece.destination_box)
+
+
+def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Iterator[Block]:
+    name, box = _place(piece, end)
+    memory = tensors[name][box.slices()].view(-1).view(torch.uint8)
+    for part in memory.split(_HOST_BLOCK_BYTES):
+        yield Block(part, [], [], [])
 
 
 def _quantised(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,8 +20,9 @@ from megarl.resharding.direct.connections import (
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import blocks, differing, pack, unpack
+from megarl.resharding.direct.straight import straight_pieces
 from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, new_bucket
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, Straight, new_bucket
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.kernels import Block
 from megatron_ext import device
@@ -32,6 +33,8 @@ class _Incoming:
     source: int
     announcement: Announcement
     pull: Callable[[], Tensor]
+    is_straight: bool
+    """Whether the pieces that can skip the buckets do."""
 
 
 class Receiver:
@@ -57,7 +60,9 @@ class Receiver:
         self._links: dict[int, Link] = {}
         self._aborted = ""
         self._endpoint: RecvEndpoint | None = None
-        self._views: dict[tuple[int, int, int], list[Block]] = {}
+        self._views: dict[tuple[int, int, int, bool], list[Block]] = {}
+        self._straight: dict[int, dict[int, dict[int, Straight]]] = {}
+        """By source, and the number of a message among its own, the pieces that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
         """The version of each message that is in the tensors, by this connection."""
         self._whole: Tensor | None = None
@@ -77,8 +82,12 @@ class Receiver:
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
                 self._endpoint.connect(source_of[link], offer)
             self._endpoint.all_connected()
-            for link in source_of:
-                link.send(Connected())
+            for source, messages in self._messages.items():
+                self._straight[source] = straight_pieces(messages, self._endpoint.readable(source), self._tensors)
+            pieces = (piece for of in self._straight.values() for each in of.values() for piece in each.values())
+            self._endpoint.take_into([piece.into for piece in pieces if piece.into is not None])
+            for link, source in source_of.items():
+                link.send(Connected({number: tuple(each) for number, each in self._straight[source].items()}))
 
     def receive(self, version: int) -> None:
         """Write everything that the sources send as `version`; returns when all of it came, each message once.
@@ -86,7 +95,7 @@ class Receiver:
         Raises TransferError if a source is gone, silent or failed, or if a checksum is wrong. The tensors may have been
         written in part then.
         """
-        self._take_all(version, self._write)
+        self._take_all(version, self._write, in_place=True)
 
     def compare(self, version: int, written: Collection[str] = ()) -> set[str]:
         """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
@@ -103,7 +112,7 @@ class Receiver:
             if not found:
                 self._note(incoming)
 
-        self._take_all(version, take)
+        self._take_all(version, take, in_place=False)
         self._stream.synchronize()
         return names
 
@@ -138,8 +147,11 @@ class Receiver:
         if errors:
             raise errors[0]
 
-    def _take_all(self, version: int, take: Callable[[_Incoming], None]) -> None:
-        """Call `take` with each message of all sources, as they come."""
+    def _take_all(self, version: int, take: Callable[[_Incoming], None], *, in_place: bool) -> None:
+        """Call `take` with each message of all sources, as they come.
+
+        With `in_place` what can skip the buckets is in its place before; without, all of a message is in a bucket.
+        """
         assert self._endpoint is not None
         missing = {source: set(range(len(messages))) for source, messages in self._messages.items()}
         announced: deque[tuple[int, Announcement]] = deque()
@@ -149,8 +161,9 @@ class Receiver:
                 announced += self._announcements(missing, version, wait=not pulled and not announced)
                 while announced and len(pulled) < self._endpoint.pulls_at_once:
                     source, announcement = announced.popleft()
-                    pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes)
-                    pulled.append(_Incoming(source, announcement, pull))
+                    straight = self._straight_of(source, announcement, in_place=in_place)
+                    pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, straight)
+                    pulled.append(_Incoming(source, announcement, pull, in_place and bool(straight)))
                 incoming = pulled.popleft()
                 take(incoming)
                 self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
@@ -183,6 +196,10 @@ class Receiver:
             here = "nothing" if held is None else f"version {held}"
             raise TransferError(f"{peer} sent changes since version {since} of message {number}, and {here} is here")
 
+    def _straight_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[Straight]:
+        found = self._straight[source].get(announcement.number, {}).values() if announcement.straight else ()
+        return list(found) if in_place else [replace(each, into=None) for each in found]
+
     def _note(self, incoming: _Incoming) -> None:
         announcement = incoming.announcement
         self._held[incoming.source, announcement.number] = announcement.version
@@ -211,10 +228,11 @@ class Receiver:
 
     def _views_in(self, bucket: Tensor, incoming: _Incoming) -> list[Block]:
         number = incoming.announcement.number
-        key = incoming.source, number, bucket.data_ptr()
+        key = incoming.source, number, bucket.data_ptr(), incoming.is_straight
         if key not in self._views:
             message = self._messages[incoming.source][number]
-            self._views[key] = blocks(message, bucket, self._tensors, "destination")
+            straight = self._straight[incoming.source][number] if incoming.is_straight else ()
+            self._views[key] = blocks(message, bucket, self._tensors, "destination", straight)
         return self._views[key]
 
     def _become_whole(self, views: list[Block], bucket: Tensor, incoming: _Incoming) -> None:

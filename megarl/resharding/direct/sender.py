@@ -22,6 +22,7 @@ from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import blocks, pack
 from megarl.resharding.direct.schedule import sending_order
+from megarl.resharding.direct.straight import shared_tensors
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
@@ -46,8 +47,12 @@ class Sender:
         self._name = ""
         self._timeout_s = 0.0
         self._order: list[MessageId] = []
-        self._views: dict[tuple[MessageId, int], list[Block]] = {}
-        """Views of a message in one bucket, made when they are first needed."""
+        self._views: dict[tuple[MessageId, int, bool], list[Block]] = {}
+        """Views of a message in one bucket, with or without what can skip it, made when they are first needed."""
+        self._shared: dict[str, int] = {}
+        """Addresses of the tensors that receivers may read where they are."""
+        self._straight: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        """By destination, the pieces of each message that it reads so."""
         self._readers: list[Link | None] = [None] * BUCKETS
         """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
         self._sent: SentMessages | None = None
@@ -71,10 +76,14 @@ class Sender:
                 self._listener.close()
             largest = largest_bytes(self._messages)
             self._endpoint = TRANSPORTS[rendezvous.transport].send_endpoint(rendezvous, self._rank, largest)
+            shared = shared_tensors(self._messages, self._tensors)
+            self._endpoint.share(shared)
+            self._shared = {name: tensor.data_ptr() for name, tensor in shared.items()}
             for link in self._links.values():
                 link.send(self._endpoint.offer())
-            for _ in as_they_come(self._links.values(), Connected, rendezvous.timeout_s):
-                pass
+            destination_of = {link: destination for destination, link in self._links.items()}
+            for link, connected in as_they_come(destination_of, Connected, rendezvous.timeout_s):
+                self._straight[destination_of[link]] = connected.straight
             self._endpoint.all_connected()
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
@@ -98,13 +107,15 @@ class Sender:
         with a checksum.
         """
         left, moved = dict.fromkeys(self._order), Moved()
+        # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
+        skips = self._sent is None and all(self._tensors[name].data_ptr() == at for name, at in self._shared.items())
         with notify_peers_on_error(self._links), self._stream.entered():
             for position in range(len(left)):
                 bucket = position % BUCKETS
                 self._wait_for_bucket(bucket)
                 chosen, with_checksum = choose(left)
                 del left[chosen]
-                moved += self._send(chosen, version, bucket, with_checksum)
+                moved += self._send(chosen, version, bucket, with_checksum, skips=skips)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
         return moved
@@ -146,24 +157,26 @@ class Sender:
         order = sending_order(self._rank, sources, destinations, *columns)
         return [keys[index] for index in order]
 
-    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool) -> Moved:
+    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool, *, skips: bool) -> Moved:
         assert self._endpoint is not None
         destination, number = chosen
         message = self._messages[destination][number]
         memory = self._endpoint.buckets[bucket][: message.size_bytes]
-        if (chosen, bucket) not in self._views:
-            self._views[chosen, bucket] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source")
+        straight = self._straight.get(destination, {}).get(number, ()) if skips else ()
+        key = chosen, bucket, bool(straight)
+        if key not in self._views:
+            self._views[key] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source", straight)
         if self._sent is not None:
             # Between pieces, too, both ends have the same bytes.
             memory.zero_()
-        checksum = pack(self._views[chosen, bucket], with_checksum=with_checksum)
+        checksum = pack(self._views[key], with_checksum=with_checksum)
         moved, since = Moved(message.size_bytes), None
         if self._sent is not None:
             moved, since = self._sent.replace(chosen, version, memory)
         self._stream.synchronize()
         self._endpoint.push(bucket, moved.size_bytes, destination)
         self._readers[bucket] = link = self._links[destination]
-        link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since))
+        link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since, bool(straight)))
         return moved
 
     def _wait_for_bucket(self, bucket: int) -> None:

@@ -1,5 +1,6 @@
 """Messages between a source and a destination over their link."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -16,7 +17,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class Connected:
-    """The destination has taken up the source's offer."""
+    """The destination has taken up the source's offer.
+
+    Example: `Connected({0: (0, 1), 3: (0,)})`: it reads the first two pieces of message 0, and all of message 3, where
+    they are in the source's tensors.
+    """
+
+    straight: Mapping[int, tuple[int, ...]]
+    """Message number -> pieces that skip the buckets."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Announcement:
     """Checksum of the whole message, however it travels; None where nobody asked for one."""
     changes_since: int | None = None
     """Version that the bytes are changes of; None if they are the message."""
+    straight: bool = False
+    """Whether the pieces that can skip the bucket are not in it, but where they are."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 Messages over a `Link` say which bytes were put where; a transport only moves bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from converters.layout import Shape
 from megarl.resharding.direct.connections import Address
 from megatron_ext import device
 
@@ -39,10 +40,40 @@ class Rendezvous:
     senders: str = "trainer rank"
 
 
+@dataclass(frozen=True)
+class Readable:
+    """A contiguous tensor that another process may read where it is.
+
+    Example: `Readable(140245101125632, (4096, 2048), torch.bfloat16)`.
+    """
+
+    address: int
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Straight:
+    """A piece that skips the buckets: its place in a message, its address at the source, and its own tensor.
+
+    Without `into` it is read into the bucket after all, at its place in the message.
+    """
+
+    start: int
+    stop: int
+    """The aligned end."""
+    address: int
+    size_bytes: int
+    into: Tensor | None = None
+
+
 class SendEndpoint(Protocol):
     """The endpoint of a source rank, which has `BUCKETS` buckets (uint8, one dimension)."""
 
     buckets: Sequence[Tensor]
+
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let destinations read these contiguous tensors where they are, if the transport can; before any `offer`."""
 
     def offer(self) -> Any:
         """Information for one receiving endpoint, of a type that pickles."""
@@ -68,11 +99,36 @@ class RecvEndpoint(Protocol):
     def all_connected(self) -> None:
         """Return when all offers are taken up. Raises TransferError if one cannot be."""
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
-        """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8)."""
+    def readable(self, source: int) -> Mapping[str, Readable]:
+        """The tensors of a source, by name, that can be read where they are; after `connect`."""
+
+    def take_into(self, places: Sequence[Tensor]) -> None:
+        """Let what is read go into these, too."""
+
+    def pull(
+        self, source: int, bucket: int, size_bytes: int, straight: Sequence[Straight] = ()
+    ) -> Callable[[], Tensor]:
+        """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8).
+
+        Pieces that are `straight`, in the order of the message, are read where they are.
+        """
 
     def close(self) -> None:
         """Free what belongs to the transfer."""
+
+
+class OnlyBuckets:
+    """The part of an endpoint that reads nothing but buckets."""
+
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
+
+    def readable(self, source: int) -> Mapping[str, Readable]:  # noqa: ARG002
+        """Nothing can be read."""
+        return {}
+
+    def take_into(self, places: Sequence[Tensor]) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

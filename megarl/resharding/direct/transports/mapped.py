@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, OnlyBuckets, Rendezvous, Straight, Transport
 from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext import device
 
@@ -56,7 +56,7 @@ def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
         raise TransferError(f"{unreachable} ({error})") from error
 
 
-class MappedSendEndpoint:
+class MappedSendEndpoint(OnlyBuckets):
     """The buckets lie in `segments`."""
 
     def __init__(self, segments: Sequence[Segment | CudaSegment]) -> None:
@@ -82,7 +82,7 @@ class MappedSendEndpoint:
         self.buckets = []
 
 
-class MappedRecvEndpoint:
+class MappedRecvEndpoint(OnlyBuckets):
     """The segments of all sources."""
 
     pulls_at_once = 2**30
@@ -99,7 +99,13 @@ class MappedRecvEndpoint:
     def all_connected(self) -> None:
         """Do nothing."""
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:  # noqa: ARG002
+    def pull(
+        self,
+        source: int,
+        bucket: int,
+        size_bytes: int,  # noqa: ARG002
+        straight: Sequence[Straight] = (),  # noqa: ARG002
+    ) -> Callable[[], Tensor]:
         """See `RecvEndpoint.pull`."""
         return lambda: self._buckets[source][bucket]
 

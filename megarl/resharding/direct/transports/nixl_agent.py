@@ -101,14 +101,17 @@ class NixlAgent:
         self, into: Tensor, memory: RemoteMemory, region: int, name: str, peer: str, offset: int = 0
     ) -> "Read":
         """Begin to fill `into`, which is registered, from a region of the agent with this `name`, at `offset` in it."""
-        size = into.numel() * into.element_size()
-        own = [(into.data_ptr(), size, max(into.get_device(), 0))]
-        remote = [(memory.addresses[region] + offset, size, memory.index)]
+        return self.begin_reads([(into, memory.addresses[region] + offset)], memory, name, peer)
+
+    def begin_reads(self, reads: Sequence[tuple[Tensor, int]], memory: RemoteMemory, name: str, peer: str) -> "Read":
+        """Begin to fill contiguous tensors, each from an address in registered memory of the agent, all in one read."""
+        own = [(into.data_ptr(), into.nbytes, max(into.get_device(), 0)) for into, _ in reads]
+        remote = [(address, into.nbytes, memory.index) for into, address in reads]
         nixl = self._nixl
         with self._errors(f"reading from {peer}"):
             handle = self._agent.createXferReq(
                 nixl.NIXL_READ,
-                nixl.nixlXferDList(self._kind(into.device.type), own),
+                nixl.nixlXferDList(self._kind(reads[0][0].device.type), own),
                 nixl.nixlXferDList(self._kind(memory.kind), remote),
                 name,
             )

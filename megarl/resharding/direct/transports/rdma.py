@@ -4,18 +4,34 @@ A source posts nothing and waits for nobody: no communicator belongs to a pair, 
 nothing behind. One that comes anew needs the source's offer and no more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 from torch import Tensor
 
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport, new_buckets
+from megarl.resharding.direct.transports.endpoint import (
+    BUCKETS,
+    Readable,
+    Rendezvous,
+    Straight,
+    Transport,
+    new_buckets,
+)
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
 
 # They are read when two ranks meet, so that an error on the way between them shows then. No bucket has less: a rank
 # that nothing comes to has buckets without any bytes, which are not registered everywhere.
 _FIRST_BYTES = 1
+
+
+@dataclass(frozen=True)
+class RdmaOffer:
+    """The buckets of a source, as a destination has to know them, and tensors that it may read where they are."""
+
+    memory: RemoteMemory
+    tensors: Mapping[str, Readable]
 
 
 class RdmaSendEndpoint:
@@ -25,10 +41,24 @@ class RdmaSendEndpoint:
         self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True)
         self.buckets: Sequence[Tensor] = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._memory = self._agent.register(self.buckets)
+        self._tensors: Mapping[str, Readable] = {}
 
-    def offer(self) -> RemoteMemory:
-        """The buckets, as a destination has to know them."""
-        return self._memory
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `SendEndpoint.share`; host memory alone.
+
+        A GPU packs and unpacks far faster than its network card moves, and its memory, once registered, would have to
+        stay where it is when an engine sleeps or a trainer is offloaded.
+        """
+        on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+        if on_host:
+            self._memory = replace(self._memory, metadata=self._agent.register(list(on_host.values())).metadata)
+            self._tensors = {
+                name: Readable(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for name, tensor in on_host.items()
+            }
+
+    def offer(self) -> RdmaOffer:
+        """See `SendEndpoint.offer`."""
+        return RdmaOffer(self._memory, self._tensors)
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Do nothing: the destination reads."""
@@ -52,16 +82,17 @@ class RdmaRecvEndpoint:
         self._agent = NixlAgent(f"engine worker {rank}", is_read=False)
         self._buckets = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._agent.register(self._buckets)
-        self._memory: dict[int, RemoteMemory] = {}
+        self._offers: dict[int, RdmaOffer] = {}
         self._names: dict[int, str] = {}
         self._first_reads: list[Read] = []
         self._pulls = count()
 
-    def connect(self, source: int, offer: RemoteMemory) -> None:
+    def connect(self, source: int, offer: RdmaOffer) -> None:
         """Get to know the source's buckets, and begin to read from one."""
-        self._memory[source] = offer
-        self._names[source] = self._agent.add(offer, self._peer(source))
-        self._first_reads.append(self._begin_read(source, 0, self._buckets[0][:_FIRST_BYTES]))
+        self._offers[source] = offer
+        self._names[source] = self._agent.add(offer.memory, self._peer(source))
+        first = self._buckets[0][:_FIRST_BYTES], offer.memory.addresses[0]
+        self._first_reads.append(self._begin_reads(source, [first]))
 
     def all_connected(self) -> None:
         """Wait until something was read from each source: then there is a way to all of them."""
@@ -69,18 +100,30 @@ class RdmaRecvEndpoint:
             read.finish(self._timeout_s)
         self._first_reads = []
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
+    def readable(self, source: int) -> Mapping[str, Readable]:
+        """See `RecvEndpoint.readable`."""
+        return self._offers[source].tensors
+
+    def take_into(self, places: Sequence[Tensor]) -> None:
+        """See `RecvEndpoint.take_into`."""
+        if places:
+            self._agent.register(places)
+
+    def pull(
+        self, source: int, bucket: int, size_bytes: int, straight: Sequence[Straight] = ()
+    ) -> Callable[[], Tensor]:
         """Begin to read."""
         own = self._buckets[next(self._pulls) % BUCKETS]
-        return partial(self._finish, self._begin_read(source, bucket, own[:size_bytes]), own)
+        reads = _reads(own[:size_bytes], self._offers[source].memory.addresses[bucket], straight)
+        return partial(self._finish, self._begin_reads(source, list(reads)), own)
 
     def close(self) -> None:
         """End what is being read, leave the sources and free the buckets."""
         self._agent.close()
         self._buckets = []
 
-    def _begin_read(self, source: int, bucket: int, into: Tensor) -> Read:
-        return self._agent.begin_read(into, self._memory[source], bucket, self._names[source], self._peer(source))
+    def _begin_reads(self, source: int, reads: Sequence[tuple[Tensor, int]]) -> Read:
+        return self._agent.begin_reads(reads, self._offers[source].memory, self._names[source], self._peer(source))
 
     def _finish(self, read: Read, bucket: Tensor) -> Tensor:
         read.finish(self._timeout_s)
@@ -88,6 +131,19 @@ class RdmaRecvEndpoint:
 
     def _peer(self, source: int) -> str:
         return f"{self._senders} {source}"
+
+
+def _reads(own: Tensor, bucket: int, straight: Sequence[Straight]) -> Iterator[tuple[Tensor, int]]:
+    """The reads of a message: what is straight from where it is, what lies between from the bucket at this address."""
+    at = 0
+    for each in straight:
+        if at < each.start:
+            yield own[at : each.start], bucket + at
+        into = own[each.start : each.start + each.size_bytes] if each.into is None else each.into
+        yield into, each.address
+        at = each.stop
+    if at < len(own):
+        yield own[at:], bucket + at
 
 
 RDMA = Transport(RdmaSendEndpoint, RdmaRecvEndpoint)

@@ -19,14 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Transport, new_buckets
+from megarl.resharding.direct.transports.endpoint import (
+    BUCKETS,
+    OnlyBuckets,
+    Rendezvous,
+    Straight,
+    Transport,
+    new_buckets,
+)
 from megatron_ext import device
 
 _ARRIVED, _NEWS, _ALL_HERE = "arrived", "news", "all ranks are here"
 _ANSWER = timedelta(seconds=5)
 
 
-class TcpSendEndpoint:
+class TcpSendEndpoint(OnlyBuckets):
     """Two buckets, and the sends that are under way from them."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
@@ -55,7 +62,7 @@ class TcpSendEndpoint:
         del self._group
 
 
-class TcpRecvEndpoint:
+class TcpRecvEndpoint(OnlyBuckets):
     """Two buckets of its own, into which pulls go in turn."""
 
     pulls_at_once = BUCKETS
@@ -72,7 +79,13 @@ class TcpRecvEndpoint:
     def all_connected(self) -> None:
         """Do nothing."""
 
-    def pull(self, source: int, bucket: int, size_bytes: int) -> Callable[[], Tensor]:
+    def pull(
+        self,
+        source: int,
+        bucket: int,
+        size_bytes: int,
+        straight: Sequence[Straight] = (),  # noqa: ARG002
+    ) -> Callable[[], Tensor]:
         """Begin to receive."""
         own = self._wires[next(self._pulls) % BUCKETS]
         with _errors("receiving from", source):

@@ -1,0 +1,78 @@
+"""Straight pieces: large ones that are contiguous at both ends are read from tensor to tensor, past the buckets.
+
+The rules of a transfer stay. A message has the same checksum, taken of the tensors themselves; it is acknowledged when
+it is there, and until then nothing changes what the source has; and a refit that fails leaves the engine fenced.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box
+from converters.layout import Shape
+from megarl.resharding.direct.messages import Message, Piece
+from megarl.resharding.direct.messages_by_peer import MessagesByPeer
+from megarl.resharding.direct.transports.endpoint import Readable, Straight
+
+SMALLEST_BYTES = 2**18
+"""Size of the smallest piece that is worth a read of its own."""
+
+
+def shared_tensors(messages: MessagesByPeer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a source of which a piece may be read where it is."""
+    names = {
+        piece.source_name
+        for of_peer in messages.values()
+        for message in of_peer
+        for piece in message.pieces
+        if _is_worth_it(piece)
+    }
+    return {name: tensor for name, tensor in tensors.items() if name in names and tensor.is_contiguous()}
+
+
+def straight_pieces(
+    messages: Sequence[Message], readable: Mapping[str, Readable], tensors: Mapping[str, Tensor]
+) -> dict[int, dict[int, Straight]]:
+    """Message number -> number of a piece -> the piece, of those that a destination can read past the buckets.
+
+    `readable` are the source's tensors, `tensors` those of the destination.
+    """
+    found: dict[int, dict[int, Straight]] = {}
+    for number, message in enumerate(messages):
+        for place, piece in enumerate(message.pieces):
+            if piece.source_name in readable and _is_worth_it(piece):
+                straight = _straight(piece, readable[piece.source_name], tensors[piece.destination_name])
+                if straight is not None:
+                    found.setdefault(number, {})[place] = straight
+    return found
+
+
+def _is_worth_it(piece: Piece) -> bool:
+    return piece.scales is None and piece.size_bytes >= SMALLEST_BYTES
+
+
+def _straight(piece: Piece, there: Readable, here: Tensor) -> Straight | None:
+    offset = _offset(piece.source_box, there.shape)
+    into = here[piece.destination_box.slices()]
+    if offset is None or not (there.dtype == piece.dtype == here.dtype) or not _is_on_host_in_one(into):
+        return None
+    address = there.address + offset * piece.dtype.itemsize
+    return Straight(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, into.view(-1).view(torch.uint8))
+
+
+def _is_on_host_in_one(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _offset(box: Box, shape: Shape) -> int | None:
+    """The first element of a box in a contiguous tensor of `shape`; None where its elements do not lie together."""
+    if box.intersect(Box.whole(shape)) != box:
+        return None
+    first = next((number for number, length in enumerate(box.shape) if length > 1), len(shape))
+    if box.shape[first + 1 :] != tuple(shape[first + 1 :]):
+        return None
+    offset = 0
+    for start, length in zip(box.start, shape, strict=True):
+        offset = offset * length + start
+    return offset

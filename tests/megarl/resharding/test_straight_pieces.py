@@ -1,0 +1,143 @@
+"""Large pieces that are contiguous at both ends go from tensor to tensor, and all rules of a transfer hold for them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from converters.boxes import Box
+from megarl.resharding.direct import sender as sending
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.messages import cut_into_messages
+from megarl.resharding.direct.parcels import Parcel
+from megarl.resharding.direct.receiver import Receiver
+from megarl.resharding.direct.sender import Sender
+from megarl.resharding.direct.straight import SMALLEST_BYTES
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megatron_ext.loopback import LOOPBACK
+
+ROWS, COLUMNS = 512, SMALLEST_BYTES // 256
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+def parcel(name, source, destination, dtype=BFLOAT16):
+    return Parcel(name, Box(*source), name, Box(*destination), dtype)
+
+
+# Each piece that is not cut has 2 x SMALLEST_BYTES or more.
+PARCELS = [
+    parcel("small", ((0, 0), (8, 8)), ((0, 0), (8, 8))),
+    # Rows in the midst of the source's, first ones of the destination's.
+    parcel("rows", ((128, 0), (384, COLUMNS)), ((0, 0), (256, COLUMNS))),
+    parcel("columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 0), (ROWS, COLUMNS // 2))),
+    parcel("into columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 8), (ROWS, 8 + COLUMNS // 2))),
+    parcel("converted", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS)), FLOAT32),
+    parcel("transposed", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
+    parcel("whole", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
+]
+STRAIGHT = {"rows", "whole"}
+
+
+def source_tensors():
+    made = {name: torch.randn(ROWS, COLUMNS, dtype=BFLOAT16) for name in (each.source_name for each in PARCELS)}
+    return made | {
+        "small": torch.randn(8, 8, dtype=BFLOAT16),
+        "into columns": torch.randn(ROWS, COLUMNS // 2).bfloat16(),
+    }
+
+
+def destination_tensors():
+    made = {each.destination_name: torch.zeros(ROWS, COLUMNS, dtype=each.dtype) for each in PARCELS}
+    return made | {"small": torch.zeros(8, 8).bfloat16(), "transposed": torch.zeros(COLUMNS, ROWS).bfloat16().T}
+
+
+@contextmanager
+def transfer(transport="rdma"):
+    """A sender and a receiver that have met, their tensors, and a way to let both make a refit."""
+    there, here = source_tensors(), destination_tensors()
+    messages = cut_into_messages(PARCELS, 5 * SMALLEST_BYTES)
+    sender = Sender(0, {0: messages}, there, LOOPBACK)
+    rendezvous = Rendezvous(transport, b"key", [sender.address], None, destinations=1, timeout_s=20.0)
+    receiver = Receiver(0, {0: messages}, here, rendezvous)
+    with ThreadPoolExecutor(2) as pool:
+
+        def refit(version, **options):
+            sending = pool.submit(sender.send, version, **{"with_checksum": True, **options})
+            receiver.receive(version)
+            return sending.result()
+
+        try:
+            connecting = pool.submit(sender.connect, rendezvous)
+            receiver.connect()
+            connecting.result()
+            yield sender, receiver, there, here, refit
+        finally:
+            sender.close()
+            receiver.close()
+
+
+def differing(there, here):
+    return {
+        each.source_name
+        for each in PARCELS
+        if not torch.equal(
+            there[each.source_name][each.source_box.slices()].to(each.dtype),
+            here[each.destination_name][each.destination_box.slices()],
+        )
+    }
+
+
+def straight_names(receiver):
+    messages = receiver._messages[0]
+    found = receiver._straight[0]
+    return {messages[number].pieces[place].source_name for number, places in found.items() for place in places}
+
+
+def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets():
+    with transfer() as (sender, receiver, there, here, refit):
+        assert straight_names(receiver) == STRAIGHT
+        everything = set(there)
+        # To compare, all of it goes into buckets, and nothing is written.
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(sender.send, 1, with_checksum=True)
+            assert (receiver.compare(1), differing(there, here)) == (everything, everything)
+            sent.result()
+        for version, with_checksum in ((2, True), (3, False)):
+            there["whole"][-1, -1] += version
+            there["rows"][200, 3] += version
+            refit(version, with_checksum=with_checksum)
+            assert differing(there, here) == set()
+        for block in (block for views in sender._views.values() for block in views):
+            assert not STRAIGHT.intersection(block.names), "nothing of it was packed"
+        # Changes are made of whole messages.
+        refit(4, delta=True)
+        there["whole"][0, 0] += 1
+        assert refit(5, delta=True).size_bytes < SMALLEST_BYTES
+        assert differing(there, here) == set()
+        # Memory that is no more where it was registered is not read.
+        there["whole"].share_memory_().add_(1)
+        refit(6)
+        assert differing(there, here) == set()
+
+
+def test_where_only_buckets_can_be_read_nothing_skips_them():
+    with transfer("shared_memory") as (_sender, receiver, there, here, refit):
+        assert straight_names(receiver) == set()
+        refit(1)
+        assert differing(there, here) == set()
+
+
+@pytest.mark.parametrize("name", sorted(STRAIGHT))
+def test_a_byte_that_is_another_when_it_comes_is_found(monkeypatch, name):
+    with transfer() as (_sender, _receiver, there, _here, refit):
+        pack = sending.pack
+
+        def pack_and_change(*arguments, **options):
+            checksum = pack(*arguments, **options)
+            there[name][300, 5] += 1
+            return checksum
+
+        monkeypatch.setattr(sending, "pack", pack_and_change)
+        with pytest.raises(TransferError, match="with checksum"):
+            refit(1)
