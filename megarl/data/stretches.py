@@ -79,7 +79,8 @@ class ValuesGone(RunFailed):
 def stored_together(values: Array, lengths: Array) -> list[Values]:
     """Values [T] by sequence: one array in the object store holds all, or they stay here where they are few.
 
-    Ray (2.60) takes 0.1 to 0.6 ms for each reference, so thousands of sequences have one.
+    Ray (2.60) takes 0.1 to 0.6 ms for each reference, so thousands of sequences have one. Equal values at the beginning
+    of a sequence, as those of a prompt are, are said once.
     """
     starts = lengths.cumsum() - lengths
     if not is_long(values):
@@ -91,8 +92,22 @@ def stored_together(values: Array, lengths: Array) -> list[Values]:
         finite = np.ones(len(lengths), dtype=bool)
     else:
         finite = np.logical_and.reduceat(np.isfinite(values), starts)
-    places = zip(lengths.tolist(), finite.tolist(), starts.tolist(), strict=True)
-    return [(Stored(reference, dtype, *place),) for place in places]
+    kept = []
+    for each, start, is_finite in zip(np.split(values, starts[1:]), starts.tolist(), finite.tolist(), strict=True):
+        equal = _equal_at_the_beginning(each)
+        said_once = (constant(each[0], equal),) if equal else ()
+        left = len(each) - equal
+        kept.append((*said_once, Stored(reference, dtype, left, is_finite, start + equal)) if left else said_once)
+    return kept
+
+
+def _equal_at_the_beginning(values: Array) -> int:
+    """How many values are the first one, to the bit, before any other is; 0 if that is the only one."""
+    bits = values.view(_BITS[values.itemsize])
+    if len(bits) < 2 or bits[0] != bits[1]:
+        return 0
+    differs = bits != bits[0]
+    return int(differs.argmax()) if differs.any() else len(values)
 
 
 def holds_numbers(values: Array) -> bool:
