@@ -132,31 +132,39 @@ class CpuKernel:
             inputs = queries.of(query), *keys.of_heads(query.shape[1], key, value)
             found = _backward(gradient, *inputs, output, total, 0.0, stretches.is_causal, scale=stretches.scale)
             for whole, each, places in zip(results, found, (queries, keys, keys), strict=True):
-                places.put(whole, each.unflatten(1, (whole.shape[1], -1)).sum(2))
+                repeats = query.shape[1] // whole.shape[1]
+                places.put(whole, each if repeats == 1 else each.unflatten(1, (-1, repeats)).sum(2))
         return results
 
 
-class _Places(NamedTuple):
+class _Places:
     """The tokens of N stretches, each padded to the longest by repeating its last."""
 
-    places: Tensor
-    """long[N, H]"""
-    is_real: Tensor
-    """bool[N, H]"""
+    def __init__(self, starts: list[int], lengths: list[int], on: torch.device) -> None:
+        self._only = slice(starts[0], starts[0] + lengths[0]) if len(starts) == 1 else None
+        """One stretch is no copy."""
+        self._index, self.is_real = padded_index(starts, lengths, on)
+        """long[N, H] and bool[N, H]"""
 
     def of(self, values: Tensor) -> Tensor:
         """Values [T, heads, ...] as [N, heads, H, ...]."""
-        return values[self.places.flatten()].unflatten(0, self.places.shape).transpose(1, 2)
+        if self._only is not None:
+            return values[None, self._only].transpose(1, 2)
+        return values[self._index.flatten()].unflatten(0, self._index.shape).transpose(1, 2)
 
     def of_heads(self, heads: int, *values: Tensor) -> Iterator[Tensor]:
         """Values [T, groups, width] as [N, heads, H, width], repeated for the heads that share them."""
         for each in values:
             repeats = heads // each.shape[1]
-            yield self.of(each if repeats == 1 else each.repeat_interleave(repeats, dim=1))
+            found = self.of(each)
+            yield found if repeats == 1 else found.repeat_interleave(repeats, dim=1)
 
     def put(self, whole: Tensor, values: Tensor) -> None:
         """Put values [N, heads, H, ...] to their tokens in `whole` [T, heads, ...]."""
-        whole[self.places[self.is_real]] = values.transpose(1, 2)[self.is_real]
+        if self._only is not None:
+            whole[self._only] = values[0].transpose(0, 1)
+        else:
+            whole[self._index[self.is_real]] = values.transpose(1, 2)[self.is_real]
 
 
 def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, _Places]]:
@@ -164,12 +172,12 @@ def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, 
     if stretches.is_causal:
         # Padding comes after all tokens of a stretch, where the causal mask hides it.
         for starts, lengths in batches_of_similar_length(list(accumulate(stretches.queries, initial=0))):
-            places = _Places(*padded_index(starts, lengths, on))
+            places = _Places(starts, lengths, on)
             yield places, places
         return
     query = key = 0
     for queries, keys in zip(stretches.queries, stretches.keys, strict=True):
-        yield _Places(*padded_index([query], [queries], on)), _Places(*padded_index([key], [keys], on))
+        yield _Places([query], [queries], on), _Places([key], [keys], on)
         query, key = query + queries, key + keys
 
 

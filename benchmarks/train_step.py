@@ -1,0 +1,309 @@
+"""Tokens a second of log-probs and of an update, on one rank: with and without shared prefixes; beside transformers.
+
+The first table has a group of responses to each prompt, whose tokens count as often as a plain computation meets them.
+The second has sequences of a spread of lengths, 1 to 8, on this project's rank and on the same model in transformers
+with AdamW, where rows are padded to the longest. Runs alternate, figures are medians; what is measured is CPU time or,
+on a GPU, wall time. Writes Markdown.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from machine import at_least_one, describe
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_ext import device  # noqa: E402 (found by the line above)
+
+device.install()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from converters.architectures import read_architecture  # noqa: E402
+from converters.cost.compute import attention_length  # noqa: E402
+from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
+from converters.layouts.megatron import ParallelSizes  # noqa: E402
+from megarl.algorithms.supervised import SftObjective  # noqa: E402
+from megarl.cluster.runtime import free_port  # noqa: E402
+from megarl.quickstart.smollm2 import write_smollm2  # noqa: E402
+from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
+from megatron_ext import parallel  # noqa: E402
+from megatron_ext.balance import Prefixes, assign  # noqa: E402
+from megatron_ext.megatron_model import MegatronModel  # noqa: E402
+from megatron_ext.options import MegatronOptions  # noqa: E402
+from megatron_ext.packing import RaggedBatch  # noqa: E402
+
+VOCABULARY = 50
+LEARNING_RATE = 1e-5
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+OPTIMIZER = {"lr": LEARNING_RATE, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.01}
+
+
+class Work(NamedTuple):
+    """Sequences to compute with."""
+
+    batch: RaggedBatch
+    prefixes: Prefixes
+
+
+def groups(prompts: int, prompt: int, response: int, samples: int) -> Work:
+    """Responses of `samples` to each prompt; their tokens alone are trained on."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int, length: int) -> Tensor:
+        return torch.randint(4, VOCABULARY, (count, length), generator=generator)
+
+    beginnings = drawn(prompts, prompt).repeat_interleave(samples, 0)
+    tokens = torch.cat([beginnings, drawn(prompts * samples, response)], dim=1)
+    weights = torch.cat([torch.zeros(prompt), torch.ones(response)]).repeat(len(tokens)) / (len(tokens) * response)
+    batch = RaggedBatch(tokens.flatten(), torch.full((len(tokens),), prompt + response), {"weights": weights})
+    return Work(batch, Prefixes(np.arange(prompts).repeat(samples), np.full(len(tokens), prompt)))
+
+
+def spread(sequences: int, shortest: int) -> Work:
+    """Sequences of `shortest` to 8 times as many tokens, all of which are trained on."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(shortest, 8 * shortest, sequences).long()[torch.randperm(sequences, generator=generator)]
+    total = int(lengths.sum())
+    tokens = torch.randint(4, VOCABULARY, (total,), generator=generator)
+    weights = torch.full((total,), 1 / total).masked_fill_(_first_tokens(lengths), 0)
+    return Work(RaggedBatch(tokens, lengths, {"weights": weights}), Prefixes(np.arange(sequences), np.zeros(sequences)))
+
+
+def _first_tokens(lengths: Tensor) -> Tensor:
+    is_first = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    is_first[lengths.cumsum(0) - lengths] = True
+    return is_first
+
+
+class MegatronRank:
+    """This project's model on one rank."""
+
+    def __init__(self, folder: Path, max_tokens: int, *, shared: bool = False) -> None:
+        checkpoint = HuggingFaceCheckpoint(folder)
+        architecture = read_architecture(checkpoint.config)
+        options = MegatronOptions(
+            ParallelSizes(),
+            torch.float32,
+            optimizer=OPTIMIZER,
+            distributed={"use_distributed_optimizer": False},
+            shared_prefixes=shared,
+        )
+        self._model = MegatronModel(architecture, options, 0)
+        self._model.load_huggingface(checkpoint)
+        self._model.prepare_training(1000)
+        self._shared, self._max_tokens = shared, max_tokens
+        self._attention_length = attention_length(architecture)
+
+    def _cut(self, work: Work) -> list[list[int]]:
+        known = work.prefixes if self._shared else None
+        length = self._attention_length
+        return assign(work.batch.lengths, 1, self._max_tokens, attention_length=length, prefixes=known)[0]
+
+    def log_probs(self, work: Work) -> float:
+        """Compute them; their mean over the tokens that are asked for."""
+        found = self._model.log_probs(work.batch, self._cut(work), temperature=1.0)
+        assert found is not None
+        return float((found.log_probs * work.batch.fields["weights"]).sum())
+
+    def update(self, work: Work) -> float:
+        """One optimizer step; the gradient norm."""
+        return self._model.train_step(work.batch, self._cut(work), SftObjective()).gradient_norm
+
+
+class PaddedTransformers:
+    """The same model in transformers: rows in the order in which they come, padded to the longest of a micro-batch."""
+
+    def __init__(self, folder: Path, max_tokens: int) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, **ADAMW)
+        self._max_tokens = max_tokens
+
+    def _micro_batches(self, work: Work) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens, mask and weights, of as many rows as `max_tokens` hold, padding included."""
+        lengths = work.batch.lengths.tolist()
+        rows = max(1, self._max_tokens // max(lengths))
+        tokens, weights = (each.split(lengths) for each in (work.batch.tokens, work.batch.fields["weights"]))
+        pad = torch.nn.utils.rnn.pad_sequence
+        found = []
+        for start in range(0, len(lengths), rows):
+            chosen = slice(start, start + rows)
+            mask = pad([torch.ones(length, dtype=torch.long) for length in lengths[chosen]], batch_first=True)
+            found.append((pad(tokens[chosen], batch_first=True), mask, pad(weights[chosen], batch_first=True)))
+        return found
+
+    def _weighted(self, tokens: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        logits = self._model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        return (log_probs * weights[:, 1:]).sum()
+
+    @torch.no_grad()
+    def log_probs(self, work: Work) -> float:
+        """See `MegatronRank`."""
+        self._model.eval()
+        return float(sum(self._weighted(*each) for each in self._micro_batches(work)))
+
+    def update(self, work: Work) -> float:
+        """See `MegatronRank`."""
+        self._model.train()
+        self._optimizer.zero_grad()
+        for each in self._micro_batches(work):
+            (-self._weighted(*each)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return float(norm)
+
+
+def compare(contenders: Mapping[str, MegatronRank | PaddedTransformers], work: Work, repeats: int) -> dict[str, float]:
+    """Seconds, by contender and stage, the median of alternating runs after one that does not count.
+
+    Raises ValueError where they compute something else.
+    """
+    stages: dict[str, Callable[..., float]] = {
+        f"{name} {stage}": getattr(contender, stage)
+        for stage in ("log_probs", "update")
+        for name, contender in contenders.items()
+    }
+    results, seconds = {}, {key: list[float]() for key in stages}
+    for repeat in range(repeats + 1):
+        for key, stage in stages.items():
+            device.synchronize()
+            start = _clock()
+            results[key] = stage(work)
+            device.synchronize()
+            if repeat:
+                seconds[key].append(_clock() - start)
+    for stage in ("log_probs", "update"):
+        values = [value for key, value in results.items() if key.endswith(stage)]
+        if not np.allclose(values, values[0], rtol=1e-3):
+            raise ValueError(f"the contenders' {stage} differ: {results}")
+    return {key: median(each) for key, each in seconds.items()}
+
+
+def _clock() -> float:
+    return time.process_time() if device.device().type == "cpu" else time.perf_counter()
+
+
+def shared_prefixes(folder: Path, options: argparse.Namespace) -> list[str]:
+    """A row for each shape of a group."""
+    write_tiny_model("qwen3_moe", folder)
+    contenders = {
+        name: MegatronRank(folder, options.max_tokens, shared=name == "shared") for name in ("plain", "shared")
+    }
+    lines = [
+        "| P | R | G | arithmetic gain | log-probs, plain | shared | gain | of the arithmetic | update, plain | shared"
+        " | gain | of the arithmetic |",
+        "|---:" * 12 + "|",
+    ]
+    for ratio in options.ratios:
+        for samples in options.samples:
+            prompt = ratio * options.response
+            work = groups(options.prompts, prompt, options.response, samples)
+            seconds = compare(contenders, work, options.repeats)
+            gain = (prompt + options.response) * samples / (prompt + options.response * samples)
+            row = f"| {prompt} | {options.response} | {samples} | {gain:.2f} "
+            for stage in ("log_probs", "update"):
+                plain, shared = (seconds[f"{name} {stage}"] for name in contenders)
+                tokens = len(work.batch.tokens)
+                row += f"| {tokens / plain:,.0f} | {tokens / shared:,.0f} | {plain / shared:.2f} "
+                row += f"| {plain / shared / gain:.2f} "
+            lines.append(row + "|")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
+    """A row for each model."""
+    lines = [
+        "| model | sequences | tokens | log-probs, megarl | transformers | ratio | update, megarl | transformers"
+        " | ratio |",
+        "|---|" + "---:|" * 8,
+    ]
+    for model in options.models:
+        place = folder / model
+        if model == "smollm2":
+            write_smollm2(place, dtype=torch.float32)
+        else:
+            write_tiny_model(model, place)
+        sequences, shortest, limit = options.real_size if model == "smollm2" else options.tiny_size
+        work = spread(sequences, shortest)
+        contenders = {"megarl": MegatronRank(place, limit), "transformers": PaddedTransformers(place, limit)}
+        seconds = compare(contenders, work, options.repeats)
+        tokens = len(work.batch.tokens)
+        row = f"| {model} | {sequences} | {tokens:,} "
+        for stage in ("log_probs", "update"):
+            ours, theirs = (seconds[f"{name} {stage}"] for name in contenders)
+            row += f"| {tokens / ours:,.0f} | {tokens / theirs:,.0f} | {theirs / ours:.2f} "
+        lines.append(row + "|")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def report(options: argparse.Namespace) -> str:
+    """The page."""
+    unit = "CPU second" if device.device().type == "cpu" else "second"
+    lines = [
+        f"# Tokens a {unit} of log-probs and an update, on one rank",
+        f"Date: {time.strftime('%Y-%m-%d')}",
+        f"Machine: {describe(ROOT)}; {torch.get_num_threads()} thread(s)",
+        f"Versions: torch {torch.__version__}, transformers {transformers.__version__}",
+        "Command: `python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "`",
+    ]
+    parallel.initialize(ParallelSizes(), 0, f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}")
+    with tempfile.TemporaryDirectory() as folder:
+        if "prefixes" in options.parts:
+            lines += [
+                "## Shared prefixes",
+                f"The tiny Qwen3-MoE in fp32, {options.prompts} prompts of P tokens with G responses of R tokens each,"
+                f" in micro-batches of at most {options.max_tokens:,} tokens. Tokens are those of the plain"
+                " computation, in which every response brings its prompt. The arithmetic gain is"
+                " (P + R) G / (P + R G).",
+                "\n".join(shared_prefixes(Path(folder), options)),
+            ]
+        if "transformers" in options.parts:
+            lines += [
+                "## Beside transformers with padding",
+                "The same model, batch and fp32, AdamW, lengths spread evenly from 1 to 8. Tokens are without padding.",
+                "\n".join(beside_transformers(Path(folder), options)),
+            ]
+    parallel.shutdown()
+    return "\n\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and print the page or write it to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parts", nargs="+", choices=["prefixes", "transformers"], default=["prefixes", "transformers"]
+    )
+    parser.add_argument("--ratios", nargs="+", type=at_least_one, default=[1, 4, 16], help="P / R")
+    parser.add_argument("--response", type=at_least_one, default=32, help="R")
+    parser.add_argument("--samples", nargs="+", type=at_least_one, default=[8, 16], help="G")
+    parser.add_argument("--prompts", type=at_least_one, default=16)
+    parser.add_argument("--max-tokens", type=at_least_one, default=8192, help="of a micro-batch of the first table")
+    parser.add_argument("--models", nargs="+", choices=["qwen3_moe", "smollm2"], default=["qwen3_moe", "smollm2"])
+    parser.add_argument("--repeats", type=at_least_one, default=5)
+    parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
+    options = parser.parse_args()
+    # Sequences, tokens of the shortest, tokens of a micro-batch.
+    options.tiny_size, options.real_size = (64, 32, 4096), (8, 16, 1024)
+    torch.set_num_threads(1)
+    text = report(options)
+    if options.write is None:
+        print(text)
+    else:
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
