@@ -141,5 +141,9 @@ def _packed_sequences(own: Part) -> PackedSeqParams:
         "max_seqlen_kv": own.max_seqlen,
     }
     if isinstance(own, SharedPart):
-        return SharedSequences(**bounds, levels=own.levels, positions=own.position_ids.squeeze(0))
+        positions = own.position_ids.squeeze(0)
+        # Rotary embeddings, which alone read these bounds, take all tokens at once, each at its position.
+        everything = own.cu_seqlens[[0, -1]]
+        whole = {"cu_seqlens_q_padded": everything, "cu_seqlens_kv_padded": everything}
+        return SharedSequences(**bounds, **whole, levels=own.levels, positions=positions)
     return PackedSeqParams(**bounds)

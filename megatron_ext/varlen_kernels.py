@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_ext.attention import batches_of_similar_length, padded_index
 
-_WIDEST_HEAD = 256
-"""Limit of the fused kernel for CUDA."""
+_WIDEST_HEAD, _HEAD_STEP = 256, 8
+"""Limits of the fused kernel for CUDA."""
 
 
 class Stretches(NamedTuple):
@@ -56,7 +56,8 @@ def kernel_for(query: Tensor) -> Kernel | None:
     """The kernel for queries of this device, type and width, if there is one."""
     if query.device.type == "cpu":
         return CpuKernel()
-    is_fused = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _WIDEST_HEAD
+    width = query.shape[-1]
+    is_fused = query.dtype in (torch.bfloat16, torch.float16) and width <= _WIDEST_HEAD and width % _HEAD_STEP == 0
     return CudaKernel() if query.device.type == "cuda" and is_fused else None
 
 

@@ -29,6 +29,7 @@ from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, pack
 from megatron_ext.prefix_attention import prefix_attention
 from megatron_ext.shared_prefixes import SHORTEST_PREFIX, SharedPart, share
+from megatron_ext.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
 
 SIZES = {
     "one": ParallelSizes(),
@@ -261,3 +262,16 @@ def test_families_stay_whole_unless_ranks_would_wait() -> None:
     # Two prefixes of 30 tokens and eight responses of 10 are no more than 140, in two parts of the family.
     tight = assign(lengths[:8], 1, 80, prefixes=prefixes_of(families[:8], [30] * 8))
     assert [[len(members) for members in rank] for rank in tight] == [[4, 4]]
+
+
+def test_the_fused_kernel_takes_and_gives_what_the_one_for_cpus_does() -> None:
+    """Shapes and types alone, by torch's own account of its kernel for CUDA; no GPU is needed for that."""
+    stretches = Stretches((40, 24), (16, 8), is_causal=False, scale=0.1)
+    query, key, value = (torch.randn(length, heads, 64) for length, heads in ((64, 4), (24, 2), (24, 2)))
+    results = []
+    for kernel, place in ((CpuKernel(), "cpu"), (CudaKernel(), "meta")):
+        inputs = [each.to(place, torch.bfloat16) for each in (query, key, value)]
+        output, total = kernel.forward(*inputs, stretches)
+        gradients = kernel.backward(*inputs, Merged(torch.ones_like(output), output, total), stretches)
+        results.append([(each.shape, each.dtype) for each in (output, total, *gradients)])
+    assert results[0] == results[1]
