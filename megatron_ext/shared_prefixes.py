@@ -52,7 +52,12 @@ class SharedPart(Part):
 
 
 def share(micro_batch: MicroBatch, align: int) -> SharedPart:
-    """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`."""
+    """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`.
+
+    Raises ValueError where experts are recorded: each response may have sent the tokens of a prompt to others.
+    """
+    if micro_batch.routed_experts is not None:
+        raise ValueError("a micro-batch with routed experts has no shared prefixes: its sequences are computed whole")
     lengths = micro_batch.lengths.tolist()
     bounds = np.cumsum([0, *lengths])
     stretches = _tree([each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from parallel_rank import parallel_rank
 from parity import VOCABULARY, in_huggingface_names
 from test_context_parallel import OfWholeResponses
@@ -27,7 +30,8 @@ from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.prefix_attention import prefix_attention
+from megatron_ext.prefix_attention import SharedSequences, prefix_attention
+from megatron_ext.rotary import rotate_by_position
 from megatron_ext.shared_prefixes import SHORTEST_PREFIX, SharedPart, share
 from megatron_ext.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
 
@@ -197,6 +201,8 @@ def test_short_prefixes_are_not_shared() -> None:
     empty = share(pack(batch, []), 4)
     assert empty.tokens.shape[1] == 4
     assert empty.places.tolist() == [0]
+    with pytest.raises(ValueError, match="routed experts"):
+        share(pack(replace(batch, routed_experts=torch.zeros(len(batch.tokens), 1, dtype=torch.uint8)), [0]), 1)
 
 
 def test_attention_in_bf16_rounds_as_that_of_whole_sequences() -> None:
@@ -275,3 +281,23 @@ def test_the_fused_kernel_takes_and_gives_what_the_one_for_cpus_does() -> None:
         gradients = kernel.backward(*inputs, Merged(torch.ones_like(output), output, total), stretches)
         results.append([(each.shape, each.dtype) for each in (output, total, *gradients)])
     assert results[0] == results[1]
+
+
+class _Rotated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_pos_emb = YarnRotaryEmbedding(16, original_max_position_embeddings=64, use_cpu_initialization=True)
+
+    def forward(self, length: int, packed_seq_params: PackedSeqParams) -> tuple[Tensor, float]:
+        return self.rotary_pos_emb(length)
+
+
+def test_yarn_rotates_by_position_too_and_only_where_prefixes_are_shared() -> None:
+    model = _Rotated()
+    expected, factor = model(9, packed_seq_params=PackedSeqParams())
+    rotate_by_position(model)
+    positions = torch.tensor([0, 1, 2, 2, 3, 2])
+    picked, same = model(9, packed_seq_params=SharedSequences(positions=positions))
+    assert same == factor
+    assert torch.equal(picked, expected[positions])
+    assert torch.equal(model(9, packed_seq_params=PackedSeqParams())[0], expected)
