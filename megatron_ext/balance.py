@@ -68,11 +68,16 @@ def assign(
     alone = _Items(sizes, costs, [[unit * i + k for k in range(unit)] for i in range(len(sizes))])
     if prefixes is None or unit > 1:
         return _cut(alone, data_parallel_size, max_tokens, count_multiple)[0]
-    cuts = [
-        _cut(items, data_parallel_size, max_tokens, count_multiple)
-        for items in _families(sizes, prefixes, max_tokens, attention_length)
-    ]
-    return min(cuts, key=lambda cut: cut[1])[0]
+    best: Cut = []
+    fastest = inf
+    for items in _families(sizes, prefixes, max_tokens, attention_length):
+        # More parts have more prefixes: none of them can be faster any more.
+        if sum(items.costs) / data_parallel_size >= fastest:
+            break
+        cut, time = _cut(items, data_parallel_size, max_tokens, count_multiple)
+        if time < fastest:
+            best, fastest = cut, time
+    return best
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SIZES = {
 }
 MODELS = {
     "one": ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3"),
-    "TP2 PP2": ("qwen3", "deepseek_v3"),
+    "TP2 PP2": ("deepseek_v3",),
     "DP2 EP2": ("qwen3_moe",),
 }
 # Sequences of each micro-batch, of each data-parallel rank; one is empty.
