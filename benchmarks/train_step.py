@@ -45,7 +45,6 @@ from megatron_ext.packing import RaggedBatch  # noqa: E402
 
 VOCABULARY = 50
 LEARNING_RATE = 1e-5
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIMIZER = {"lr": LEARNING_RATE, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -77,7 +76,10 @@ def spread(sequences: int, shortest: int) -> Work:
     total = int(lengths.sum())
     tokens = torch.randint(4, VOCABULARY, (total,), generator=generator)
     weights = torch.full((total,), 1 / total).masked_fill_(_first_tokens(lengths), 0)
-    return Work(RaggedBatch(tokens, lengths, {"weights": weights}), Prefixes(np.arange(sequences), np.zeros(sequences)))
+    return Work(
+        RaggedBatch(tokens, lengths, {"weights": weights}),
+        Prefixes(np.arange(sequences), np.zeros(sequences, dtype=np.int64)),
+    )
 
 
 def _first_tokens(lengths: Tensor) -> Tensor:
@@ -126,7 +128,9 @@ class PaddedTransformers:
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, **ADAMW)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+        )
         self._max_tokens = max_tokens
 
     def _micro_batches(self, work: Work) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -176,15 +180,15 @@ def compare(contenders: Mapping[str, MegatronRank | PaddedTransformers], work: W
     }
     results, seconds = {}, {key: list[float]() for key in stages}
     for repeat in range(repeats + 1):
-        for key, stage in stages.items():
+        for key, run in stages.items():
             device.synchronize()
             start = _clock()
-            results[key] = stage(work)
+            results[key] = run(work)
             device.synchronize()
             if repeat:
                 seconds[key].append(_clock() - start)
     for stage in ("log_probs", "update"):
-        values = [value for key, value in results.items() if key.endswith(stage)]
+        values = [results[f"{name} {stage}"] for name in contenders]
         if not np.allclose(values, values[0], rtol=1e-3):
             raise ValueError(f"the contenders' {stage} differ: {results}")
     return {key: median(each) for key, each in seconds.items()}
@@ -237,7 +241,10 @@ def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
             write_tiny_model(model, place)
         sequences, shortest, limit = options.real_size if model == "smollm2" else options.tiny_size
         work = spread(sequences, shortest)
-        contenders = {"megarl": MegatronRank(place, limit), "transformers": PaddedTransformers(place, limit)}
+        contenders: dict[str, MegatronRank | PaddedTransformers] = {
+            "megarl": MegatronRank(place, limit),
+            "transformers": PaddedTransformers(place, limit),
+        }
         seconds = compare(contenders, work, options.repeats)
         tokens = len(work.batch.tokens)
         row = f"| {model} | {sequences} | {tokens:,} "
@@ -294,9 +301,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["qwen3_moe", "smollm2"], default=["qwen3_moe", "smollm2"])
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
+    size = "sequences, tokens of the shortest and of a micro-batch, of the second table"
+    parser.add_argument("--tiny-size", nargs=3, type=at_least_one, default=[64, 32, 4096], help=size)
+    parser.add_argument("--real-size", nargs=3, type=at_least_one, default=[16, 24, 1024], help="the same of smollm2")
     options = parser.parse_args()
-    # Sequences, tokens of the shortest, tokens of a micro-batch.
-    options.tiny_size, options.real_size = (64, 32, 4096), (8, 16, 1024)
     torch.set_num_threads(1)
     text = report(options)
     if options.write is None:
