@@ -30,7 +30,7 @@ import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from converters.architectures import read_architecture  # noqa: E402
-from converters.cost.compute import attention_length  # noqa: E402
+from converters.cost.compute import forward_flops  # noqa: E402
 from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.algorithms.supervised import SftObjective  # noqa: E402
@@ -105,7 +105,7 @@ class MegatronRank:
         self._model.load_huggingface(checkpoint)
         self._model.prepare_training(1000)
         self._shared, self._max_tokens = shared, max_tokens
-        self._attention_length = attention_length(architecture)
+        self._attention_length = forward_flops(architecture).attention_length
 
     def _cut(self, work: Work) -> list[list[int]]:
         known = work.prefixes if self._shared else None
