@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_fp8 import VALUES, reference_codes
 
-from converters.number_formats import INT8_CHANNEL, MXFP8
+from converters.number_formats import INT8_CHANNEL, MXFP8, NUMBER_FORMATS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LARGEST = float(torch.finfo(FP32).max)
@@ -111,3 +111,11 @@ def test_a_weight_that_has_no_code_is_named(number_format, says, value):
 def test_columns_that_are_no_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="40 columns is not made of blocks of 32"):
         MXFP8.quantise(torch.ones(1, 40))
+
+
+@pytest.mark.parametrize(("name", "error"), [("fp8_block", 0.0264), ("int8_channel", 0.0083), ("mxfp8", 0.0293)])
+def test_the_error_of_a_round_trip_is_the_documented_one(name, error):
+    number_format = NUMBER_FORMATS[name]
+    weight = 0.02 * torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
+    decoded = number_format.dequantise(*number_format.quantise(weight), FP32)
+    assert (decoded - weight).norm() / weight.norm() == pytest.approx(error, rel=0.02)
