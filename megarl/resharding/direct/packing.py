@@ -109,6 +109,7 @@ def _place(piece: Piece, end: _End) -> tuple[str, Box]:
 
 def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Iterator[Block]:
     name, box = _place(piece, end)
+    _check_inside(name, box, tensors)
     memory = tensors[name][box.slices()].view(-1).view(torch.uint8)
     for part in memory.split(_HOST_BLOCK_BYTES):
         yield Block(part, [], [], [])

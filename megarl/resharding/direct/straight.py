@@ -57,6 +57,8 @@ def _straight(piece: Piece, there: Readable, here: Tensor) -> Straight | None:
     into = here[piece.destination_box.slices()]
     if offset is None or not (there.dtype == piece.dtype == here.dtype) or not _is_on_host_in_one(into):
         return None
+    if into.nbytes != piece.size_bytes:
+        raise ValueError(f"{piece.destination_box} leads out of {piece.destination_name}")
     address = there.address + offset * piece.dtype.itemsize
     return Straight(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, into.view(-1).view(torch.uint8))
 
