@@ -103,6 +103,7 @@ class Worker:
             "rows": torch.empty(_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES, dtype=torch.bfloat16).normal_(0, 0.02),
             "codes": torch.zeros(_ROWS, _COLUMNS, dtype=FP8_BLOCK.codes),
             "scales": torch.ones(_ROWS // 128, _COLUMNS // 128, dtype=FP8_BLOCK.scales),
+            "scales of rows": torch.ones(_ROWS * _COLUMNS // _ROW_BYTES // 128 + 1, _ROW_BYTES // 256),
         }
         self._buckets = self._mapped(bucket_bytes)
         self._blocks = {name: self._views(parcel) for name, parcel in parcels().items()}
@@ -240,7 +241,7 @@ def parcels() -> dict[str, Parcel]:
     rows = Parcel("rows", half, "rows", half, torch.bfloat16)
     # Its codes, too, are rows with gaps.
     codes_of_rows = replace(codes, source_name="rows", source_box=half, destination_name="rows", destination_box=half)
-    half_scales = Scales("scales", FP8_BLOCK.scales_box(half), FP8_BLOCK.name)
+    half_scales = Scales("scales of rows", FP8_BLOCK.scales_box(half), FP8_BLOCK.name)
     return {
         "plain": plain,
         "rows": rows,
