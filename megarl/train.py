@@ -51,7 +51,9 @@ def _take_steps(job: Job) -> None:
     with asked_to_stop(waits=config.checkpoint.on_signal) as stop:
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            job.log(train_step(job, clock))
+            with job.timeline.of(job.state.step + 1):
+                metrics = train_step(job, clock)
+            job.log(metrics)
             is_last = bool(stop)
             if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):
                 with clock.stage("checkpoint"):

@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_ext.backbone import LanguageModel, ValueModel
 from megatron_ext.log_probs import LogProbs
@@ -100,7 +101,7 @@ def _run_schedule(
 ) -> list[Any]:
     iterators = [iter(micro_batches) for _ in chunks]
     single = len(chunks) == 1
-    with replaying(chunks):
+    with replaying(chunks), record_function(f"{len(micro_batches)} micro-batches"):
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators[0] if single else iterators,
@@ -123,10 +124,12 @@ def _forward_step(
     micro_batch = next(micro_batches)
     own = micro_batch.own
     aim(model, own)
-    output = model(own.tokens, own.position_ids, None, packed_seq_params=_packed_sequences(own))
+    with record_function(f"forward pass of {own.tokens.shape[1]} tokens"):
+        output = model(own.tokens, own.position_ids, None, packed_seq_params=_packed_sequences(own))
 
     def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
-        return consume(predict(unwrap_model(model), hidden, own), micro_batch)
+        with record_function("predictions and loss"):
+            return consume(predict(unwrap_model(model), hidden, own), micro_batch)
 
     return output, on_last_stage
 

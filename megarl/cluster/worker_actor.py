@@ -26,6 +26,7 @@ class WorkerActor:
     def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
         """Without `shared_gpus` the process has the GPUs that Ray gives it."""
         self._object: Any = None
+        self._profiler: Any = None
         self._listener: socket.socket | None = None
         if shared_gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
@@ -72,6 +73,16 @@ class WorkerActor:
         """The address of this machine, and a port of it that was free a moment ago."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
+
+    def start_profiler(self) -> None:
+        """Begin to record what this process does."""
+        self._profiler = load("megarl.process.profiler", "Profiler")()
+        self._profiler.start()
+
+    def stop_profiler(self) -> list[dict[str, Any]]:
+        """The events since `start_profiler`; none in a process that has begun since then."""
+        profiler, self._profiler = self._profiler, None
+        return [] if profiler is None else profiler.stop()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""

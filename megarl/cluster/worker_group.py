@@ -86,6 +86,14 @@ class Worker:
         """Begin to look for a free port of its machine."""
         return Call(self, self.actor.free_address.remote())
 
+    def begin_start_profiler(self) -> "Call[None]":
+        """Begin to record what it does."""
+        return Call(self, self.actor.start_profiler.remote())
+
+    def begin_stop_profiler(self) -> "Call[list[dict[str, Any]]]":
+        """Begin to end that; the result is the events."""
+        return Call(self, self.actor.stop_profiler.remote())
+
     def begin(self, method: str, *arguments: Any) -> "Call[Any]":
         """Begin a call of the object's `method`."""
         return Call(self, self.actor.call.remote(method, *arguments))

@@ -42,6 +42,12 @@ class AuxiliaryModels:
     """A language model whose log-ratio to what it was is the reward of a token; trained."""
 
     @property
+    def groups(self) -> list[TrainerGroup]:
+        """All of them."""
+        others = (self.critic, self.reward_model, self.implicit_reward_model)
+        return [group for group in (*others, *(each.group for each in self.teachers.values())) if group is not None]
+
+    @property
     def trained(self) -> dict[str, TrainerGroup]:
         """The trained ones, which a checkpoint must hold, by name."""
         groups = {"critic": self.critic, "implicit_reward_model": self.implicit_reward_model}

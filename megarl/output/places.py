@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
 LOGS = "logs"
+PROFILES = "profiles"
 TRAINED_AUXILIARY = ("critic", "implicit_reward_model")
 """Exported under their own names."""
 
@@ -31,7 +32,7 @@ _EXPORTS = (Path(EXPORT), *map(Path, TRAINED_AUXILIARY))
 _FOLDERS = (
     *map(str, _EXPORTS),
     *(str(beside(export)) for export in _EXPORTS for beside in (next_export, previous_export)),
-    *(CHECKPOINTS, LOGS),
+    *(CHECKPOINTS, LOGS, PROFILES),
 )
 
 

@@ -70,7 +70,7 @@ class InProcess:
         worker = await self._pool.take()
         try:
             with time_left.running():
-                reply = await asyncio.wait_for(worker.ask(request), limit_s)
+                reply = await asyncio.wait_for(self._pool.ask(worker, request), limit_s)
             if reply.get("exhausted"):
                 raise WorkerLost(reply["error"])
         except BaseException:

@@ -18,7 +18,7 @@ from megarl.rewards.scoring import (
     Score,
 )
 from megarl.rewards.terms import check_data_source, combine, terms_of
-from megarl.rewards.worker import WorkerPool
+from megarl.rewards.worker import Answered, WorkerPool
 
 if TYPE_CHECKING:
     from megarl.schema import RewardConfig
@@ -66,6 +66,15 @@ class Scorer:
         self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
         self._loop.close(_CLOSE_WAIT_S)
         self._functions_loop.close(_CLOSE_WAIT_S)
+
+    def start_noting(self) -> None:
+        """Begin to note when which process answers."""
+        self._pool.answered = []
+
+    def stop_noting(self) -> list[Answered]:
+        """The answers since `start_noting`."""
+        answered, self._pool.answered = self._pool.answered, None
+        return answered or []
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise `UserError` for the first data_source that no term is for."""

@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters.errors import UserError
 from megarl.rewards.printed import Printed
@@ -52,6 +53,11 @@ class Worker:
             )
         self._printed.close_writing_end()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    @property
+    def process(self) -> int:
+        """The number of its process."""
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -116,6 +122,14 @@ class Worker:
         await writer.drain()
 
 
+class Answered(NamedTuple):
+    """A question that a worker's process answered: its number, and seconds since 1970."""
+
+    process: int
+    start_s: float
+    end_s: float
+
+
 class WorkerPool:
     """Workers that are lent one by one, started as they are needed."""
 
@@ -123,6 +137,8 @@ class WorkerPool:
         self._sources = sources
         self._load_timeout_s = load_timeout_s
         self._idle: list[Worker] = []
+        self.answered: list[Answered] | None = None
+        """Questions that were answered; None where nobody asks for them."""
         self._all: set[Worker] = set()
 
     async def load_first(self) -> list[Calling]:
@@ -139,6 +155,14 @@ class WorkerPool:
                 return worker
             await self.end(worker)
         return (await self._start())[0]
+
+    async def ask(self, worker: Worker, request: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Worker.ask`, of one that was taken."""
+        start = time.time()
+        reply = await worker.ask(request)
+        if self.answered is not None:
+            self.answered.append(Answered(worker.process, start, time.time()))
+        return reply
 
     def give_back(self, worker: Worker) -> None:
         """Lend it to the next."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
+from torch.profiler import record_function
+
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.resharding.loader.buckets import Bucket
@@ -252,7 +254,8 @@ class OwnedEngine(ABC):
         self._step_queued = False
         # A call that came first may hold it up.
         if self._can_step():
-            self._compute()
+            with record_function("engine step"):
+                self._compute()
             self._queue_step()
 
     def _die_of(self, step: Future[None]) -> None:

@@ -25,6 +25,7 @@ from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
 from megarl.run.checkpoints import CheckpointWriter
 from megarl.run.opening import Start, open_processes
+from megarl.run.timeline import Timeline
 from megarl.schema import MegarlConfig
 from megarl.stages.throughput import Throughput
 from megarl.tracking import MetricValue, Tracker
@@ -63,6 +64,7 @@ class Job:
     refit: Refit
     tracker: Tracker
     throughput: Throughput
+    timeline: Timeline
     alerts: Alerts
     state: LoopState
 
@@ -146,6 +148,12 @@ def open_job(start: Start) -> Iterator[Job]:
             refit=refit,
             tracker=tracker,
             throughput=processes.throughput(trainer, "advantage", "update"),
+            timeline=Timeline(
+                config.tracking.profile,
+                Path(config.output_dir),
+                [worker for group in (trainer, *auxiliary.groups, engines.processes) for worker in group.workers],
+                scorer,
+            ),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
             state=state,
         )

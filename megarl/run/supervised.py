@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megarl.process.signals import asked_to_stop
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.checkpoints import CheckpointWriter
 from megarl.run.opening import Processes, Start, open_processes
+from megarl.run.timeline import Timeline
 from megarl.stages.throughput import Throughput
 from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
@@ -55,6 +57,7 @@ class Training:
     tracker: Tracker
     position: Position
     throughput: Throughput
+    timeline: Timeline
     clock: Clock = field(default_factory=Clock)
 
     def build(self, *, reference: bool = False, **options: Any) -> None:
@@ -80,7 +83,8 @@ class Training:
                 if (step_batch := batches.after(position.step)) is None:
                     position.is_enough = True
                 else:
-                    metrics = self._step(step_batch, objective, held_out)
+                    with self.timeline.of(position.step + 1):
+                        metrics = self._step(step_batch, objective, held_out)
                     # Logged, then saved: a resumed run cuts off lines that are too many.
                     self.tracker.log(position.step, metrics)
                     position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
@@ -124,7 +128,8 @@ def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
         trainer = processes.trainer(start.options)
         position = Position(start.step, start.has_learned_enough)
         throughput = processes.throughput(trainer, "reference", "update", "evaluate")
-        yield Training(start, processes, trainer, tracker, position, throughput)
+        timeline = Timeline(start.config.tracking.profile, Path(start.config.output_dir), trainer.workers, None)
+        yield Training(start, processes, trainer, tracker, position, throughput, timeline)
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:

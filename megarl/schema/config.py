@@ -282,6 +282,8 @@ class TrackingConfig:
     """Warn if the share of groups without a difference in reward is above this; null never does."""
     warn_truncated_fraction: float | None = 0.5
     """Warn if the share of responses that ran into the limit is above this; null never does."""
+    profile: int | None = None
+    """Step of which a timeline of all processes is written, for Perfetto: profiles/step_N.json; null is none."""
     peak_tflops: float | None = None
     """Peak of a rank's GPU in bfloat16, for throughput/mfu; null takes the data sheet's of a known GPU."""
 

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 
 class Clock:
     """Adds up the wall time of named stages, step by step, without a gap between the steps."""
@@ -17,7 +19,8 @@ class Clock:
         """Count the time inside towards `name`."""
         started = time.perf_counter()
         try:
-            yield
+            with record_function(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - started
 

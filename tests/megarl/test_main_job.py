@@ -1,5 +1,8 @@
 """The main job on every architecture: what is sampled is what is trained on, and the engine has the trained weights."""
 
+import json
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,8 @@ LAYOUTS = {
 
 # The one whose training begins with a converted checkpoint.
 CONVERTED = "qwen3_moe"
+# The one of which a timeline is written: pipeline stages send each other activations.
+PROFILED = "deepseek_v3"
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
@@ -46,13 +51,16 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         job.refit(0)
         clock = Clock()
         for step in range(STEPS):
-            metrics = train_step(job, clock)
+            with job.timeline.of(step + 1):
+                metrics = train_step(job, clock)
             assert metrics["log_prob_difference/max"] < 1e-4
             assert metrics["policy/gradient_norm"] > 0
             assert metrics["refit/direct"] == 1
             # All of a step's tokens are of the version it began with.
             assert metrics["staleness/mean"] == 0
             assert job.state.step == step + 1
+        if model == PROFILED:
+            check_the_timeline(tmp_path / "run/profiles")
         job.export()
         prompts = job.data.eval_prompts[:4]
         # The model's own end tokens are not in the way of twelve tokens: the engine stops where transformers would.
@@ -62,6 +70,38 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {STEPS}
+
+
+def check_the_timeline(folder):
+    """It has what all processes did in the second step, and when."""
+    (path,) = folder.iterdir()
+    assert path.name == "step_2.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    done = defaultdict(set)
+    for event in events:
+        if event["ph"] == "X":
+            done[names[event["pid"]]].add(re.sub(r"\d+", "N", event["name"]))
+    stages = [event for event in events if event["name"] in ("rollout", "advantage", "update", "refit")]
+    assert [event["name"] for event in sorted(stages, key=lambda event: event["ts"]) if event["dur"] > 1000] == [
+        "rollout",
+        "advantage",
+        "update",
+        "refit",
+    ]
+    update, refit = (next(each for each in stages if each["name"] == name) for name in ("update", "refit"))
+    of_trainer = {"N micro-batches", "forward pass of N tokens", "send a message"}
+    assert of_trainer <= done["trainer_0"] & done["trainer_1"]
+    assert {"engine step", "write a message"} <= done["engine_0"]
+    assert done["reward workers"] == {"score"}
+    # One clock for all.
+    for event in events:
+        if event["name"] in ("send a message", "write a message"):
+            assert refit["ts"] <= event["ts"] <= refit["ts"] + refit["dur"]
+        if event["name"].endswith("micro-batches"):
+            assert update["ts"] <= event["ts"] <= update["ts"] + update["dur"]
+    collectives = [event for event in events if event["name"].startswith("gloo:")]
+    assert any(event["args"].get("bytes", 0) > 1000 for event in collectives)
 
 
 def begin_with_a_converted_checkpoint(config, converted):
@@ -103,6 +143,7 @@ def make_config(model: str, folder):
             f"reward.function={Path(__file__).with_name('digits.py')}:count_digits",
             "refit.bucket_bytes=600000",
             "tracking.loggers=[]",
+            f"tracking.profile={2 if model == PROFILED else 'null'}",
         ],
     )
 

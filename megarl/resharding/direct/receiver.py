@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from megarl.resharding.direct.changes import apply_changes
 from megarl.resharding.direct.connections import (
@@ -206,7 +207,8 @@ class Receiver:
 
     def _write(self, incoming: _Incoming) -> None:
         announcement = incoming.announcement
-        found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
+        with record_function("write a message"):
+            found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
         if found != announcement.checksum:
             raise TransferError(
                 f"message {announcement.number} of {self._links[incoming.source].peer} came with checksum {found} in "

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import numpy as np
 from torch import Tensor
+from torch.profiler import record_function
 
 from megarl.resharding.direct.changes import SentMessages
 from megarl.resharding.direct.connections import (
@@ -115,7 +116,8 @@ class Sender:
                 self._wait_for_bucket(bucket)
                 chosen, with_checksum = choose(left)
                 del left[chosen]
-                moved += self._send(chosen, version, bucket, with_checksum, skips=skips)
+                with record_function("send a message"):
+                    moved += self._send(chosen, version, bucket, with_checksum, skips=skips)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
         return moved

@@ -1,0 +1,89 @@
+"""Recording of what a process does, by torch's profiler, as events of a timeline."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ext import device
+
+Event = dict[str, Any]
+"""An event as Chrome's trace format has it: microseconds since 1970, in `ts`, and their number, in `dur`."""
+
+SHORTEST_OPERATION_US = 50.0
+"""Operations of torch that are shorter are left out, and with them most of the file."""
+_ALWAYS_KEPT = {"user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("double", "long int"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short int"), 2),
+    **dict.fromkeys(("unsigned char", "signed char", "bool"), 1),
+}
+
+
+class Profiler:
+    """Records all threads of this process, and the GPU's work, from `start` to `stop`.
+
+    Work inside `torch.profiler.record_function` has its name; outside of a recording that costs nothing.
+    """
+
+    def __init__(self) -> None:
+        # Kineto says on standard error that it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        gpu = [ProfilerActivity.CUDA] if device.gpus() else []
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *gpu],
+            record_shapes=True,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        )
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._profile.start()
+
+    def stop(self) -> list[Event]:
+        """End the recording: its events."""
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            return list(_events(json.loads(path.read_text())))
+
+
+def _events(trace: Mapping[str, Any]) -> Iterator[Event]:
+    since_1970_us = trace["baseTimeNanoseconds"] / 1000
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and _is_kept(event):
+            category, args = event["cat"], event.get("args", {})
+            kept = {"name": event["name"], "cat": category, "ph": "X", "tid": event["tid"], "dur": event["dur"]}
+            found = {"bytes": nbytes} if (nbytes := _bytes(event["name"], args)) else {}
+            yield {**kept, "ts": since_1970_us + event["ts"], "args": found}
+
+
+def _is_kept(event: Event) -> bool:
+    return event.get("cat") in _ALWAYS_KEPT or (
+        event.get("cat") in ("cpu_op", "cuda_runtime") and event["dur"] >= SHORTEST_OPERATION_US
+    )
+
+
+def _bytes(name: str, args: Mapping[str, Any]) -> int:
+    """Bytes that a collective or a message of one is given; 0 of all else."""
+    if not name.startswith(("gloo:", "nccl:")):
+        return 0
+    if "In msg nelems" in args:
+        return int(args["In msg nelems"]) * torch.empty((), dtype=getattr(torch, _torch_name(args["dtype"]))).itemsize
+    pairs = zip(args.get("Input type", ()), args.get("Input Dims", ()), strict=True)
+    return sum(_ELEMENT_BYTES[kind] * prod(shape) for kind, shape in pairs if kind in _ELEMENT_BYTES)
+
+
+def _torch_name(dtype: str) -> str:
+    return {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Double": "float64", "Long": "int64"}.get(
+        dtype, "uint8"
+    )
