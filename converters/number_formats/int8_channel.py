@@ -47,8 +47,7 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     """
     for tile in row_tiles(weight):
         values = weight[tile].to(torch.float32)
-        low, high = values.aminmax(dim=1, keepdim=True)
-        largest = torch.maximum(-low, high)
+        largest = values.abs().amax(dim=1, keepdim=True)
         if not largest.amax() <= _LARGEST_WEIGHT:
             row = tile.start + int((~(largest <= _LARGEST_WEIGHT)).nonzero()[0, 0])
             raise ValueError(f"row {row} holds a weight that is NaN, infinite or too large for INT8")
@@ -72,8 +71,8 @@ INT8_CHANNEL = NumberFormat(
     engine_config=_engine_config,
     quantise_into=_quantise_into,
     dequantise=_dequantise,
-    # In torch, in bytes for each code: read as 2, written as float32, read for its extremes, divided (read, written),
-    # rounded (read, written), made a code (read, written), and read for the checksum.
-    pack_passes=2 + 4 + 4 + 8 + 8 + 5 + 1,
+    # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
+    # (read), divided (read, written), rounded (read, written), made a code (read, written), and read for the checksum.
+    pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,
     check=_check,
 )
