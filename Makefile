@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step clean
+.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -23,6 +23,7 @@ help:
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
 	@echo "make benchmark-weight-changes [ARGS=...]   what a step changes in the weights"
 	@echo "make benchmark-join [ARGS=...]      how the ranks of a refit meet: seconds, connections, memory"
+	@echo "make benchmark-forecast [ARGS=...]  refits on this machine, predicted and measured"
 	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
 	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
@@ -40,7 +41,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -103,6 +104,9 @@ benchmark-weight-changes: setup
 
 benchmark-join: setup
 	$(PYTHON) benchmarks/join.py $(ARGS)
+
+benchmark-forecast: setup
+	$(PYTHON) benchmarks/forecast.py $(ARGS)
 
 benchmark-plan: setup
 	$(PYTHON) benchmarks/plan.py

@@ -55,8 +55,8 @@ _NOTES = """\
   with a CRC-32, in messages of the same size, of a tensor of 134 MB, whole and half of its rows; quantising it; the
   CRC-32 alone, for what `rdma` reads past the buckets; a bare move between buckets, where a transport moves anything;
   and a message of 256 bytes, between copies of a bucket that push all else out of the caches.
-- "Of CPU s" is the same ratio of the seconds of cores, those of all ranks together. What the model leaves out is the
-  time in which a core waits although there is work, and what else the machine does.
+- "Of CPU s" is the same ratio of the seconds of cores, those of all ranks together. The model
+  leaves out time in which a core waits although there is work, and what else the machine does.
 """
 
 
