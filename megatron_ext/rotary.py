@@ -9,8 +9,8 @@ from torch import Tensor
 def rotate_by_position(chunk: torch.nn.Module) -> None:
     """Have every rotary embedding of `chunk` follow the positions of `SharedSequences`, where it is given these.
 
-    megatron-core counts the positions of packed sequences from each bound. Frequencies for as many rows as there are
-    tokens it takes row by row instead (`rope_utils._apply_rotary_pos_emb_thd`), so each token is given its own.
+    megatron-core 0.16.1 counts the positions of packed sequences from each bound. Frequencies for as many rows as there
+    are tokens it takes row by row instead (`rope_utils._apply_rotary_pos_emb_thd`), so each token is given its own.
     """
     for module in chunk.modules():
         rotary = getattr(module, "rotary_pos_emb", None)

@@ -37,14 +37,20 @@ from megatron_ext.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
 
 SIZES = {
     "one": ParallelSizes(),
-    "TP2 PP2": ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "TP2 PP2 VPP2": ParallelSizes(
+        world_size=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+    ),
     "DP2 EP2": ParallelSizes(world_size=2, expert_model_parallel_size=2),
 }
 MODELS = {
     "one": ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3"),
-    "TP2 PP2": ("deepseek_v3",),
+    "TP2 PP2 VPP2": ("deepseek_v3",),
     "DP2 EP2": ("qwen3_moe",),
 }
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Sequences of each micro-batch, of each data-parallel rank; one is empty.
 CUTS = {1: [[[0, 3, 1, 6], [4, 5, 2], [], [7]]], 2: [[[0, 2, 3], [5]], [[4, 1], [6, 7]]]}
 
@@ -82,6 +88,8 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool
     options = MegatronOptions(
         sizes,
         torch.float32,
+        # Several micro-batches are under way at a time, and layers run again for their backward pass.
+        transformer=RECOMPUTE if sizes.chunks > 1 else {},
         optimizer={"lr": 0.0},
         distributed={"use_distributed_optimizer": False},
         shared_prefixes=shared,
