@@ -23,7 +23,10 @@ _NOTES = """\
   version until every message came, was found right by its CRC-32, and was written where it belongs. Work of the engine
   before and after, such as pausing and deriving values anew, is not in it. Rows with "(gloo)" and "(rdma)" go through
   megarl's transports tcp and rdma, which are for ranks on different machines, the others through shared memory. For
-  rdma UCX takes the memory of the machine where it may, and loopback where "sockets" leaves it nothing else.
+  rdma UCX takes the memory of the machine where it may, and loopback where "sockets" leaves it nothing else. By rdma,
+  large pieces that are contiguous at both ends skip the buckets, and only their checksums are taken.
+- **direct, FP8** is the same refit into an engine that holds the matrices of its layers in block FP8: they are
+  quantised where they are packed, and codes and scales travel. Here cores do it; a GPU does it in the pass that packs.
 - **NIXL read** is the limit of rdma: as many bytes between the same ranks, in reads of the same sizes, two at once, but
   contiguous at both ends, there from the beginning, and nothing is packed, announced or verified.
 - **direct, changes** is `refit.delta=true`: before each run, and outside of its seconds, one element in 50 gets another
