@@ -59,13 +59,12 @@ class Phase:
 class Stopwatch:
     """The controller's CPU seconds, and the most memory of its own that it held, by phase.
 
-    Memory that it shares with others, such as the object store, is not its own; nor does count what it held before.
+    Memory that it shares with others, such as the object store, is not its own; nor do the bytes count that it held
+    `before` the first step.
     """
 
+    before: int
     phases: list[Phase] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._before = _own_bytes()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,7 +85,7 @@ class Stopwatch:
             seconds = time.process_time() - start
             ended.set()
             sampler.join()
-        self.phases.append(Phase(name, seconds, max(peak, _own_bytes()) - self._before))
+        self.phases.append(Phase(name, seconds, max(peak, _own_bytes()) - self.before))
 
 
 def _own_bytes() -> int:
@@ -124,10 +123,10 @@ def _scored(number: int, turn: Turn) -> Trajectory:
 
 
 def step(
-    engine: Worker, trainer: Consumers, config: MegarlConfig, responses: int, tokens: int
-) -> tuple[int, Stopwatch]:
-    """One step as `megarl.train.train_step` takes it: its tokens, and what it cost."""
-    objective, watch = PolicyObjective(config.algorithm), Stopwatch()
+    engine: Worker, trainer: Consumers, config: MegarlConfig, responses: int, tokens: int, watch: Stopwatch
+) -> int:
+    """One step as `megarl.train.train_step` takes it: its tokens; the watch has what it cost."""
+    objective = PolicyObjective(config.algorithm)
     with watch.phase("turns of the engine"):
         groups = sample(engine, responses, tokens)
     with watch.phase("batch"):
@@ -141,7 +140,7 @@ def step(
         update_policy(trainer, batches, objective, temperature=1.0, seed=(0, 0))
     with watch.phase("metrics"):
         step_metrics(groups, batch, 3, config)
-    return batch.total_tokens, watch
+    return batch.total_tokens
 
 
 def report(sizes: ParallelSizes, tokens: int, watch: Stopwatch, counted: dict[str, list[int]], updates: int) -> str:
@@ -190,12 +189,14 @@ def main() -> None:
         trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, seats[POLICY], Path(logs))
         engine = Worker(seats[ENGINE], 0, logs=Path(logs))
         wait([engine.begin_make("data_plane_workers", "Engine")])
-        # Once small, so that what is loaded and started the first time is no step's.
-        step(engine, trainer, config, SAMPLES * options.updates, 16)
-        trainer.counted()
         gc.collect()
         gc.freeze()  # as `megarl.run.opening.open_processes` does
-        tokens, watch = step(engine, trainer, config, options.responses, options.tokens)
+        before = _own_bytes()
+        # The first step of a run loads what it needs, and touches memory of the object store that no one has touched.
+        for _ in range(2):
+            trainer.counted()
+            watch = Stopwatch(before)
+            tokens = step(engine, trainer, config, options.responses, options.tokens, watch)
         print(report(sizes, tokens, watch, trainer.counted(), options.updates))
 
 
