@@ -48,6 +48,7 @@ def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
 def test_a_death_before_the_ranks_meet_is_told_to_all_that_wait(set_up, way):
     stage = set_up(WAYS[way])
     rendezvous = stage.rendezvous()
+    stage.destinations[1].close()
     others = [*stage.sources, stage.destinations[0]]
     waiting = stage.begin(others, "connect", rendezvous)
     assert failures(waiting[:1], timeout_s=0.5) == [NO_END]
