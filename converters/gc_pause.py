@@ -18,3 +18,20 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Leave out of the search for garbage, inside, what is there at its beginning: all of it stays.
+
+    Where the caller has done so, that is left as it is.
+    """
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            # Else nothing of it is freed when Python ends, and libraries (nanobind 2) complain of that.
+            gc.unfreeze()

@@ -18,11 +18,11 @@ class Throughput:
     def end_step(self, timings: dict[str, float]) -> dict[str, MetricValue]:
         """`timings`, those of `Clock.end_step`, and what follows from them for GPUs and for the policy's ranks."""
         computing = sum(timings.get(f"seconds/{stage}", 0.0) for stage in self._stages)
-        flops = self._trainer.take_flops() / len(self._trainer)
         metrics: dict[str, MetricValue] = dict(timings)
         if self._gpus:
             metrics["throughput/tokens_per_s_per_gpu"] = timings["throughput/tokens_per_s"] / self._gpus
         if computing:
+            flops = self._trainer.take_flops() / len(self._trainer)
             metrics["throughput/trainer_tflops"] = flops / computing / 1e12
             if self._peak_flops:
                 metrics["throughput/mfu"] = flops / computing / self._peak_flops

@@ -17,8 +17,10 @@ from megarl.run.checkpoints import latest_checkpoint
 from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
+from megarl.run.timeline import Timeline
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
+from megarl.stages.throughput import Throughput
 from megatron_ext.objective import StepResult
 from megatron_ext.packing import RaggedBatch
 
@@ -81,7 +83,9 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
     start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
-    return Training(start, SimpleNamespace(), FakeTrainer(start.step), Log(), Position(start.step, is_enough=False))
+    trainer, position = FakeTrainer(start.step), Position(start.step, is_enough=False)
+    throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None)
+    return Training(start, SimpleNamespace(), trainer, Log(), position, throughput, timeline)
 
 
 def self_play(run, engines, refit):
