@@ -1,4 +1,4 @@
-"""The tokens that each expert of each layer gets in a train step, however the model is cut and recomputed."""
+"""The tokens that each expert of each layer gets in a train step, and its bias after it, however the model is cut."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.transformer.moe.router import TopKRouter
 from parallel_rank import parallel_rank
 from torch import Tensor
 
 from converters.architectures import read_architecture
+from converters.boxes import Box
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
@@ -20,6 +22,7 @@ from megatron_ext.packing import RaggedBatch
 
 LENGTHS = (8, 4, 12, 6)
 TOPK = 2
+RATE = 0.05
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -28,9 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("deepseek_v3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
 
 
-def loads(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]) -> list[Tensor | None]:
-    """Loads of two steps, with predictions in between."""
-    options = MegatronOptions(sizes, torch.float32, transformer=transformer, optimizer={"lr": 0.0})
+def loads(
+    rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """Load of a step, the biases of this rank's layers after it, and load of another step, with predictions before."""
+    chosen = {"moe_router_bias_update_rate": RATE, **transformer}
+    options = MegatronOptions(sizes, torch.float32, transformer=chosen, optimizer={"lr": 0.0})
     model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     model.load_huggingface(HuggingFaceCheckpoint(folder))
     model.prepare_training(2)
@@ -39,21 +45,36 @@ def loads(rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, 
     batch = whole.select(range(parallel_rank().data, len(LENGTHS), sizes.data_parallel_size))
     micro_batches = [[index] for index in range(len(batch))]
     first = model.train_step(batch, micro_batches, SftObjective())
+    biases = {
+        module.layer_number - 1: module.expert_bias.clone()
+        for module in model.chunks[0].modules()
+        if isinstance(module, TopKRouter)
+    }
     model.log_probs(batch, micro_batches, temperature=1.0)
-    return [first.expert_load, model.train_step(batch, micro_batches, SftObjective()).expert_load]
+    return first.expert_load, biases, model.train_step(batch, micro_batches, SftObjective()).expert_load
 
 
-def test_every_token_is_counted_once_by_all_ranks_together(folder: Path) -> None:
-    ((one, again),) = run_ranks(loads, ParallelSizes(), folder, {})
+def test_every_token_is_counted_once_and_the_bias_follows_the_load_of_all_ranks(folder: Path) -> None:
+    """An expert with less than the mean is favoured from then on, one with more is not (arXiv 2408.15664)."""
+    ((one, biases, then),) = run_ranks(loads, ParallelSizes(), folder, {})
     # The first layer is dense.
     assert one.sum(1).tolist() == [0, *[TOPK * sum(LENGTHS)] * 3]
-    assert torch.equal(one, again)
-    ((recomputed, _),) = run_ranks(loads, ParallelSizes(), folder, FULL)
-    assert torch.equal(recomputed, one)
-    sizes = ParallelSizes(
+    before = HuggingFaceCheckpoint(folder)
+    for layer, bias in biases.items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        begun_with = before.read(name, Box.whole(before.shapes[name]))
+        change = RATE * torch.sign(one[layer].float().mean() - one[layer])
+        assert change.any()
+        torch.testing.assert_close(bias, begun_with + change)
+    assert not torch.equal(then, one)
+    tensor_and_expert = ParallelSizes(
         world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
     )
-    for rank in run_ranks(loads, sizes, folder, {}):
-        assert torch.equal(rank[1], one)
-    for rank in run_ranks(loads, ParallelSizes(world_size=2, pipeline_model_parallel_size=2), folder, {}):
-        assert torch.equal(rank[0], one)
+    pipeline = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+    for sizes, transformer in ((ParallelSizes(), FULL), (tensor_and_expert, {}), (pipeline, {})):
+        for load, of_layers, then_load in run_ranks(loads, sizes, folder, transformer):
+            assert torch.equal(load, one)
+            assert torch.equal(then_load, then)
+            assert of_layers
+            for layer, bias in of_layers.items():
+                assert torch.equal(bias, biases[layer])
