@@ -91,22 +91,27 @@ class _Items:
 
 def _families(lengths: Sequence[int], prefixes: Prefixes, max_tokens: int, attention_length: float) -> Iterator[_Items]:
     """The items of families that are whole, then cut into 2, 4, 8, ... parts or as many as they need."""
-    families: dict[int, list[int]] = {}
-    shared = prefixes.lengths.tolist()
-    for index, family in enumerate(prefixes.families.tolist()):
-        # Prefixes that are too short to be shared hold nothing together.
-        families.setdefault(family if shared[index] >= SHORTEST_PREFIX else -1 - index, []).append(index)
+    families, shared = _by_family(range(len(lengths)), prefixes), prefixes.lengths.tolist()
     parts = 1
     while True:
         members = [
             part
-            for family in families.values()
+            for family in families
             for part in _parts(family, [lengths[i] for i in family], shared[family[0]], parts, max_tokens)
         ]
         yield _items(members, lengths, shared, attention_length)
-        if parts >= max(map(len, families.values()), default=0):
+        if parts >= max(map(len, families), default=0):
             return
         parts *= 2
+
+
+def _by_family(sequences: Sequence[int], prefixes: Prefixes) -> list[list[int]]:
+    """The sequences that share a prefix; one that is too short to be shared holds nothing together."""
+    found: dict[int, list[int]] = {}
+    families, lengths = prefixes.select(np.array(sequences, dtype=np.int64))
+    for index, family, shared in zip(sequences, families.tolist(), lengths.tolist(), strict=True):
+        found.setdefault(family if shared >= SHORTEST_PREFIX else -1 - index, []).append(index)
+    return list(found.values())
 
 
 def _parts(
@@ -131,15 +136,8 @@ def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None)
     if prefixes is None:
         found = [_tokens_and_squares(each, lengths, 0) for each in micro_batches]
     else:
-        families, shared = prefixes.families.tolist(), prefixes.lengths.tolist()
-        found = []
-        for micro_batch in micro_batches:
-            by_family: dict[int, list[int]] = {}
-            for index in micro_batch:
-                by_family.setdefault(families[index] if shared[index] >= SHORTEST_PREFIX else -1 - index, []).append(
-                    index
-                )
-            found += [_tokens_and_squares(each, lengths, shared[each[0]]) for each in by_family.values()]
+        together = [family for each in micro_batches for family in _by_family(each, prefixes)]
+        found = [_tokens_and_squares(family, lengths, int(prefixes.lengths[family[0]])) for family in together]
     return sum(tokens for tokens, _ in found), sum(squares for _, squares in found)
 
 

@@ -23,8 +23,6 @@ REFERENCE = "reference_"
 class Batch:
     """N sequences of different lengths, with their values here or in the object store.
 
-    `prefixes`, if it is known, says which sequences begin with the same tokens.
-
     `tokens`, int32, and each of `fields` have an entry for each sequence; without sequences there is one entry with no
     values, which has their type. `lengths`, `unit` and `names` are those of a `RaggedBatch`, which `load` makes where
     something is computed.
@@ -38,6 +36,7 @@ class Batch:
     unit: int = 1
     names: Mapping[str, Array] = field(default_factory=dict)
     prefixes: Prefixes | None = None
+    """Which sequences begin with the same tokens, if it is known."""
     mini_batch: Array | None = None
     """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
 

@@ -103,13 +103,15 @@ class TrainerWorker:
         None if the rank is not asked, as for all results: another rank of its share has the same.
         """
         batch, found = share.load(), dict[str, Packed]()
-        of_reference = [name for name in names if name.startswith(REFERENCE)]
-        for own in filter(None, ([name for name in names if name not in of_reference], of_reference)):
-            is_reference = own is of_reference
+        for is_reference in (False, True):
+            own = [name for name in names if name.startswith(REFERENCE) == is_reference]
+            if not own:
+                continue
             with self.model.reference_weights() if is_reference else nullcontext():
                 read = replace(batch, routed_experts=None) if is_reference else batch
                 predictions = self.model.log_probs(read, micro_batches, temperature=temperature)
             if is_asked:
+                assert predictions is not None, "a rank of the last stage is asked"
                 found |= {name: share.kept(getattr(predictions, name.removeprefix(REFERENCE))) for name in own}
         return found if is_asked else None
 

@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,11 +20,12 @@ SHORTEST_OPERATION_US = 50.0
 """Operations of torch that are shorter are left out, and with them most of the file."""
 _ALWAYS_KEPT = {"user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
 _ELEMENT_BYTES = {
-    **dict.fromkeys(("double", "long int"), 8),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short int"), 2),
-    **dict.fromkeys(("unsigned char", "signed char", "bool"), 1),
+    **dict.fromkeys(("double", "long int", "Double", "Long"), 8),
+    **dict.fromkeys(("float", "int", "Float", "Int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short int", "BFloat16", "Half"), 2),
+    **dict.fromkeys(("unsigned char", "signed char", "bool", "Byte", "Char", "Bool"), 1),
 }
+"""Types as operations name them, and as NCCL's messages do."""
 
 
 class Profiler:
@@ -78,12 +78,6 @@ def _bytes(name: str, args: Mapping[str, Any]) -> int:
     if not name.startswith(("gloo:", "nccl:")):
         return 0
     if "In msg nelems" in args:
-        return int(args["In msg nelems"]) * torch.empty((), dtype=getattr(torch, _torch_name(args["dtype"]))).itemsize
+        return int(args["In msg nelems"]) * _ELEMENT_BYTES.get(args["dtype"], 1)
     pairs = zip(args.get("Input type", ()), args.get("Input Dims", ()), strict=True)
     return sum(_ELEMENT_BYTES[kind] * prod(shape) for kind, shape in pairs if kind in _ELEMENT_BYTES)
-
-
-def _torch_name(dtype: str) -> str:
-    return {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16", "Double": "float64", "Long": "int64"}.get(
-        dtype, "uint8"
-    )

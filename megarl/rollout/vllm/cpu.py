@@ -7,6 +7,7 @@ GPU and multiplied by plain torch.
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,35 +206,66 @@ def memory_of(worker: Any) -> WorkerMemory:
     return worker.megarl_memory
 
 
-def _apply_experts(
-    self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    **_: Any,
-) -> None:
-    """`CPUUnquantizedExperts.apply`; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K]."""
-    if activation.value != "silu" or self.w1_bias is not None or self.w2_bias is not None:
-        raise NotImplementedError(f"experts with biases or with activation {activation.value} on a CPU")
-    multiply_by_experts(
-        lambda expert: (w1[expert], w2[expert]),
-        w1.shape[0],
-        output,
-        hidden_states,
-        topk_weights,
-        topk_ids,
-        expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-    )
+def _method_of_experts(
+    weights_of: Callable[[Any, Tensor, Tensor, torch.dtype, int], tuple[Tensor, Tensor]],
+) -> Callable[..., None]:
+    """A method `apply` of vLLM's experts; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K].
+
+    `weights_of` gives the matrices of an expert, of the experts' object, w1, w2, a type and the expert's number.
+    """
+
+    def apply(
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        **_: Any,
+    ) -> None:
+        has_biases = any(getattr(self, name, None) is not None for name in ("w1_bias", "w2_bias"))
+        if activation.value != "silu" or has_biases:
+            raise NotImplementedError(f"experts with biases or with activation {activation.value} on a CPU")
+        _multiply_by_experts(
+            partial(weights_of, self, w1, w2, hidden_states.dtype),
+            w1.shape[0],
+            output,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+
+    return apply
 
 
-def multiply_by_experts(
+def _as_they_are(_: Any, w1: Tensor, w2: Tensor, _dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:
+    return w1[expert], w2[expert]
+
+
+_apply_experts = _method_of_experts(_as_they_are)
+"""`CPUUnquantizedExperts.apply`."""
+
+
+def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
+    """The method `apply` of experts that are codes, with scales for each of [E].
+
+    `decode` makes numbers of a type of the codes and scales of one.
+    """
+
+    def decoded(self: Any, w1: Tensor, w2: Tensor, dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:
+        gate_up = decode(w1[expert].data, self.w1_scale[expert].data, dtype)
+        return gate_up, decode(w2[expert].data, self.w2_scale[expert].data, dtype)
+
+    return _method_of_experts(decoded)
+
+
+def _multiply_by_experts(
     weights_of: Callable[[int], tuple[Tensor, Tensor]],
     experts: int,
     output: Tensor,
@@ -265,43 +297,3 @@ def multiply_by_experts(
     unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     output.copy_((unsorted * weights.float().unsqueeze(-1)).sum(1))
-
-
-def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
-    """The method `apply` of experts that are codes: w1 [E, 2I, H] and w2 [E, H, I], with scales for each of [E].
-
-    `decode` makes numbers of a type of the codes and scales of one.
-    """
-
-    def apply(
-        self: Any,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        **_: Any,
-    ) -> None:
-        if activation.value != "silu":
-            raise NotImplementedError(f"experts that are codes with activation {activation.value} on a CPU")
-
-        def weights_of(expert: int) -> tuple[Tensor, Tensor]:
-            gate_up = decode(w1[expert].data, self.w1_scale[expert].data, hidden_states.dtype)
-            return gate_up, decode(w2[expert].data, self.w2_scale[expert].data, hidden_states.dtype)
-
-        multiply_by_experts(
-            weights_of,
-            w1.shape[0],
-            output,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            expert_map,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )
-
-    return apply
