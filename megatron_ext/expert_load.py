@@ -9,15 +9,16 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_ext.router import routers
+
 
 class ExpertLoad:
     """Counts what every router of this rank's `chunks` chooses, padding of the alignment included."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int) -> None:
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self._num_layers = num_layers
         self._counts: dict[int, Tensor] = {}
-        for router in routers:
+        for router in (router for chunk in chunks for router in routers(chunk)):
             router.register_forward_hook(partial(self._count, router.layer_number - 1))
 
     def _count(self, layer: int, _router: TopKRouter, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Group-limited routing with groups of experts scored as the model scores them, whatever megatron-core's number is."""
+"""Routers whose groups of experts are scored as the model scores them, and of which others may see every pass."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -11,26 +12,72 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from converters.architectures.extensions import Extensions
 from converters.errors import UserError
+from megatron_ext import versions
 
 Choice = tuple[Tensor, Tensor]
 """The scores and the indices of each token's experts: [tokens, topk] both."""
 
 
+class RouterObserver(Protocol):
+    """Sees what a router computes, and may add to its gradient."""
+
+    @property
+    def expected(self) -> Sized:
+        """The micro-batches that it expects and has not met."""
+        ...
+
+    def expect(self, tokens: Any) -> None:
+        """Prepare for the micro-batch of the router's next forward pass."""
+        ...
+
+    def __call__(self, router: "ObservedRouter", logits: Tensor, probabilities: Tensor) -> Tensor:
+        """The `probabilities` [tokens, experts] to go on with; `logits` [tokens, experts] are what they came from."""
+        ...
+
+
+class ObservedRouter(TopKRouter):
+    """megatron-core's router, with an observer where somebody has set one."""
+
+    observer: RouterObserver | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and choice, both [tokens, experts], of the `logits` [tokens, batch, experts]."""
+        probabilities, chosen = super().routing(logits, padding_mask)
+        if self.observer is not None:
+            probabilities = self.observer(self, logits.flatten(0, 1), probabilities)
+        return probabilities, chosen
+
+
+def routers(chunk: torch.nn.Module) -> Iterator[ObservedRouter]:
+    """The routers of the model's layers in a chunk, in their order; those of prediction layers are none of them."""
+    for layer in unwrap_model(chunk).decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            yield router
+
+
+def freeze_routers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Leave all routers as they are: no gradient is made of their weights; call before wrapping in DDP."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            module.requires_grad_(False)
+
+
 def extend_router(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
-    """A layer of any specs whose router, where it has one, scores groups of experts as wanted."""
+    """A layer of any specs whose router, where it has one, may be observed and scores groups of experts as wanted."""
     mlp = layer.submodules.mlp
-    if extensions.experts_in_group_score is None or mlp.module is not MoELayer:
+    if versions.module_of(mlp) is not MoELayer:
         return layer
-    router = partial(build_group_scoring_router, experts_in_group_score=extensions.experts_in_group_score)
-    routed = replace(mlp, submodules=replace(mlp.submodules, router=router))
-    return replace(layer, submodules=replace(layer.submodules, mlp=routed))
+    router = partial(build_router, experts_in_group_score=extensions.experts_in_group_score)
+    return versions.with_submodules(layer, mlp=versions.with_submodules(mlp, router=router))
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupScoredChoice:
     """A router's choice of experts. It stands where megatron-core keeps a `RouterReplay`: the only place in which
     megatron-core 0.16.1 lets anything but its own `group_limited_topk` choose. A replay of routing goes on as it was.
@@ -38,6 +85,8 @@ class GroupScoredChoice:
 
     experts_in_group_score: int
     replay: RouterReplay | None
+    layer_number: int | None = None
+    """Set by the routers of megatron-core 0.19."""
 
     def get_replay_topk(
         self,
@@ -66,18 +115,24 @@ def in_best_groups(scores: Tensor, num_groups: int, group_topk: int, experts_in_
     return best[..., None].expand_as(grouped).flatten(1)
 
 
-def build_group_scoring_router(
-    *, config: TransformerConfig, pg_collection: ProcessGroupCollection | None, experts_in_group_score: int
-) -> TopKRouter:
-    """A router that scores a group of experts by the sum of its best `experts_in_group_score`.
+def build_router(
+    *,
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection | None,
+    experts_in_group_score: int | None,
+    **options: Any,
+) -> ObservedRouter:
+    """A router that scores a group of experts by the sum of its best `experts_in_group_score`; None is Megatron's rule.
 
     Raises UserError for `moe_router_fusion`, whose kernel knows megatron-core's group scores alone.
     """
+    router = ObservedRouter(config=config, pg_collection=pg_collection, **options)
+    if experts_in_group_score is None:
+        return router
     if config.moe_router_fusion:
         raise UserError(
             f"megatron.moe_router_fusion cannot score a group of experts by its best {experts_in_group_score}, as this"
             " model does; leave it out"
         )
-    router = TopKRouter(config=config, pg_collection=pg_collection)
     router.router_replay = GroupScoredChoice(experts_in_group_score, router.router_replay)
     return router

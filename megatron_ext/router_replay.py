@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.packing import Part
 from megatron_ext.routed_experts import Routing, layers_with_experts
-from megatron_ext.router import Choice, GroupScoredChoice
+from megatron_ext.router import Choice, GroupScoredChoice, routers
 
 
 class RecordedChoice(RouterReplay):
@@ -92,10 +92,10 @@ def aim(chunk: torch.nn.Module, own: Part) -> None:
         return
     routing = routing_of(config)
     places = {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))}
-    routers = list(_routers(chunk))
+    of_chunk = list(routers(chunk))
     rows = _rows_of_this_rank(own.routed_experts, config)
-    experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in routers])
-    for router, of_layer in zip(routers, experts.unbind(1), strict=True):
+    experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in of_chunk])
+    for router, of_layer in zip(of_chunk, experts.unbind(1), strict=True):
         _install(router).aim(of_layer)
 
 
@@ -125,17 +125,9 @@ def _rows_of_this_rank(records: Tensor, config: TransformerConfig) -> Tensor:
     return parts[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def _routers(chunk: torch.nn.Module) -> Iterator[TopKRouter]:
-    # Layers for the prediction of several tokens are not run, and lie elsewhere.
-    for layer in unwrap_model(chunk).decoder.layers:
-        router = getattr(layer.mlp, "router", None)
-        if router is not None:
-            yield router
-
-
 def _choices(chunks: Sequence[torch.nn.Module]) -> Iterator[RecordedChoice]:
     for chunk in chunks:
-        for router in _routers(chunk):
+        for router in routers(chunk):
             if (choice := _installed(router)) is not None:
                 yield choice
 

@@ -22,6 +22,7 @@ class Thresholds(Protocol):
     warn_log_prob_difference: float | None
     warn_no_signal: float | None
     warn_truncated_fraction: float | None
+    warn_expert_imbalance: float | None
 
 
 def always(_config: MegarlConfig) -> bool:
@@ -47,6 +48,8 @@ class Alert:
     says: str
     advice: tuple[Advice, ...]
     falls: bool = False
+    speaks: Callable[[MegarlConfig], bool] = always
+    """Runs in which the metric says this."""
 
     def limit(self, thresholds: Thresholds, first: float) -> float | None:
         """Where bad values begin, in a run whose first value was `first`."""
@@ -73,6 +76,11 @@ def _samples_from_all(config: MegarlConfig) -> bool:
 
 def _corrections_are_open(config: MegarlConfig) -> bool:
     return _samples_from_all(config) and not config.algorithm.corrections and config.algorithm.ratio_to == "old"
+
+
+def _leaves_routers_alone(config: MegarlConfig) -> bool:
+    options = ("moe_aux_loss_coeff", "moe_router_bias_update_rate")
+    return not any(config.megatron.get(option) for option in options) and not config.model.freeze_moe_router
 
 
 ALERTS: tuple[Alert, ...] = (
@@ -127,6 +135,8 @@ ALERTS: tuple[Alert, ...] = (
             Advice("check the numerics of the engine (dtype, quantisation, kernels)"),
             Advice("check the refits with refit.verify=logprobs", lambda config: config.refit.verify != "logprobs"),
         ),
+        # Older weights sampled with other log-probabilities.
+        speaks=lambda config: config.schedule.max_staleness == 0,
     ),
     Alert(
         "no_signal",
@@ -153,6 +163,16 @@ ALERTS: tuple[Alert, ...] = (
                     not config.reward.overlong_buffer_tokens and config.algorithm.advantage not in ("max_rl", "prime")
                 ),
             ),
+        ),
+    ),
+    Alert(
+        "experts_unbalanced",
+        "experts/imbalance_mean",
+        "warn_expert_imbalance",
+        "few experts get most of the tokens, and with experts over ranks the others wait for them",
+        (
+            Advice("experts/imbalance/<layer> says in which layers"),
+            Advice("set megatron.moe_aux_loss_coeff, or moe_router_bias_update_rate", _leaves_routers_alone),
         ),
     ),
 )
@@ -213,7 +233,7 @@ class Alerts:
         known, seen = numbers(metrics), AlertReport({}, [])
         for alert in ALERTS:
             value = known.get(alert.metric, math.nan)
-            if math.isnan(value):
+            if math.isnan(value) or not alert.speaks(self.config):
                 continue
             state = self._states[alert.name]
             state.first = value if state.first is None else state.first

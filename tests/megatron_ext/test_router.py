@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from converters.errors import UserError
-from megatron_ext.router import build_group_scoring_router
+from megatron_ext.router import build_router
 
 TOKENS, EXPERTS, GROUPS, CHOSEN, TOPK = 50, 16, 4, 2, 5
 SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
@@ -57,7 +57,7 @@ def expected_choice(scores: Tensor, best: int) -> Tensor:
 
 @pytest.mark.parametrize("best", [1, 2, 3, 4])
 def test_softmax_router_without_normalisation(best: int) -> None:
-    router = build_group_scoring_router(config=config(**SOFTMAX), pg_collection=NO_GROUPS, experts_in_group_score=best)
+    router = build_router(config=config(**SOFTMAX), pg_collection=NO_GROUPS, experts_in_group_score=best)
     logits = random_logits().requires_grad_()
     weights, chosen = router.routing(logits)
     scores = logits[:, 0].float().softmax(-1).double()
@@ -72,7 +72,7 @@ def test_softmax_router_without_normalisation(best: int) -> None:
 
 @pytest.mark.parametrize("best", [1, 2, 3, 4])
 def test_sigmoid_router_with_expert_bias(best: int) -> None:
-    router = build_group_scoring_router(config=config(**SIGMOID), pg_collection=NO_GROUPS, experts_in_group_score=best)
+    router = build_router(config=config(**SIGMOID), pg_collection=NO_GROUPS, experts_in_group_score=best)
     # Negative for most experts: what is not chosen must lie below them all.
     router.expert_bias.copy_(
         torch.linspace(-3, 0.2, EXPERTS)[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(4))]
@@ -94,7 +94,7 @@ def test_megatrons_own_router_scores_groups_by_its_own_rule() -> None:
 
 
 def test_recorded_routing_is_replayed() -> None:
-    router = build_group_scoring_router(
+    router = build_router(
         config=config(**SOFTMAX, moe_enable_routing_replay=True), pg_collection=NO_GROUPS, experts_in_group_score=1
     )
     (replay,) = RouterReplay.global_router_replay_instances
@@ -116,4 +116,4 @@ def test_recorded_routing_is_replayed() -> None:
 def test_the_fused_router_is_refused() -> None:
     fused = config(**SOFTMAX, moe_router_fusion=True)
     with pytest.raises(UserError, match="moe_router_fusion cannot score a group of experts by its best 1"):
-        build_group_scoring_router(config=fused, pg_collection=NO_GROUPS, experts_in_group_score=1)
+        build_router(config=fused, pg_collection=NO_GROUPS, experts_in_group_score=1)
