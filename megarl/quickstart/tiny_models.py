@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from converters.architectures import read_architecture
+from converters.formats.safetensors import CONFIG, read_json
 
 PAD, END, USER, ASSISTANT = "<pad>", "<end>", "<user>", "<assistant>"
 CHARACTERS = "0123456789+-*/=.,?#() abcdefghijklmnopqrstuvwxyz"
@@ -182,20 +186,19 @@ def write_tiny_model(
 ) -> Path:
     """Write the tiny model `name` (a key of `TINY_MODELS`) to `folder` as transformers would.
 
-    `fields` override those of the recipe; `max_shard_size` cuts the weights into several files.
-    Returns `folder`.
+    `fields` override those of the recipe; `max_shard_size` cuts the weights into several files, of a model without
+    layers for multi-token prediction. Returns `folder`.
     """
     recipe = TINY_MODELS[name]
     tokenizer = make_tokenizer()
     config = AutoConfig.for_model(
         recipe.model_type,
-        vocab_size=len(tokenizer),
         initializer_range=recipe.initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
-        **{**recipe.fields, **(fields or {})},
+        **{"vocab_size": len(tokenizer), **recipe.fields, **(fields or {})},
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -209,4 +212,21 @@ def write_tiny_model(
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            add_prediction_layers(folder, std=recipe.initializer_range)
     return folder
+
+
+def add_prediction_layers(folder: Path, *, std: float) -> None:
+    """Give a model in one file the multi-token-prediction layers of its config.json, which transformers never saves."""
+    file = folder / "model.safetensors"
+    tensors, architecture = load_file(file), read_architecture(read_json(folder / CONFIG))
+    for name, shape in architecture.hf_shapes.items():
+        if name not in tensors:
+            is_norm = len(shape) == 1 and "bias" not in name
+            tensors[name] = std * torch.randn(shape) + (1.0 if is_norm else 0.0)
+    for copy in architecture.exported_copies:
+        tensors[copy] = tensors[architecture.hf_copies[copy]].clone()
+    save_file(tensors, file, metadata={"format": "pt"})

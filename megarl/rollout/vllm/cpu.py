@@ -47,10 +47,25 @@ def install() -> None:
     keep_expert_weights()
     multiply_routers_in_float32()
     rotate_split_heads_in_torch()
+    expand_drafted_requests_in_torch()
     unlink_worker_memory()
     exchange_tokens_of_experts()
     move_memory_of_sleepers()
     device.multiply_by_onednn()
+
+
+def expand_drafted_requests_in_torch() -> None:
+    """Give each drafted token the temperature of its request.
+
+    vLLM 0.32.0's kernel writes into a copy of everything that is no int64: logits are divided by what lay in memory.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+        of_requests = values.masked_fill(values == replace_from, replace_to)
+        return of_requests.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def keep_linear_weights() -> None:

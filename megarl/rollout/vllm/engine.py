@@ -143,7 +143,7 @@ class VllmEngine(OwnedEngine):
         self._workers("abort_weight_update")
 
     def _begin_loading(self) -> None:
-        self._workers("start_weight_update")
+        self._workers("begin_weight_update")
 
     def _load(self, bucket: Bucket) -> None:
         self._workers("update_weights", {"bucket": bucket})

@@ -22,7 +22,6 @@ FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
 """Values of `kv_cache_dtype` with which keys and values are e4m3, with scales of 1."""
 
 _REFUSED: Mapping[str, Refusal] = {
-    "speculative_config": Refusal(_DRAFT),
     "spec_method": Refusal(_DRAFT),
     "spec_model": Refusal(_DRAFT),
     "spec_tokens": Refusal(_DRAFT),
@@ -51,7 +50,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_elastic_ep": Refusal(_MOVED),
     "logits_processors": Refusal(_OTHER_DISTRIBUTION),
     "watermark_config": Refusal(_OTHER_DISTRIBUTION),
-    "enable_lora": Refusal("all weights of the policy are trained, and adapters are none of them"),
+    "enable_lora": Refusal("an adapter that is trained is merged into the weights that engines get"),
     "trust_remote_code": Refusal(
         "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
         " architectures that vLLM has by itself"
@@ -59,6 +58,7 @@ _REFUSED: Mapping[str, Refusal] = {
 }
 
 _TESTED: Mapping[str, str] = {
+    "speculative_config": "megarl/rollout/test_vllm_draft.py",
     "dtype": "megarl/rollout/test_vllm_arguments.py",
     "max_num_seqs": "megarl/rollout/test_vllm_arguments.py",
     "max_model_len": "megarl/rollout/engine_host.py",
@@ -95,6 +95,26 @@ def _sizes(arguments: Arguments) -> EngineSizes:
     return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
 
 
+_DRAFTING = frozenset({"method", "num_speculative_tokens"})
+
+
+def _drafts(arguments: Arguments) -> bool:
+    draft = arguments.get("speculative_config")
+    if not draft:
+        return False
+    if draft.get("method") != "mtp" or not draft.keys() <= _DRAFTING:
+        raise UserError(
+            f"rollout.engine_args.speculative_config={draft} is not supported: {_DRAFT}, but for the policy's own"
+            " layers for multi-token prediction; give method=mtp and num_speculative_tokens, or leave it out"
+        )
+    if arguments.get("enable_return_routed_experts"):
+        raise UserError(
+            "rollout.engine_args.speculative_config is not supported with algorithm.router_replay=rollout: the experts"
+            " of drafted tokens that were rejected would be taken for the policy's; give one of the two"
+        )
+    return True
+
+
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -103,6 +123,11 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
         raise UserError(
             f"rollout.engine_args.quantization={arguments['quantization']} contradicts rollout.weights, which says what"
             " the engine's weights are in: give one of the two"
+        )
+    if _drafts(arguments):
+        raise UserError(
+            f"rollout.engine_args.speculative_config is not supported with rollout.weights={number_format.name}: the"
+            " draft has not been compared with the policy's layers there; give one of the two"
         )
     if (load_format := arguments.get("load_format") or "auto") not in _READ_IN_FORMATS:
         raise UserError(
@@ -127,6 +152,7 @@ VLLM = EngineKind(
     tested=_TESTED,
     workers=_workers,
     sizes=_sizes,
+    drafts=_drafts,
     context_argument="max_model_len",
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     quantised=_quantised,

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,7 @@ class SequencesInFlight:
                 sequence.experts.append(output.routed_experts)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
-                sequence.finish(_FINISH_REASONS[str(output.finish_reason)], self._returned)
+                sequence.finish(finish_reason(str(output.finish_reason)), self._returned)
 
     def abort(self) -> None:
         """Finish all sequences with the tokens that they have."""
@@ -120,7 +120,20 @@ class SequencesInFlight:
             raise UserError(f"vLLM refuses a prompt of {len(prompt)} tokens with {sampling}: {error}") from error
 
 
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    # Cut by vLLM's detector of repeated patterns, where engine_args ask for it: no end of the policy's own.
+    "repetition": "length",
+}
+
+
+def finish_reason(of_vllm: str) -> FinishReason:
+    """Why a response ended, in the words of all engines. Raises RuntimeError where vLLM failed."""
+    if of_vllm not in _FINISH_REASONS:
+        raise RuntimeError(f"vLLM ended a response with {of_vllm}: the end of the engine's log says why")
+    return _FINISH_REASONS[of_vllm]
 
 
 def _sampling_params(sampling: SamplingParameters) -> Any:

@@ -28,6 +28,7 @@ from megarl.rollout.vllm import (
     tracing,
     weight_transfer,
 )
+from megarl.rollout.vllm.draft import WithDraft
 from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
@@ -63,6 +64,19 @@ class WorkerExtension:
     _receiver: WeightReceiver | None = None
     _recorder: cpu_routed_experts.Recorder
 
+    def begin_weight_update(self) -> None:
+        """Begin an update of all that is loaded."""
+        config = self.model_config  # type: ignore[attr-defined]
+        self.weight_transfer_engine.set_weight_update_target(self._loaded(), config)  # type: ignore[attr-defined]
+        self.start_weight_update()  # type: ignore[attr-defined]
+
+    def _loaded(self) -> torch.nn.Module:
+        """The model, and the draft beside it where there is one."""
+        model, draft = self.get_model(), self.get_draft_model()  # type: ignore[attr-defined]
+        if draft is None:
+            return model
+        return WithDraft(model, draft, self.model_config.hf_text_config.num_hidden_layers)  # type: ignore[attr-defined]
+
     def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
         if self._weight_update_active:  # type: ignore[attr-defined]
@@ -70,7 +84,7 @@ class WorkerExtension:
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
-        return tracing.trace_model(self.get_model(), hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
+        return tracing.trace_model(self._loaded(), hf_shapes, hf_dtypes)
 
     def part(self) -> int:
         """The number of the machine that this worker is on, among those that the engine spans."""
@@ -96,7 +110,7 @@ class WorkerExtension:
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""
         if self._receiver is None:
-            model = VllmModel(self.get_model(), self.model_config)  # type: ignore[attr-defined]
+            model = VllmModel(self._loaded(), self.model_config)  # type: ignore[attr-defined]
             self._receiver = WeightReceiver(model, self._number())
         return outcome(method, self._receiver, *arguments)
 

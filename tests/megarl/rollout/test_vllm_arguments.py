@@ -4,11 +4,25 @@ import torch
 from converters.errors import UserError
 from megarl.rollout.vllm.arguments import make_engine_config
 from megarl.rollout.vllm.kind import VLLM
+from megarl.rollout.vllm.sequences import finish_reason
 
 
 def _config(folder, given):
     config = make_engine_config(folder, given)
     return config.model_config.dtype, config.scheduler_config.max_num_seqs, config.model_config.skip_tokenizer_init
+
+
+def _reasons():
+    from vllm.v1.engine import FINISH_REASON_STRINGS
+
+    return FINISH_REASON_STRINGS
+
+
+def test_every_reason_of_vllm_for_which_a_response_ends_is_known(vllm_process):
+    ended = {name: finish_reason(name) for name in vllm_process(_reasons) if name != "error"}
+    assert ended == {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
+    with pytest.raises(RuntimeError, match="vLLM ended a response with error: the end of the engine's log says why"):
+        finish_reason("error")
 
 
 def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
