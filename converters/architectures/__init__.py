@@ -5,18 +5,22 @@ from typing import Any
 
 from converters.architectures.families import FAMILIES
 from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.lora import ALL_LINEAR, Lora, adapter_architecture
 from converters.architectures.value_head import with_head, with_value_head
 from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
 from converters.errors import UserError
 
 __all__ = [
+    "ALL_LINEAR",
     "FAMILIES",
     "Architecture",
     "Dimension",
     "Head",
     "Kind",
+    "Lora",
     "Parameter",
     "Part",
+    "adapter_architecture",
     "read_architecture",
     "with_head",
     "with_value_head",

@@ -1,0 +1,132 @@
+"""Adapters in the format of HuggingFace's PEFT: a folder with adapter_config.json and adapter_model.safetensors."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architectures import ALL_LINEAR, Architecture, Lora, adapter_architecture
+from converters.architectures.lora import target_names
+from converters.boxes import Box
+from converters.durable import rename, sync_all
+from converters.errors import UserError
+from converters.formats.safetensors import create_checkpoint, read_json
+from converters.formats.safetensors.header import map_tensors, read_header
+from converters.formats.safetensors.reader import SINGLE_FILE
+from converters.layout import Shape
+
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"), False),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "exclude_modules", "trainable_token_indices")),
+}
+"""Field of adapter_config.json -> the only value with which the adapter is A and B of whole matrices; all empty ones
+are alike."""
+
+
+class AdapterFolder:
+    """A PEFT adapter on disk. Opening it reads the configuration and the header.
+
+    Raises UserError where a file is missing or broken, and for a kind of adapter other than plain LoRA.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lora = read_adapter_config(folder)
+        path = folder / _WEIGHTS
+        self._entries = read_header(path)
+        self._views = map_tensors(path, self._entries, writable=False)
+
+    def check(self, architecture: Architecture, lora: Lora | None = None) -> None:
+        """Raise UserError unless this is an adapter of `architecture`, and of this `lora` where one is given."""
+        lora = lora or self.lora
+        if (self.lora.rank, self.lora.alpha) != (lora.rank, lora.alpha):
+            raise UserError(
+                f"{self.folder} has rank {self.lora.rank} and alpha {self.lora.alpha:g}, and lora.rank={lora.rank} and"
+                f" lora.alpha={lora.alpha:g} are asked for: leave both out"
+            )
+        expected = adapter_architecture(architecture, lora).hf_shapes
+        held = {name: entry.shape for name, entry in self._entries.items()}
+        another = f"{self.folder} is no adapter of these matrices of this {architecture.model_type} model: it"
+        if missing := sorted(expected.keys() - held.keys()):
+            raise UserError(f"{another} lacks {missing[0]}, one of {len(missing)}; give the adapter of this model")
+        if surplus := sorted(held.keys() - expected.keys()):
+            raise UserError(
+                f"{another} holds {surplus[0]}, one of {len(surplus)} beyond them; give the adapter of this model"
+            )
+        for name, shape in expected.items():
+            if held[name] != shape:
+                raise UserError(
+                    f"{another} holds {name} with shape {list(held[name])}, where the model has {list(shape)}; give the"
+                    " adapter of this model"
+                )
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A view of `box` of a tensor in the memory-mapped file."""
+        return self._views[name][box.slices()]
+
+
+def read_adapter_config(folder: Path) -> Lora:
+    """The adapter of which the adapter_config.json in `folder` speaks. Raises UserError as `AdapterFolder`."""
+    path = folder / ADAPTER_CONFIG
+    config = read_json(path)
+    for name, plain in _PLAIN.items():
+        if (value := config.get(name, plain)) != plain and (value or plain):
+            raise UserError(f"{path} has {name}={value!r}, and only {plain!r} is supported")
+    targets, rank, alpha = (config.get(name) for name in ("target_modules", "r", "lora_alpha"))
+    if targets != ALL_LINEAR and not (isinstance(targets, list) and all(isinstance(each, str) for each in targets)):
+        raise UserError(f"{path} has target_modules={targets!r}, which is no list of names: write them out")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(f"{path} has r={rank!r} and lora_alpha={alpha!r}, where numbers belong; correct them")
+    return Lora(rank, float(alpha), (targets,) if isinstance(targets, str) else tuple(sorted(targets)))
+
+
+def write_adapter_config(folder: Path, adapter: Architecture, lora: Lora) -> None:
+    """Write the adapter_config.json of an adapter to `folder`."""
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(_content(adapter, lora), indent=2) + "\n")
+
+
+def _content(adapter: Architecture, lora: Lora) -> dict[str, Any]:
+    """The content of adapter_config.json, as PEFT writes it."""
+    explicit = lora.target_modules if ALL_LINEAR not in lora.target_modules else target_names(adapter)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(explicit),
+    }
+
+
+def refuse_adapter_checkpoint(folder: Path) -> None:
+    """Raise UserError for a training checkpoint that holds an adapter and no model."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{folder} holds an adapter alone, whose model is elsewhere; the run that wrote it exports both at its end,"
+            " merged as huggingface and for PEFT as adapter, so let it end at this step, or take these two"
+        )
+
+
+def create_adapter(partial: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
+    """Make the file of an adapter at full size, all elements 0. See `create_checkpoint`."""
+    # PEFT reads one file.
+    create_checkpoint(partial, shapes, dict.fromkeys(shapes, dtype), shard_size_bytes=sys.maxsize)
+
+
+def finish_adapter(partial: Path, folder: Path, adapter: Architecture, lora: Lora) -> None:
+    """Complete the adapter that was created in `partial` and give it its name, when every process has written."""
+    (partial / SINGLE_FILE).rename(partial / _WEIGHTS)
+    write_adapter_config(partial, adapter, lora)
+    sync_all(partial)
+    rename(partial, folder)

@@ -1,0 +1,60 @@
+"""The `lora` group of a configuration: as the Megatron ranks take it, and what it does not go with."""
+
+from pathlib import Path
+
+from converters.architectures import Lora
+from converters.errors import UserError
+from converters.formats.peft import read_adapter_config
+from megarl.schema import LoraConfig, MegarlConfig
+from megatron_ext.options import AdapterOptions
+
+
+def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
+    """The adapter that a configuration trains, None if it trains weights.
+
+    Raises UserError for a folder that holds no adapter, or another one than the rest of the group says.
+    """
+    if config.path is None:
+        if not config.rank:
+            return None
+        return AdapterOptions(Lora(config.rank, config.alpha, tuple(config.target_modules)), seed)
+    lora = read_adapter_config(Path(config.path))
+    plain = LoraConfig()
+    said = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
+    for name, value in said.items():
+        if (asked := getattr(config, name)) not in (value, getattr(plain, name)):
+            raise UserError(
+                f"lora.{name}={asked}, and the adapter in lora.path={config.path} has {value}: leave it out"
+            )
+    return AdapterOptions(lora, seed, Path(config.path))
+
+
+def check_lora(config: MegarlConfig) -> None:
+    """Raise UserError for what cannot be chosen with an adapter, and for choices of an adapter that is not trained."""
+    adapter = adapter_options(config.lora, config.loop.seed)
+    if adapter is None:
+        plain = LoraConfig()
+        for name in ("alpha", "target_modules"):
+            if getattr(config.lora, name) != getattr(plain, name):
+                raise UserError(
+                    f"lora.{name} is set, and with lora.rank=0 no adapter is trained: set lora.rank, or leave it out"
+                )
+        return
+    if config.algorithm.refresh_reference_every:
+        raise UserError(
+            "algorithm.refresh_reference_every makes the policy the reference, and with lora.rank above 0 the reference"
+            " is the model without its adapter: leave out one of the two"
+        )
+    if config.megatron.get("moe_router_bias_update_rate"):
+        raise UserError(
+            "megarl would train an adapter alone, and megatron.moe_router_bias_update_rate changes the routers of the"
+            " model beside it: leave it out"
+        )
+
+
+def refuse_lora(config: MegarlConfig) -> None:
+    """Raise UserError for an adapter where the whole model is trained: a new head has no use for one."""
+    if adapter_options(config.lora, config.loop.seed) is not None:
+        raise UserError(
+            "lora.rank above 0 is for language models, and a reward model has a head to train: leave it out"
+        )
