@@ -9,6 +9,7 @@ import torch
 from converters.architectures import Architecture
 from converters.boxes import Box
 from converters.errors import UserError
+from converters.formats.peft import refuse_adapter_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.fp8 import is_block_fp8, scales_of, scales_shape
@@ -72,6 +73,7 @@ def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shap
 
 def check_distributed(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes."""
+    refuse_adapter_checkpoint(checkpoint.folder)
     shapes = {key: stored.shape for key, stored in checkpoint.weights.items()}
     for _ in stored_pieces(architecture, shapes, dict.fromkeys(shapes, ())):
         pass

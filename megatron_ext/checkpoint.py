@@ -1,62 +1,89 @@
-"""The state of a training run in Megatron's distributed format (torch_dist).
+"""The state of a training run in Megatron's distributed format (torch_dist), written and read by all ranks.
 
-The weights in it can be read at any layout. A run continues with the ranks and sizes it was saved with: the random
-number generators are kept per rank.
+All of it can be read at any layout and any number of ranks, the optimizer's state too. The random number generators, on
+which nothing but dropout depends, go on where the layout is the same, and begin anew where it is not.
+Where adapters are trained, only they are in it, beside their adapter_config.json: the weights stay what they were.
 """
 
+import argparse
+import io
 import pickle
-import random
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch import Tensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
 from converters.errors import UserError
-from converters.formats.torch_dist import COMMON
-from megatron_ext import checkpoint_folder, compat, device
+from converters.formats.torch_dist import COMMON, StoredObject, TorchDistCheckpoint, unwrapped
+from megatron_ext import compat, device, versions
+from megatron_ext.checkpoint_fit import require_fit
+from megatron_ext.checkpoint_state import (
+    REFERENCE,
+    layout,
+    loaded_reference,
+    megatron_lm_state,
+    named_chunks,
+    set_rng_state,
+    sharded_model,
+    sharded_reference,
+    sharded_rng_state,
+)
+from megatron_ext.checkpoint_writer import PendingSave
+from megatron_ext.host_copies import HostCopies
 from megatron_ext.intact import require_intact
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.reference import ReferenceWeights
+from megatron_ext.optimizer_shards import FORMAT, main_states, sharded_states, take_over
 
-_REFERENCE = "reference."
+_OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"  # Megatron-LM's names
+_TENSORS, _RNG, _LAYOUT = "optimizer_tensors", "rng_state", "layout"
+
+
+class Saving:
+    """Saves a model, one checkpoint at a time: `begin`, then `finish`, and in between the run may go on."""
+
+    def __init__(self, engine: MegatronModel) -> None:
+        self._engine = engine
+        self._copies = HostCopies()
+        self._pending: PendingSave | None = None
+
+    def begin(self, folder: Path, *, in_background: bool) -> None:
+        """Collective: begin to write this rank's part of the model, optimizer, schedule and RNG to `folder`.
+
+        Also the weights of the reference model, if they are no longer those that the model began with, and a list of
+        what was written with its checksums, for the manifest. With `in_background` it is the state of this moment that
+        is written, of which the host then holds a copy; without, nothing may change before `finish`.
+
+        Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
+        """
+        if self._pending is not None:
+            raise RuntimeError("the save before this one is not finished")
+        state = _state(self._engine)
+        _check_room(state, folder)
+        self._pending = PendingSave(state, folder, self._copies if in_background else None)
+        if self._engine.adapters is not None and torch.distributed.get_rank() == 0:
+            self._engine.adapters.write_config(folder)
+
+    def is_written(self) -> bool:
+        """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
+        return self._pending is None or self._pending.is_written()
+
+    def finish(self) -> None:
+        """Collective: wait until all is written; the folder is complete then. Raises as `is_written`."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.finish()
 
 
 def save(engine: MegatronModel, folder: Path) -> None:
-    """Collective: write this rank's part of the model, optimizer, schedule and RNG to `folder`.
-
-    Also the weights of the reference model, if they are no longer those that the model began with, and a list of what
-    was written with its checksums, for the manifest.
-
-    Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
-    """
-    engine.residence.require("weights", "training")
-    # A policy that waits for its critic has made no step yet.
-    compat.prime_optimizer_state(engine.optimizer)
-    engine.complete_weights()
-    state = _sharded_state(engine, is_loading=False)
-    if engine.reference is not None and engine.reference.refreshed:
-        state |= _sharded_reference(engine, engine.reference)
-    _check_room(state, folder)
-    with compat.checksums_of_writes() as written:
-        dist_checkpointing.save(state, str(folder))
-    if torch.distributed.get_rank() == 0:
-        checkpoint_folder.list_written(folder, written)
+    """Collective: write a checkpoint, and wait for it. See `Saving`."""
+    saving = Saving(engine)
+    saving.begin(folder, in_background=False)
+    saving.finish()
 
 
 def load(engine: MegatronModel, folder: Path) -> None:
@@ -64,41 +91,90 @@ def load(engine: MegatronModel, folder: Path) -> None:
 
     The reference model, where the engine keeps one, becomes that of the checkpoint, if it holds one.
 
-    Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged.
+    Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged, or of another
+    model, number format or optimizer.
     """
     engine.residence.require("weights", "training")
     require_intact(folder, weights_only=False)
     compat.prime_optimizer_state(engine.optimizer)
-    wanted = _sharded_state(engine, is_loading=True)
+    model, states = sharded_model(engine), main_states(engine.optimizer)
+    wanted: dict[str, Any] = {**model, _TENSORS: _numbered(sharded_states(states, model))}
+    if _load_common(folder).get(_LAYOUT) == layout(engine.options.parallel):
+        wanted[_RNG] = sharded_rng_state()
     reference = engine.reference if _holds_reference(folder) else None
     if reference is not None:
-        wanted |= _sharded_reference(engine, reference)
+        wanted |= sharded_reference(engine, reference)
+    require_fit(wanted, folder, engine.architecture.gpt_model["vocab_size"])
     with compat.user_error_of_any_rank():
-        state = dist_checkpointing.load(wanted, str(folder), common_strategy=_Common())
+        # The weights and the optimizer's state are read into the tensors that hold them.
+        state = versions.load_checkpoint(wanted, folder, _load_common)
     if reference is not None:
-        reference.refresh(_loaded_reference(engine, state))
-    for name, chunk in _named_chunks(engine).items():
-        chunk.load_state_dict(state[name])
-    rates = [(group["max_lr"], group["min_lr"]) for group in engine.optimizer.param_groups]
-    engine.optimizer.load_state_dict(state["optimizer"])
-    compat.separate_step_counters(engine.optimizer)
-    # As in the schedule, the rates are those of the configuration.
-    for group, (highest, lowest) in zip(engine.optimizer.param_groups, rates, strict=True):
-        group |= {"max_lr": highest, "min_lr": lowest}
-    engine.scheduler.load_state_dict(state["scheduler"])
-    _set_rng_state(state["rng_state"])
+        reference.refresh(loaded_reference(engine, state))
+    for name, chunk in named_chunks(engine).items():
+        unexpected = chunk.load_state_dict(state[name], strict=engine.adapters is None).unexpected_keys
+        if unexpected:
+            raise ValueError(f"the model has no {unexpected[0]}")
+    take_over(states)
+    # Rates and weight decay follow from the configuration and the position in the schedule.
+    engine.scheduler.load_state_dict(state[_SCHEDULER])
+    compat.set_steps(engine.optimizer, engine.scheduler.num_steps)
+    if _RNG in wanted:
+        set_rng_state(state[_RNG])
     engine.residence.count()
 
 
-class _Common(TorchCommonLoadStrategy):
-    """Reads `common.pt`, of which torch loads plain values only."""
+def _load_common(folder: str | Path) -> dict[str, Any]:
+    """The content beside tensors, of which torch loads plain values only, and records of them."""
+    place = TorchDistCheckpoint(Path(folder)).common_place or StoredObject(COMMON, 0, 0)
+    path = Path(folder) / place.file
+    try:
+        with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+            file.seek(place.offset)
+            return unwrapped(torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True))
+    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path} is missing, damaged or no plain values; copy the checkpoint again") from error
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        path = Path(checkpoint_dir) / COMMON
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise UserError(f"{path} is missing, damaged or no plain values; copy the checkpoint again") from error
+
+def _state(engine: MegatronModel) -> dict[str, Any]:
+    engine.residence.require("weights", "training")
+    # A policy that waits for its critic has made no step yet.
+    compat.prime_optimizer_state(engine.optimizer)
+    engine.complete_weights()
+    model = sharded_model(engine)
+    state: dict[str, Any] = {
+        **megatron_lm_state(engine),
+        **model,
+        _OPTIMIZER: _parameter_groups(engine),
+        _TENSORS: _numbered(sharded_states(main_states(engine.optimizer), model)),
+        _SCHEDULER: engine.scheduler.state_dict(),
+        _RNG: sharded_rng_state(),
+        _LAYOUT: layout(engine.options.parallel),
+    }
+    if engine.reference is not None and engine.reference.refreshed:
+        state |= sharded_reference(engine, engine.reference)
+    return state
+
+
+def _parameter_groups(engine: MegatronModel) -> dict[Any, Any]:
+    """Groups of parameters, for megatron-core's own optimizers: here all of it follows from the configuration."""
+    of_parts = [
+        {
+            "optimizer": {
+                "param_groups": [
+                    {name: value for name, value in group.items() if name != "params"}
+                    | {"step": engine.scheduler.num_steps}
+                    for group in part.optimizer.param_groups
+                ]
+            },
+            "param_state_sharding_type": FORMAT,
+        }
+        for part in compat.parts(engine.optimizer)
+    ]
+    return of_parts[0] if len(of_parts) == 1 else dict(enumerate(of_parts))
+
+
+def _numbered(shards: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+    return {str(number): shard for number, shard in enumerate(shards)}
 
 
 def _check_room(state: Mapping[str, Any], folder: Path) -> None:
@@ -114,75 +190,5 @@ def _check_room(state: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _named_chunks(engine: MegatronModel) -> dict[str, GPTModel]:
-    bare = [chunk.module for chunk in engine.chunks]
-    return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
-
-
-def _metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Data-parallel rank 0, which writes it, gathers the optimizer's state over gloo in host memory. Otherwise all
-        # ranks would, on their GPUs: whole buffers, twice, beside everything else.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-
-
-def _sharded_state(engine: MegatronModel, *, is_loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    state: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
-    }
-    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    state["scheduler"] = engine.scheduler.state_dict()
-    state["rng_state"] = ShardedObject(
-        "rng_state", _rng_state(), (torch.distributed.get_world_size(),), (torch.distributed.get_rank(),)
-    )
-    return state
-
-
-def _sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
-    """The parts of the model's state with the tensors of the reference, under keys of their own."""
-    state: dict[str, Any] = {}
-    chunks = _named_chunks(engine)
-    for name, chunk in chunks.items():
-        prefix = f"{name}." if len(chunks) > 1 else ""
-        state[_REFERENCE + name] = {
-            key: replace(part, key=_REFERENCE + part.key, data=reference.tensors[prefix + key])
-            for key, part in chunk.sharded_state_dict(metadata=_metadata()).items()
-            # The rest is no weights.
-            if prefix + key in reference.tensors
-        }
-    return state
-
-
-def _loaded_reference(engine: MegatronModel, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    chunks = _named_chunks(engine)
-    return {
-        f"{name}.{key}" if len(chunks) > 1 else key: tensor
-        for name in chunks
-        for key, tensor in state[_REFERENCE + name].items()
-    }
-
-
 def _holds_reference(folder: Path) -> bool:
-    return any(key.startswith(_REFERENCE) for key in dist_checkpointing.load_tensors_metadata(str(folder)))
-
-
-def _rng_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    return any(key.startswith(REFERENCE) for key in dist_checkpointing.load_tensors_metadata(str(folder)))

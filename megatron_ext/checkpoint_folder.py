@@ -58,8 +58,11 @@ def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None
     (folder / _WRITTEN).write_text(json.dumps({name: [astuple(each) for each in all] for name, all in written.items()}))
 
 
-def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int) -> Path:
-    """Give a written checkpoint its name, make it the latest, and delete all but the newest `keep`."""
+def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int, keep_every: int = 0) -> Path:
+    """Give a written checkpoint its name, make it the latest, and delete earlier ones.
+
+    The newest `keep`, of which this is one, stay, and those of iterations that `keep_every` divides.
+    """
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
     try:
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
@@ -78,8 +81,16 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
     if replaced.exists():
         shutil.rmtree(replaced)
     for old in complete_iterations(root)[:-keep]:
-        shutil.rmtree(iteration_folder(root, old))
+        if not keep_every or old % keep_every:
+            _delete(root, old)
     return folder
+
+
+def _delete(root: Path, iteration: int) -> None:
+    """Delete a checkpoint, which at once loses the name of a complete one."""
+    going = root / f"{iteration_folder(root, iteration).name}.deleted{_PARTIAL}"
+    iteration_folder(root, iteration).rename(going)
+    shutil.rmtree(going)
 
 
 def _listed(folder: Path) -> dict[str, list[Written]]:

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.models.gpt import GPTModel
 
 from converters.architectures import Architecture, Part
@@ -15,6 +13,7 @@ from converters.copying import check_distributed
 from converters.errors import UserError
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.torch_dist.keys import cells
+from megatron_ext import versions
 from megatron_ext.intact import require_intact
 from megatron_ext.model import local_tensors
 from megatron_ext.weights import check_finite
@@ -45,7 +44,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
             if name in tensors and key in checkpoint.weights:
                 tensors[name].key = key
     require_intact(checkpoint.folder, weights_only=True)
-    loaded = dist_checkpointing.load(wanted, str(checkpoint.folder), common_strategy=_WithoutCommon())
+    loaded = versions.load_checkpoint(wanted, checkpoint.folder, _nothing_in_common)
     for chunk, name in zip(chunks, wanted, strict=True):
         different = chunk.load_state_dict(loaded[name], strict=False)
         if missing := [key for key in different.missing_keys if not key.endswith("_extra_state")]:
@@ -53,11 +52,9 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     check_finite(local_tensors(chunks), checkpoint.folder)
 
 
-class _WithoutCommon(TorchCommonLoadStrategy):
-    """Leaves `common.pt` alone: it says nothing about weights and may need classes of the program that saved it."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:  # noqa: ARG002
-        return {}
+def _nothing_in_common(_folder: str | Path) -> dict[str, Any]:
+    # It says nothing about weights and may need classes of the program that saved it.
+    return {}
 
 
 def sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:

@@ -1,15 +1,20 @@
 """The checkpoints of a run: found before it starts, written as it goes, in one shape for every command that trains."""
 
-from collections.abc import Mapping
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from converters.errors import UserError
+from converters.formats.peft import ADAPTER_CONFIG, read_adapter_config
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.output.places import CHECKPOINTS
 from megarl.schema import MegarlConfig
 from megatron_ext import checkpoint_folder
+from megatron_ext.options import AdapterOptions
 
 
 @dataclass(frozen=True)
@@ -55,29 +60,101 @@ def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
     return Checkpoint(folder, state)
 
 
-class CheckpointWriter:
-    """A checkpoint that is being made of the state after `step`; a context manager that completes it, or takes it away.
+def check_trained_alike(folder: Path, adapter: AdapterOptions | None) -> None:
+    """Raise UserError unless a checkpoint holds the adapter that is trained now, or weights if none is."""
+    held = read_adapter_config(folder) if (folder / ADAPTER_CONFIG).exists() else None
+    if held is None and adapter is None:
+        return
+    if held is None or adapter is None:
+        kinds = ("the weights", "an adapter") if held is None else ("an adapter", "the weights")
+        raise UserError(
+            f"{folder} holds {kinds[0]} that a run trained, and this one trains {kinds[1]}: set lora.rank as it was,"
+            " or choose another output_dir"
+        )
+    if (held.rank, held.alpha) != (adapter.lora.rank, adapter.lora.alpha):
+        raise UserError(
+            f"{folder} holds an adapter of rank {held.rank} and alpha {held.alpha:g}, and this run trains one of rank"
+            f" {adapter.lora.rank} and alpha {adapter.lora.alpha:g}: set lora.rank and lora.alpha as they were, or"
+            " choose another output_dir"
+        )
 
-    `save` writes the state of the models; further files of the controller go to `folder`, the rest of its state into
-    `state`.
+
+class Checkpoints:
+    """Writes the checkpoints of a run, one at a time; with `checkpoint.async_save` the run goes on meanwhile.
+
+    A checkpoint has the state of the moment when it was begun. It is there for the next run when the parts of all ranks
+    are on disk and somebody has asked for it to be completed. `models` are those that learn, the policy's name is "".
+    A context manager: at its end the last checkpoint is completed, or taken away if the run failed.
     """
 
-    def __init__(self, config: MegarlConfig, command: str, step: int) -> None:
-        self._root, self._step, self._keep = checkpoints_folder(config), step, config.checkpoint.keep
-        self.state: dict[str, Any] = {"command": command, "step": step}
+    def __init__(self, config: MegarlConfig, command: str, models: Mapping[str, TrainerGroup]) -> None:
+        self._root, self._config = checkpoints_folder(config), config.checkpoint
+        self._command, self._models = command, models
+        self._pending: dict[str, Any] | None = None
+        self._waited_s = 0.0
 
-    def __enter__(self) -> "CheckpointWriter":
-        self.folder = checkpoint_folder.begin(self._root, self._step)
+    def save(self, step: int, state_in: Callable[[Path], Mapping[str, Any]]) -> None:
+        """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
+
+        `state_in` writes further files of the controller to a folder and gives the rest of its state. Raises UserError
+        where the disk has no room.
+        """
+        started = time.perf_counter()
+        self.complete()
+        self._waited_s += time.perf_counter() - started
+        folder = checkpoint_folder.begin(self._root, step)
+        self._pending = {"step": step}
+        with self._abandoned_on_error():
+            self._pending = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
+            for name, model in self._models.items():
+                (folder / name).mkdir(exist_ok=True)
+                model.begin_save(folder / name, in_background=self._config.async_save)
+        if not self._config.async_save:
+            self.complete()
+
+    def complete_if_written(self) -> None:
+        """Complete the last checkpoint, if that takes no waiting for a disk. Raises what ended the writing."""
+        if self._pending is None:
+            return
+        with self._abandoned_on_error():
+            written = [model.save_is_written() for model in self._models.values()]
+        if all(written):
+            self.complete()
+
+    def complete(self) -> None:
+        """Wait for the last checkpoint, if it is not complete, and make it the one that the next run continues from."""
+        if self._pending is None:
+            return
+        with self._abandoned_on_error():
+            for model in self._models.values():
+                model.finish_save()
+            keep_last, keep_every = self._config.keep_last, self._config.keep_every
+            checkpoint_folder.commit(self._root, self._pending["step"], self._pending, keep_last, keep_every)
+        self._pending = None
+
+    def take_metrics(self) -> dict[str, float]:
+        """How long saves have waited for the one before, since the last time."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return {"seconds/checkpoint_wait": waited} if self._config.async_save else {}
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        if self._pending is not None:
+            checkpoint_folder.abandon(self._root, self._pending["step"])
+            self._pending = None
+
+    def __enter__(self) -> Self:
         return self
 
-    def save(self, model: TrainerGroup, name: str = "") -> None:
-        """Let the ranks of a model write it; an auxiliary one by its name."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        model.save(folder)
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            checkpoint_folder.abandon(self._root, self._step)
-            return
-        checkpoint_folder.commit(self._root, self._step, self.state, keep=self._keep)
+        if kind is None:
+            self.complete()
+        else:
+            self._abandon()

@@ -1,10 +1,11 @@
 import itertools
+import math
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.boxes import Box, first_overlap
+from converters.boxes import Box, boxes_of_range, first_overlap
 
 SHAPE = (4, 3, 5)
 
@@ -73,3 +74,13 @@ def test_a_tensor_without_dimensions_has_one_element():
     assert list(scalar.subtract(scalar)) == []
     assert torch.tensor(3.0)[scalar.slices()] == 3.0
     assert first_overlap([scalar, scalar]) is not None
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_a_range_of_elements_is_a_few_boxes_in_order(shape, data):
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, tensor.numel()))
+    stop = data.draw(st.integers(start, tensor.numel()))
+    found = list(boxes_of_range(shape, start, stop))
+    assert [element for box in found for element in tensor[box.slices()].flatten().tolist()] == list(range(start, stop))
+    assert len(found) <= max(2 * len(shape) - 1, 1)

@@ -318,10 +318,14 @@ def test_a_layout_goes_to_other_processes(make_model):
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("qwen3", {TP: 3}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 3"),
-        ("deepseek_v3", {TP: 8}, "num_attention_heads = 4 cannot be divided by tensor_model_parallel_size = 8"),
-        ("qwen3", {EP: 2}, "0 experts cannot be divided by expert_model_parallel_size = 2"),
-        ("qwen3_moe", {EP: 3}, "4 experts cannot be divided by expert_model_parallel_size = 3"),
+        ("qwen3", {TP: 3}, "num_attention_heads = 4 .* by tensor_model_parallel_size = 3; change that size to 2 or 4$"),
+        (
+            "deepseek_v3",
+            {TP: 8},
+            "num_attention_heads = 4 .* by tensor_model_parallel_size = 8; change that size to 4$",
+        ),
+        ("qwen3", {EP: 2}, "0 experts .* by expert_model_parallel_size = 2; change that size to 1$"),
+        ("qwen3_moe", {EP: 3}, "4 experts .* by expert_model_parallel_size = 3; change that size to 2 or 4$"),
         ("qwen3_moe", {ETP: 4}, "moe_intermediate_size = 6 cannot be divided by expert_tensor_parallel_size = 4"),
         ("mixtral", {ETP: 8}, "intermediate_size = 12 cannot be divided by expert_tensor_parallel_size = 8"),
         ("qwen3", {PP: 3}, "layers"),
@@ -335,7 +339,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused(name, sizes, message, ma
 @pytest.mark.parametrize(
     ("heads", "groups", "tensor_parallel", "wrong"),
     [
-        (12, 4, 6, "num_key_value_heads = 4 cannot be divided by tensor_model_parallel_size = 6"),
+        (12, 4, 6, "num_key_value_heads = 4 .* by tensor_model_parallel_size = 6; change that size to 4$"),
         (12, 6, 4, "num_key_value_heads = 6 cannot be divided by tensor_model_parallel_size = 4"),
         (4, 3, 1, "num_attention_heads = 4"),
     ],

@@ -13,12 +13,14 @@ from conversions import MODELS, content_of, convert, export, make, random_number
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
+from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.formats.torch_dist.megatron_lm import (
     Vocabulary,
     beyond_megatron_lm,
     megatron_lm_arguments,
     megatron_lm_flags,
 )
+from converters.formats.torch_dist.saved_arguments import check_saved_arguments, different_arguments
 from converters.hf_to_megatron import FLAGS
 from converters.layouts.megatron import ParallelSizes
 
@@ -131,6 +133,36 @@ def test_the_checkpoint_says_what_its_readers_ask_in_the_types_they_take(name: s
         value = arguments.get(argument)
         if value is not None and not option.get("nargs") and option["takes"] in kinds:
             assert isinstance(value, kinds[option["takes"]]), argument
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_arguments_that_megatron_lm_saved_are_compared_with_the_config(name: str, tmp_path: Path) -> None:
+    architecture, arguments = read_architecture(CONFIGS[name]), arguments_of(CONFIGS[name])
+    saved = vars(megatron_lm_parser().parse_args(megatron_lm_flags(arguments).split()))
+    assert list(different_arguments(architecture, saved)) == []
+    for argument, other in {"rotary_base": 77, "layernorm_epsilon": 0.5, "qk_layernorm": None, "swiglu": False}.items():
+        value = not saved[argument] if other is None else other
+        assert list(different_arguments(architecture, saved | {argument: value})) == [
+            (argument, arguments[argument], value)
+        ]
+    if saved["num_experts"]:
+        other = saved | {"moe_router_topk": 1, "moe_router_pre_softmax": not saved["moe_router_pre_softmax"]}
+        found = [each for each, _, _ in different_arguments(architecture, other)]
+        assert found == ["moe_router_topk", "moe_router_pre_softmax"]
+
+
+def test_a_checkpoint_of_another_model_with_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    convert(make(tmp_path / "hf", "qwen3"), tmp_path / "out")
+    architecture = read_architecture(MODELS["qwen3"])
+    check_saved_arguments(TorchDistCheckpoint(tmp_path / "out"), architecture)
+    path = tmp_path / "out/release/common.pt"
+    common = torch.load(path, weights_only=False)
+    common["args"].rotary_base = 77
+    torch.save(common, path)
+    with pytest.raises(UserError, match=r"was written by a Megatron-LM with rotary_base=77, and config.json gives \d"):
+        check_saved_arguments(TorchDistCheckpoint(tmp_path / "out"), architecture)
+    path.unlink()
+    check_saved_arguments(TorchDistCheckpoint(tmp_path / "out"), architecture)
 
 
 @pytest.mark.parametrize(

@@ -106,13 +106,13 @@ def test_vocabulary_is_padded_to_a_multiple_of_tensor_parallelism():
     ("sizes", "message"),
     [
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0"),
-        ({"world_size": 3, "tensor_model_parallel_size": 2}, "3 ranks cannot be divided by tensor_model"),
+        ({"world_size": 3, "tensor_model_parallel_size": 2}, "3 ranks .* by tensor_model.* or use 2 or 4 ranks"),
         (
             {"world_size": 6, "tensor_model_parallel_size": 2, "context_parallel_size": 2},
             "6 ranks cannot be divided by tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel"
             "_size = 4 x 1",
         ),
-        ({"world_size": 2, "expert_model_parallel_size": 4}, "2 ranks cannot be divided by expert_model"),
+        ({"world_size": 2, "expert_model_parallel_size": 4}, "2 ranks .* by expert_model.* or use 4 ranks"),
         (
             {"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
             "2 ranks cannot be divided by expert_model_parallel_size x expert_tensor_parallel_size",
@@ -129,14 +129,14 @@ def test_sizes_that_contradict_each_other_are_refused(sizes, message):
 @pytest.mark.parametrize(
     ("layers", "sizes", "message"),
     [
-        (5, {}, "5 of the 5 layers .* cannot be shared out evenly to 2 pipeline stages"),
+        (5, {}, "5 of the 5 layers .* cannot be shared out evenly to 2 pipeline stages; .* to is 1 or 5"),
         (4, {"num_layers_in_first_pipeline_stage": 5}, "-1 of the 4 layers"),
         (
             6,
             {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2},
             "3 of the 6 layers .* 0 pipeline stages",
         ),
-        (6, {"virtual_pipeline_model_parallel_size": 2}, "a pipeline stage of 3 layers cannot be cut into 2 chunks"),
+        (6, {"virtual_pipeline_model_parallel_size": 2}, "stage of 3 layers cannot be cut into 2 chunks.* is 1 or 3"),
         (1, {"num_layers_in_first_pipeline_stage": 1}, "a pipeline stage of 0 layers"),
     ],
 )

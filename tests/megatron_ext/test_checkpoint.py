@@ -1,16 +1,34 @@
-"""A run continued from a checkpoint is the run that was not interrupted, bit for bit."""
+"""A run continued from a checkpoint is the run that was not interrupted: bit for bit at the layout it was saved at.
 
+At another layout, with other ranks, and with the other kind of optimizer, its losses are the same but for rounding.
+"""
+
+import argparse
+import json
+import re
+import resource
 import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
-from launch import run_ranks
+from launch import run_in_turn, run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from converters.architectures import read_architecture
+from converters.copying import check_distributed
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.formats.torch_dist.saved_arguments import different_arguments
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -19,49 +37,148 @@ from megatron_ext.packing import RaggedBatch
 
 STEPS = 4
 SAVED_AFTER = 2
+TOLERANCE = 1e-6
+EXPECTATIONS = Path(__file__).parents[1] / "converters/megatron_lm_expectations.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run is cut, and the options of its optimizer."""
+
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
+EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
+PP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+TP2_EP2 = ParallelSizes(
+    world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+)
+VPP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+DP2 = ParallelSizes(world_size=2)
+PLAIN = {"distributed": {"use_distributed_optimizer": False}}
+SGD = {"optimizer": {"optimizer": "sgd", "lr": 1e-1}, **PLAIN}
+SETUPS = {
+    "one rank": Setup(),
+    "TP2": Setup(TP2),
+    "PP2": Setup(PP2),
+    "VPP2": Setup(VPP2),
+    "EP2": Setup(EP2),
+    "TP2 EP2": Setup(TP2_EP2),
+    "DP2": Setup(DP2),
+    "DP2 plain": Setup(DP2, PLAIN),
+    "DP2 SGD": Setup(DP2, SGD),
+    "one rank SGD": Setup(options=SGD),
+}
+SAME = ["one rank", "TP2", "PP2", "EP2", "DP2", "DP2 plain"]
+OTHER = [
+    ("EP2", "one rank"),
+    ("TP2", "one rank"),
+    ("DP2", "one rank"),
+    ("DP2 SGD", "one rank SGD"),
+    ("one rank", "DP2"),
+    ("TP2", "PP2"),
+    ("VPP2", "TP2"),
+    ("TP2 EP2", "DP2 plain"),
+    ("DP2 plain", "DP2"),
+]
+"""Layout that is saved at -> layout that the run goes on at."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+    # Tied embeddings lie on two pipeline stages, and tensor parallelism pads a vocabulary of 63.
+    fields = {"num_hidden_layers": 4, "vocab_size": 63, "tie_word_embeddings": True}
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields=fields)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ParallelSizes(),
-        ParallelSizes(world_size=2, expert_model_parallel_size=2),
-        ParallelSizes(world_size=2, tensor_model_parallel_size=2),
-        ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
-    ],
-    ids=["1 rank", "EP2", "TP2", "PP2"],
-)
-def test_continued_run_is_the_uninterrupted_one(folder, sizes, tmp_path):
-    whole = run_ranks(train_and_save, sizes, folder, tmp_path)
-    continued = run_ranks(load_and_train, sizes, folder, tmp_path)
-    for whole_rank, continued_rank in zip(whole, continued, strict=True):
-        assert whole_rank["norms"][SAVED_AFTER:] == continued_rank["norms"]
-        assert whole_rank["rates"][SAVED_AFTER:] == continued_rank["rates"]
-        assert whole_rank["random"] == continued_rank["random"]
-        for name, tensor in whole_rank["weights"].items():
-            assert torch.equal(tensor, continued_rank["weights"][name]), name
+@dataclass(frozen=True)
+class Runs:
+    """Outcomes of all ranks: of the runs that were not interrupted, and of those that went on."""
+
+    whole: Mapping[str, list[dict]]
+    continued: Mapping[tuple[str, str], list[dict]]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ParallelSizes(
-            world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
-        ),
-        ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    ],
-    ids=["TP2 EP2", "VPP2"],
-)
-def test_a_refreshed_reference_is_the_same_after_resuming(sizes, tmp_path_factory, tmp_path):
-    deeper = write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
-    written = run_ranks(refresh_and_save, sizes, deeper, tmp_path)
-    resumed = run_ranks(load_with_reference, sizes, deeper, tmp_path)
-    for before, after in zip(written, resumed, strict=True):
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def save(name):
+        return (train_and_save, SETUPS[name].sizes, folder, root / name, SETUPS[name].options)
+
+    def load(pair):
+        source, target = pair
+        return (load_and_train, SETUPS[target].sizes, folder, root / source, SETUPS[target].options)
+
+    def on_one(name):
+        return SETUPS[name].sizes.world_size == 1
+
+    pairs = [*((name, name) for name in SAME), *OTHER]
+    names = sorted({name for name, _ in pairs})
+    alone, together = [name for name in names if on_one(name)], [name for name in names if not on_one(name)]
+    to_one, to_two = [pair for pair in pairs if on_one(pair[1])], [pair for pair in pairs if not on_one(pair[1])]
+    first = run_in_turn([save(name) for name in alone])
+    second = run_in_turn([*map(save, together), *map(load, to_two)])
+    third = run_in_turn([load(pair) for pair in to_one])
+    whole = dict(zip([*alone, *together], [*first, *second], strict=False))
+    continued = dict(zip([*to_two, *to_one], [*second[len(together) :], *third], strict=True))
+    return Runs(whole, continued)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_continued_run_is_the_uninterrupted_one(name, runs):
+    for whole, continued in zip(runs.whole[name], runs.continued[name, name], strict=True):
+        assert whole["norms"][SAVED_AFTER:] == continued["norms"]
+        assert whole["losses"][SAVED_AFTER:] == continued["losses"]
+        assert whole["rates"][SAVED_AFTER:] == continued["rates"]
+        assert whole["random"] == continued["random"]
+        for tensor_name, tensor in whole["weights"].items():
+            assert torch.equal(tensor, continued["weights"][tensor_name]), tensor_name
+
+
+@pytest.mark.parametrize("pair", OTHER, ids=" -> ".join)
+def test_a_run_goes_on_at_another_layout(pair, runs):
+    whole, continued = runs.whole[pair[0]][0], runs.continued[pair][0]
+    assert continued["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
+    assert continued["norms"] == pytest.approx(whole["norms"][SAVED_AFTER:], rel=1e-4)
+    assert continued["rates"] == whole["rates"][SAVED_AFTER:]
+
+
+@dataclass(frozen=True)
+class Others:
+    """Results of the cases below, all of which run in one launch."""
+
+    references: Mapping[str, tuple[list[dict], list[dict]]]
+    critics: Mapping[str, tuple[list[dict], list[dict]]]
+    moved: list[dict[str, int]]
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def others(folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("others")
+    references = {"TP2 EP2": TP2_EP2, "VPP2": VPP2}
+    critics = {"TP2": (TP2, torch.bfloat16), "DP2": (DP2, torch.float32)}
+    cases = []
+    for name, sizes in references.items():
+        cases += [(each, sizes, folder, root / name) for each in (refresh_and_save, load_with_reference)]
+    for name, (sizes, dtype) in critics.items():
+        target = root / f"critic {name}"
+        cases += [(each, sizes, folder, target, dtype) for each in (train_critic_and_save, load_and_train_critic)]
+    results = iter(run_in_turn([*cases, (moved_while_saving, DP2, folder, root / "moved")]))
+    return Others(
+        {name: (next(results), next(results)) for name in references},
+        {name: (next(results), next(results)) for name in critics},
+        next(results),
+        root,
+    )
+
+
+@pytest.mark.parametrize("name", ["TP2 EP2", "VPP2"])
+def test_a_refreshed_reference_is_the_same_after_resuming(name, others):
+    for before, after in zip(*others.references[name], strict=True):
         assert after["refreshed"]
         assert before["reference"].keys() == after["reference"].keys()
         assert any(not torch.equal(tensor, before["present"][name]) for name, tensor in before["reference"].items())
@@ -70,44 +187,106 @@ def test_a_refreshed_reference_is_the_same_after_resuming(sizes, tmp_path_factor
                 assert torch.equal(tensor, after[kind][name]), (kind, name)
 
 
-def test_a_reference_that_was_never_refreshed_is_not_in_the_checkpoint(folder, tmp_path):
-    run_ranks(refresh_and_save, ParallelSizes(), folder, tmp_path, False)
-    assert not any(key.startswith("reference.") for key in keys_of(tmp_path))
-    (resumed,) = run_ranks(load_with_reference, ParallelSizes(), folder, tmp_path)
-    assert not resumed["refreshed"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [
-        (ParallelSizes(world_size=2, tensor_model_parallel_size=2), torch.bfloat16),
-        (ParallelSizes(world_size=2), torch.float32),
-    ],
-    ids=["TP2", "DP2"],
-)
-def test_a_critic_continues_as_if_it_had_not_been_interrupted(folder, sizes, dtype, tmp_path):
-    whole = run_ranks(train_critic_and_save, sizes, folder, tmp_path, dtype)
-    continued = run_ranks(load_and_train_critic, sizes, folder, tmp_path, dtype)
-    for before, after in zip(whole, continued, strict=True):
+@pytest.mark.parametrize("name", ["TP2", "DP2"])
+def test_a_critic_continues_as_if_it_had_not_been_interrupted(name, others):
+    for before, after in zip(*others.critics[name], strict=True):
         assert before["weights"]["value_head.weight"].any()
         assert before["norms"] == after["norms"]
         for name, tensor in before["weights"].items():
             assert torch.equal(tensor, after["weights"][name]), name
 
 
-def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(folder, tmp_path):
-    run_ranks(train_and_save, ParallelSizes(), folder, tmp_path)
-    (same,) = run_ranks(load_and_train, ParallelSizes(), folder, tmp_path)
-    (halved,) = run_ranks(load_and_train, ParallelSizes(), folder, tmp_path, 0.5)
-    assert halved["rates"] == pytest.approx([0.5 * rate for rate in same["rates"]])
+def test_no_rank_sends_its_state_to_another_to_save_it(others):
+    """Beside what megatron-core's own format sends, which is as much as the ranks have."""
+    for moved in others.moved:
+        assert moved["here"] == 0
+        assert moved["megatron-core"] > moved["state"] // 2
 
 
-def test_the_optimizer_s_state_is_gathered_where_it_is_written_and_nowhere_else(folder):
-    assert run_ranks(holds_gathered_state, ParallelSizes(world_size=2), folder) == [True, False]
+def test_megatron_core_reads_the_optimizer_s_state_as_its_own(others):
+    assert [moved["different"] for moved in others.moved] == [0, 0]
 
 
-def test_saving_leaves_no_process(folder, tmp_path):
-    assert run_ranks(children_after_saving, ParallelSizes(), folder, tmp_path) == [[]]
+def test_megatron_lm_finds_what_it_looks_for(alone, folder):
+    root, _ = alone
+    common = TorchDistCheckpoint(root / "rate").common
+    expected = json.loads(EXPECTATIONS.read_text())["compared_with_the_checkpoint_by_megatron_lm"]
+    arguments = vars(common["args"])
+    assert set(expected) - arguments.keys() == set()
+    architecture = read_architecture(HuggingFaceCheckpoint(folder).config)
+    assert list(different_arguments(architecture, arguments)) == []
+    assert (common["checkpoint_version"], common["iteration"]) == (3.0, SAVED_AFTER)
+    assert common["opt_param_scheduler"]["num_steps"] == SAVED_AFTER
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+
+
+UNFIT = {
+    "other type": (
+        {"dtype": torch.bfloat16},
+        r"rate has .* in float32, and this run trains it in bfloat16: set model.dtype as it was, or begin a new run",
+    ),
+    "other optimizer": (
+        SGD,
+        r"rate was written with another optimizer: it has no momentum_buffer of .*, but exp_avg, exp_avg_sq, param",
+    ),
+    "other model": (
+        {"layers": 2},
+        r"rate is a checkpoint of another model: decoder\.layers\..* is \[4, .*\] there, and \[2, .*\] here; take the",
+    ),
+    "other head": (
+        {"head": "value"},
+        r"rate is a checkpoint of another model: it has no value_head.weight; take the model.path",
+    ),
+}
+"""How a run that goes on is not the one that was saved -> what is said of it."""
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    """Cases on one rank, in one launch."""
+    root = tmp_path_factory.mktemp("alone")
+    cases = {
+        "never refreshed": (refresh_and_save, ParallelSizes(), folder, root / "reference", False),
+        "resumed": (load_with_reference, ParallelSizes(), folder, root / "reference"),
+        "saved": (train_and_save, ParallelSizes(), folder, root / "rate"),
+        "same rate": (load_and_train, ParallelSizes(), folder, root / "rate"),
+        "half the rate": (load_and_train, ParallelSizes(), folder, root / "rate", {"rate": 0.5}),
+        "failed": (save_beyond_a_limit, ParallelSizes(), folder, root / "failed"),
+        **{name: (refused, ParallelSizes(), folder, root / "rate", options) for name, (options, _) in UNFIT.items()},
+    }
+    results = run_in_turn(list(cases.values()))
+    return root, {name: result for name, (result,) in zip(cases, results, strict=True)}
+
+
+def test_an_export_takes_the_policy_and_not_its_reference(others, folder):
+    stored = TorchDistCheckpoint(others.root / "VPP2")
+    check_distributed(stored, read_architecture(HuggingFaceCheckpoint(folder).config))
+    assert any(key.startswith("reference.") for key in stored.contents.tensors)
+
+
+def test_a_reference_that_was_never_refreshed_is_not_in_the_checkpoint(alone):
+    root, results = alone
+    assert not any(key.startswith("reference.") for key in keys_of(root / "reference"))
+    assert not results["resumed"]["refreshed"]
+
+
+def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(alone):
+    _, results = alone
+    assert results["half the rate"]["rates"] == pytest.approx([0.5 * rate for rate in results["same rate"]["rates"]])
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_checkpoint_of_another_kind_of_run_is_one_sentence(name, alone):
+    _, results = alone
+    assert re.search(UNFIT[name][1], results[name])
+
+
+def test_a_failed_write_in_the_background_is_an_error_of_the_run(alone):
+    root, results = alone
+    assert results["failed"] == 2 * [
+        f"cannot write a checkpoint below {root}: File too large; free space or choose another output_dir"
+        " (the last complete checkpoint is untouched)"
+    ]
 
 
 @pytest.fixture
@@ -140,6 +319,9 @@ def make_model(
     head: str = "language_model",
     reference: bool = False,
     dtype: torch.dtype = torch.float32,
+    optimizer: Mapping[str, Any] | None = None,
+    distributed: Mapping[str, Any] | None = None,
+    layers: int | None = None,
 ):
     from megatron_ext.megatron_model import MegatronModel
     from megatron_ext.options import MegatronOptions
@@ -148,11 +330,17 @@ def make_model(
     options = MegatronOptions(
         sizes,
         dtype,
-        optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1},
+        optimizer={"lr": 1e-2 * rate, "min_lr": 1e-3 * rate, "weight_decay": 0.1, **(optimizer or {})},
         scheduler={"lr_decay_style": "linear", "lr_warmup_steps": 1},
+        distributed=distributed or {},
     )
-    model = MegatronModel(read_architecture(checkpoint.config), options, rank, head=head)
-    model.load_huggingface(checkpoint)
+    config = {**checkpoint.config, "num_hidden_layers": layers or checkpoint.config["num_hidden_layers"]}
+    model = MegatronModel(read_architecture(config), options, rank, head=head)
+    if layers is None:
+        model.load_huggingface(checkpoint)
+    else:
+        for tensor in model.local_tensors().values():
+            tensor.data.zero_()
     if reference:
         model.keep_reference()
     model.prepare_training(STEPS)
@@ -176,7 +364,22 @@ def train(model, steps: range, objective=None) -> dict:
                 batch, assign(lengths, size, 16)[parallel_rank().data], objective or SftObjective(), temperature=1.0
             )
         )
-    return {"norms": [result.gradient_norm for result in results], "rates": [r.learning_rate for r in results]}
+    return {
+        "norms": [result.gradient_norm for result in results],
+        "rates": [result.learning_rate for result in results],
+        "losses": [total_loss(result) for result in results],
+    }
+
+
+def total_loss(result) -> float:
+    """The loss of a step over all ranks; 0 if the metrics say none."""
+    from parallel_rank import parallel_rank
+
+    counted = parallel_rank().tensor == 0
+    loss = sum(float(part.sums["sft/loss"]) for part in result.metrics if hasattr(part, "sums") and counted)
+    total = torch.tensor(loss, dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return float(total)
 
 
 def outcome(model, steps: dict) -> dict:
@@ -187,21 +390,44 @@ def outcome(model, steps: dict) -> dict:
     }
 
 
-def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
+def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Any = None) -> dict:
+    """A run that is not interrupted: what it saves is written when all its tensors are others."""
     from megatron_ext import checkpoint
 
-    model = make_model(rank, sizes, folder)
+    model = make_model(rank, sizes, folder, **(options or {}))
     first = train(model, range(SAVED_AFTER))
     torch.manual_seed(rank + 100)
-    checkpoint.save(model, target)
+    target.mkdir(exist_ok=True)
+    saving = checkpoint.Saving(model)
+    with writer_held_back() as held_back:
+        saving.begin(target, in_background=True)
     second = train(model, range(SAVED_AFTER, STEPS))
+    start_held_back(held_back)
+    saving.finish()
     return outcome(model, {name: first[name] + second[name] for name in first})
 
 
-def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, rate: float = 1.0) -> dict:
+@contextmanager
+def writer_held_back() -> Iterator[list[threading.Thread]]:
+    """Collects threads, instead of starting them."""
+    held_back: list[threading.Thread] = []
+    start = threading.Thread.start
+    threading.Thread.start = lambda thread: held_back.append(thread)
+    try:
+        yield held_back
+    finally:
+        threading.Thread.start = start
+
+
+def start_held_back(held_back: list[threading.Thread]) -> None:
+    (writer,) = held_back
+    writer.start()
+
+
+def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Any = None) -> dict:
     from megatron_ext import checkpoint
 
-    model = make_model(rank, sizes, folder, rate)
+    model = make_model(rank, sizes, folder, **(options or {}))
     checkpoint.load(model, target)
     return outcome(model, train(model, range(SAVED_AFTER, STEPS)))
 
@@ -214,6 +440,7 @@ def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path
     if refresh:
         model.refresh_reference()
     train(model, range(1, 2))
+    target.mkdir(exist_ok=True)
     checkpoint.save(model, target)
     return with_reference(model)
 
@@ -246,6 +473,7 @@ def train_critic_and_save(rank: int, sizes: ParallelSizes, folder: Path, target:
 
     model = make_model(rank, sizes, folder, head="value", dtype=dtype)
     train(model, range(1), squared_error)
+    target.mkdir(exist_ok=True)
     checkpoint.save(model, target)
     return outcome(model, train(model, range(1, STEPS), squared_error))
 
@@ -268,21 +496,102 @@ def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: P
     return str(raised.value)
 
 
-def holds_gathered_state(rank: int, sizes: ParallelSizes, folder: Path) -> bool:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
+def moved_while_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict[str, int]:
+    """Bytes of numbers in collectives: as a checkpoint is saved, and as megatron-core lists the optimizer's state."""
+    from megatron.core import parallel_state
 
-    from megatron_ext import checkpoint, compat
-
-    model = make_model(rank, sizes, folder)
-    compat.prime_optimizer_state(model.optimizer)
-    state = checkpoint._sharded_state(model, is_loading=False)["optimizer"]
-    return any(getattr(part, "key", "").startswith("optimizer.state.") for part in nested_values(state))
-
-
-def children_after_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
     from megatron_ext import checkpoint
 
     model = make_model(rank, sizes, folder)
     train(model, range(1))
-    checkpoint.save(model, target)
-    return [child.name() for child in psutil.Process().children()]
+    target.mkdir(exist_ok=True)
+    with SentNumbers() as here:
+        checkpoint.save(model, target)
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    with SentNumbers() as there:
+        weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
+        model.optimizer.sharded_state_dict({"model": weights}, metadata=metadata)
+    parameters = sum(tensor.numel() for tensor in model.local_tensors().values())
+    return {
+        "here": here.nbytes,
+        "megatron-core": there.nbytes,
+        "state": 3 * 4 * parameters // 2,
+        "different": different_in_megatron_core(model, target, metadata),
+    }
+
+
+def different_in_megatron_core(model, target: Path, metadata: Mapping[str, Any]) -> int:
+    """How many tensors of this rank's optimizer are others in what megatron-core's own optimizer reads."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_ext.optimizer_shards import main_states
+
+    weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
+    wanted = model.optimizer.sharded_state_dict({"model": weights}, is_loading=True, metadata=metadata)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        read = dist_checkpointing.load({"model": weights, "optimizer": wanted}, str(target))["optimizer"]
+    assert read["param_state_sharding_type"] == "fully_reshardable"
+    assert {group["step"] for group in read["optimizer"]["param_groups"]} == {1}
+    (part,) = model.optimizer.chained_optimizers
+    order = {id(weight): number for number, weight in enumerate(w for b in part.buffers for w in b.param_index_map)}
+    return sum(
+        not torch.equal(read["param_state"][order[id(state.weight)]][kind].flatten()[state.start :][: len(own)], own)
+        for state in main_states(model.optimizer)
+        for kind, own in state.tensors.items()
+    )
+
+
+class SentNumbers(TorchDispatchMode):
+    """Counts the bytes of floating-point tensors that this rank gives to collectives, or gets from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            self.nbytes += sum(each.nbytes for each in tensors if each.is_floating_point())
+        return function(*args, **(kwargs or {}))
+
+
+def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Mapping[str, Any]) -> str:
+    from megatron_ext import checkpoint
+
+    model = make_model(rank, sizes, folder, **options)
+    before = outcome(model, {})["weights"]
+    with pytest.raises(UserError) as raised:
+        checkpoint.load(model, target)
+    after = model.local_tensors()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return str(raised.value)
+
+
+def wait_until_written(saving) -> None:
+    while not saving.is_written():
+        time.sleep(0.01)
+
+
+def save_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
+    """Sentences in which a run hears that a file could not become as large as it had to: as it asks, and at the end."""
+    from megatron_ext import checkpoint
+
+    model = make_model(rank, sizes, folder)
+    target.mkdir(exist_ok=True)
+    saving = checkpoint.Saving(model)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1]))
+    said = []
+    try:
+        saving.begin(target, in_background=True)
+        for ask in (partial(wait_until_written, saving), saving.finish):
+            with pytest.raises(UserError) as raised:
+                ask()
+            said.append(str(raised.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return said

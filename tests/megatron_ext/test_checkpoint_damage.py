@@ -24,7 +24,7 @@ from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from converters.manifest import MANIFEST, read_manifest, write_manifest
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import checkpoint, checkpoint_folder
+from megatron_ext import checkpoint, checkpoint_folder, versions
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 
@@ -65,7 +65,8 @@ def test_the_manifest_covers_every_byte_and_no_tensor_was_read_for_it(saved: Pat
     manifest = read_manifest(saved)
     assert manifest is not None
     assert manifest.data_files == {path.name for path in saved.glob("*.distcp")}
-    assert set(manifest.files) == {METADATA, COMMON, "metadata.json", checkpoint_folder.CONTROLLER_STATE}
+    common = set() if versions.IS_0_19 else {COMMON}
+    assert set(manifest.files) == {METADATA, "metadata.json", checkpoint_folder.CONTROLLER_STATE} | common
     for file in manifest.data_files:
         pieces = sorted(
             (place.offset, place.nbytes)
@@ -123,8 +124,8 @@ def run_code_in_common(folder: Path) -> None:
     renew_manifest(folder)
 
 
-def run_code_in_an_object(folder: Path) -> None:
-    stored = TorchDistCheckpoint(folder).contents.objects["rng_state/shard_0_2"]
+def run_code_in_an_object(folder: Path, name: str = "rng_state/shard_0_2") -> None:
+    stored = TorchDistCheckpoint(folder).contents.objects[name]
     path = folder / "evil.distcp"
     torch.save(Touch(folder.parent / "executed"), path)
     metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
@@ -135,11 +136,16 @@ def run_code_in_an_object(folder: Path) -> None:
     renew_manifest(folder)
 
 
+OF_COMMON: Mapping[str, tuple[Callable[[Path], None], str]] = (
+    {"code in common_state": (partial(run_code_in_an_object, name="common_state/shard_0_1"), "no plain values")}
+    if versions.IS_0_19
+    else {"without common.pt": (lambda folder: (folder / COMMON).unlink(), "is damaged: common.pt is missing")}
+)
 DAMAGES: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    **OF_COMMON,
     "first bytes": (flip_first, "is damaged: .* in __0_0.distcp"),
     "last byte": (flip_last, "is damaged: .* in __1_"),
     "optimizer": (flip_moment, "is damaged: optimizer.*exp_avg_sq"),
-    "without common.pt": (lambda folder: (folder / COMMON).unlink(), "is damaged: common.pt is missing"),
     "without a file": (lambda folder: (folder / "__1_0.distcp").unlink(), "is damaged: __1_0.distcp is missing"),
     "code in common.pt": (run_code_in_common, "common.pt is missing, damaged or no plain values"),
     "code in an object": (run_code_in_an_object, "object rng_state/shard_0_2 is damaged or no plain values"),

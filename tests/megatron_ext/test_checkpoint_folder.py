@@ -10,10 +10,10 @@ from converters.stream.targets import Written
 from megatron_ext import checkpoint_folder
 
 
-def write(root, iteration, keep=2):
+def write(root, iteration, keep=2, keep_every=0):
     folder = checkpoint_folder.begin(root, iteration)
     (folder / "part.distcp").write_bytes(b"weights")
-    return checkpoint_folder.commit(root, iteration, {"step": iteration}, keep)
+    return checkpoint_folder.commit(root, iteration, {"step": iteration}, keep, keep_every)
 
 
 def test_committed_folder_is_complete_and_latest(tmp_path):
@@ -57,6 +57,29 @@ def test_only_the_newest_are_kept(tmp_path):
     for iteration in (1, 2, 10):
         write(tmp_path, iteration, keep=2)
     assert checkpoint_folder.complete_iterations(tmp_path) == [2, 10]
+
+
+def test_those_that_a_number_divides_are_kept_for_good(tmp_path):
+    for iteration in range(2, 15, 2):
+        write(tmp_path, iteration, keep=1, keep_every=4)
+    assert checkpoint_folder.complete_iterations(tmp_path) == [4, 8, 12, 14]
+
+
+def test_a_run_killed_as_it_deletes_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    remove = shutil.rmtree
+
+    def killed(folder, **_options):
+        next(folder.iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 2, keep=1)
+    assert checkpoint_folder.complete_iterations(tmp_path) == [2]
+    monkeypatch.setattr("shutil.rmtree", remove)
+    write(tmp_path, 3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", checkpoint_folder.LATEST]
 
 
 def test_the_same_iteration_can_be_written_again(tmp_path):

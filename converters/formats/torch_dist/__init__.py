@@ -7,6 +7,7 @@ from converters.formats.torch_dist.checkpoint import (
     TorchDistCheckpoint,
     find_checkpoint,
     is_weight,
+    unwrapped,
 )
 from converters.formats.torch_dist.framing import Frame, frame
 from converters.formats.torch_dist.metadata import (
@@ -36,5 +37,6 @@ __all__ = [
     "is_weight",
     "load_metadata",
     "read_metadata",
+    "unwrapped",
     "write_metadata",
 ]

@@ -10,14 +10,16 @@ import torch
 
 from converters.errors import UserError
 from converters.formats.torch_dist.chunk_data import ChunkData, locate, locate_framed, pickle_of_archive
-from converters.formats.torch_dist.metadata import METADATA, Chunk, StoredTensor, read_metadata
+from converters.formats.torch_dist.metadata import METADATA, Chunk, StoredObject, StoredTensor, read_metadata
 from converters.formats.torch_dist.unpickling import safe_load
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMMON = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
 _MOST_DIGITS = 20
-_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_")
+# The last is megarl's: a reference model that is no longer the one that training began with.
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_", "reference.")
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -42,8 +44,13 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor is one of the model's, by its key: no state of an optimizer."""
+    """Whether a tensor is one of the model's, by its key: no state of an optimizer, and no other model's."""
     return not key.startswith(_NOT_WEIGHTS)
+
+
+def unwrapped(common: Any) -> Any:
+    """The content of an archive at `TorchDistCheckpoint.common_place`: an object is the one item of a list."""
+    return common[0] if isinstance(common, list) and len(common) == 1 else common
 
 
 class TorchDistCheckpoint:
@@ -62,17 +69,26 @@ class TorchDistCheckpoint:
         """The tensors of the model by key, without the state of an optimizer."""
         return {key: each for key, each in self.contents.tensors.items() if is_weight(key)}
 
+    @property
+    def common_place(self) -> StoredObject | None:
+        """The archive of `common`: `common.pt`, or with megatron-core 0.19 an object like others; None without any."""
+        path = self.folder / COMMON
+        if path.is_file():
+            return StoredObject(COMMON, 0, path.stat().st_size)
+        return self.contents.objects.get(_COMMON_OBJECT)
+
     @cached_property
     def common(self) -> dict[str, Any]:
-        """Content of `common.pt`; objects of unknown classes in it are empty records."""
-        path = self.folder / COMMON
-        if not path.is_file():
+        """Content beside the tensors; objects of unknown classes in it are empty records."""
+        place = self.common_place
+        if place is None:
             raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")
-        if not path.stat().st_size:
+        path = self.folder / place.file
+        if not place.length:
             raise UserError(f"{path} is empty; copy the checkpoint again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            content = pickle_of_archive(mapped, path)
-        common = safe_load(content, path)
+            content = pickle_of_archive(mapped, place.offset, place.length, path)
+        common = unwrapped(safe_load(content, path))
         if not isinstance(common, dict):
             raise UserError(f"{path} holds no table; copy the checkpoint again")
         return common

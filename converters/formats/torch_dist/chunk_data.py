@@ -84,10 +84,10 @@ def locate_framed(file: mmap.mmap, offset: int, length: int, dtype: torch.dtype,
     return ChunkData(dtype, shape, start, expected.data_bytes, checksum, start, expected.data_bytes)
 
 
-def pickle_of_archive(file: mmap.mmap, where: object) -> bytes:
-    """The pickle in a whole file that torch.save wrote. Raises UserError where there is none."""
+def pickle_of_archive(file: mmap.mmap, offset: int, length: int, where: object) -> bytes:
+    """The pickle in what torch.save wrote to `offset` of a file. Raises UserError where there is none."""
     try:
-        return _Archive(file, 0, len(file)).read(PICKLE)
+        return _Archive(file, offset, length).read(PICKLE)
     except _DAMAGE as error:
         raise UserError(f"{where} is damaged ({error}); copy the checkpoint again") from error
 

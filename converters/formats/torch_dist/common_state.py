@@ -23,7 +23,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_CHECKPOINT_VERSION = 3.0
+CHECKPOINT_VERSION = 3.0
 _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.", "mlp.router.")
 _MTP_ATTENTION = "mtp.layers.{layer}.transformer_layer.self_attention.core_attention"
 
@@ -33,7 +33,7 @@ def write_common_state(folder: Path, arguments: Mapping[str, Any]) -> None:
     (folder / FORMAT_FILE).write_text(json.dumps(_FORMAT))
     state = {
         "args": argparse.Namespace(**arguments),
-        "checkpoint_version": _CHECKPOINT_VERSION,
+        "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
     }

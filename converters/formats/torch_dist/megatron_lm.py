@@ -25,7 +25,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "share_embeddings_and_output_weights": (),
 }
 """Field of TransformerConfig or argument of GPTModel -> arguments, where they are called otherwise or twice."""
-_ASKED_FOR: Mapping[str, Any] = {
+ASKED_FOR: Mapping[str, Any] = {
     "add_position_embedding": True,
     "apply_layernorm_1p": False,
     "bias_gelu_fusion": False,
@@ -146,8 +146,8 @@ def megatron_lm_arguments(
 ) -> dict[str, Any]:
     """The arguments of Megatron-LM that say what the model is, and those that a reader takes for granted."""
     return {
-        **_ASKED_FOR,
-        **_model(architecture),
+        **ASKED_FOR,
+        **model_arguments(architecture),
         "padded_vocab_size": vocabulary.padded_size,
         "make_vocab_size_divisible_by": vocabulary.multiple,
         "tokenizer_model": str(vocabulary.tokenizer),
@@ -161,7 +161,8 @@ def megatron_lm_arguments(
     }
 
 
-def _model(architecture: Architecture) -> dict[str, Any]:
+def model_arguments(architecture: Architecture) -> dict[str, Any]:
+    """The arguments of Megatron-LM that say what the model computes."""
     fields = {**architecture.transformer_config, **architecture.gpt_model}
     groups = fields.get("num_query_groups")
     return {
@@ -191,7 +192,7 @@ def beyond_megatron_lm(architecture: Architecture) -> str | None:
 
     None if the flags express the whole model.
     """
-    arguments = _model(architecture)
+    arguments = model_arguments(architecture)
     extensions, none = vars(architecture.extensions), vars(Extensions())
     beyond = [f"{name} = {value}" for name, value in extensions.items() if value != none[name]]
     beyond += [

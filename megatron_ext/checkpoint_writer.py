@@ -1,0 +1,195 @@
+"""Writing a rank's part of a distributed checkpoint by a thread: while the caller waits, or trains on.
+
+megatron-core's own asynchronous writer forks the process, or hands everything to another; a process with CUDA, Ray and
+gloo threads in it had better not fork, and here nothing but file writes and checksums is left to do, which other Python
+threads need not wait for.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from isal.isal_zlib import crc32, crc32_combine
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from converters.formats.torch_dist import frame
+from converters.stream.targets import Written
+from megatron_ext import checkpoint_folder, versions
+from megatron_ext.host_copies import HostCopies
+
+
+class PendingSave:
+    """Begin to save `state` to `folder`: collective, as `finish` is.
+
+    With `copies` the data is that of this moment, in host memory, and the caller may change its tensors; without, they
+    stay as they are until `finish`.
+    """
+
+    def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None) -> None:
+        self._folder = folder
+        self._strategy = _Strategy(copies)
+        self._request = dist_checkpointing.save(
+            state, str(folder), self._strategy, async_sharded_save=True, content_metadata=_CONTENT
+        )
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank's part is on disk. Raises what ended the writing, UserError where the disk did."""
+        if self._thread.is_alive():
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def finish(self) -> None:
+        """Wait for all ranks and write the table of contents. Raises as `is_written`."""
+        self._thread.join()
+        self.is_written()
+        self._request.execute_sync()
+        if torch.distributed.get_rank() == 0:
+            checkpoint_folder.list_written(self._folder, self._strategy.writer.written)
+
+    def _write(self) -> None:
+        try:
+            self._strategy.writer.write()
+        except OSError as error:
+            self._failure = checkpoint_folder.disk_error(error, self._folder.parent)
+        except BaseException as error:  # noqa: BLE001 - raised where the thread is waited for
+            self._failure = error
+
+
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How megatron-core, which asks for it, reads what is written here."""
+
+
+class _Strategy(versions.SaveStrategy):
+    """Plans a save as megatron-core does, for a `writer` that is left to the caller."""
+
+    writer: "_Writer"
+
+    def __init__(self, copies: HostCopies | None) -> None:
+        super().__init__("torch_dist", 1)
+        self._copies = copies
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, *_: str) -> AsyncRequest:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
+        self.writer = _Writer(checkpoint_dir, self._copies)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planned, *_ = save_state_dict_async_plan(state, self.writer, None, 0, planner=planner)
+        return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*planned)])
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Checked(WriteResult):
+    crc32: int
+
+
+class _Writer(FileSystemWriterAsync):
+    """Writes the items of this rank's plan, one after the other, to one file.
+
+    A tensor is copied to the host when its turn comes, if not before: no more than one is there at a time.
+    """
+
+    def __init__(self, folder: str | Path, copies: HostCopies | None) -> None:
+        super().__init__(folder)
+        self.written: Mapping[str, list[Written]] = {}
+        """Writes of all ranks, on the rank that writes the table of contents, for the manifest."""
+        self._copies = copies
+        self._results: list[WriteResult] = []
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Note what is to be written; copy it to the host, if it may change."""
+        self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        self._items = [(item, planner.resolve_data(item)) for item in plan.items]
+        if self._copies is not None:
+            tensors = self._copies.of([data for _, data in self._items if isinstance(data, Tensor)])
+            self._items = [(item, next(tensors) if isinstance(data, Tensor) else data) for item, data in self._items]
+
+    def write(self) -> None:
+        """Write the file, to the disk itself. Raises OSError if that fails."""
+        if not self._items:
+            return
+        with (Path(self.checkpoint_dir) / self._name).open("wb") as file:
+            while self._items:
+                item, data = self._items.pop(0)
+                self._results.append(self._write_item(file, item, data))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _write_item(self, file: Any, item: WriteItem, data: Any) -> "_Checked":
+        start, checksum = file.tell(), 0
+        pieces = _framed(data) if isinstance(data, Tensor) else [(content := data.getbuffer(), crc32(content))]
+        for content, own in pieces:
+            file.write(content)
+            checksum = crc32_combine(checksum, own, len(content))
+        length = file.tell() - start
+        return _Checked(item.index, length, _StorageInfo(self._name, start, length), checksum)
+
+    def retrieve_write_results(self) -> list[WriteResult]:
+        """The items of this rank, with their places."""
+        return self._results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the table of contents, without the plans of all ranks, which nobody reads."""
+        vars(metadata).pop("all_local_plans", None)
+        self.written = {
+            each.index.fqn + (str(list(each.index.offset)) if each.index.offset is not None else ""): [
+                Written(each.storage_data.relative_path, each.storage_data.offset, each.storage_data.length, each.crc32)
+            ]
+            for each in chain.from_iterable(cast(list[list[_Checked]], results))
+        }
+        super().finish(metadata, results)
+
+
+def _framed(tensor: Tensor) -> list[tuple[Any, int]]:
+    """A tensor as `torch.save` writes it, in pieces, each with its CRC-32."""
+    elements = tensor.detach().cpu().contiguous()
+    content = _bytes_of(elements)
+    checksum = crc32(content)
+    head, tail = frame(elements.dtype, tuple(elements.shape)).around(checksum)
+    return [(head, crc32(head)), (content, checksum), (tail, crc32(tail))]
+
+
+def _bytes_of(elements: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, which lives as long as they do.
+
+    `Tensor.numpy` would keep its memory from ever being given back, and a rank that takes turns gives it to others.
+    """
+    if not elements.nbytes:
+        return memoryview(b"")
+    content: Any = (ctypes.c_ubyte * elements.nbytes).from_address(elements.data_ptr())
+    content.owner = elements
+    return memoryview(content).cast("B")

@@ -1,0 +1,141 @@
+"""The state of an optimizer as boxes of global tensors: saved without gathering it, and read at any layout.
+
+The distributed optimizer keeps, for each weight, a range of its elements: end to end, they are one data-parallel rank's
+part of a buffer. Such a range is a few boxes of the weight, so that a rank writes and reads what it has, where it is.
+megarl's checkpoints have the keys of megatron-core's format "fully_reshardable" (`optimizer.state.exp_avg.KEY`), for
+which megatron-core itself gathers whole buffers first; its other formats are tied to the layout, or gone in 0.16.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from converters.boxes import boxes_of_range
+from megatron_ext import compat
+
+FORMAT = "fully_reshardable"
+"""Megatron's name for a state that has the keys and shapes of the weights."""
+PREFIX = "optimizer.state."
+"""Begins the keys: then comes the kind of state, and the key of the weight."""
+
+
+@dataclass(frozen=True)
+class MainState:
+    """State of an optimizer for the elements of one weight from number `start` on."""
+
+    part: MegatronOptimizer
+    weight: torch.nn.Parameter
+    start: int
+    tensors: Mapping[str, Tensor]
+    """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat: the optimizer's own, no copies."""
+
+
+def main_states(optimizer: MegatronOptimizer) -> list[MainState]:
+    """State of this rank's weights; the optimizer is primed."""
+    return [
+        MainState(part, weight, start, {name: tensor.detach().view(-1) for name, tensor in tensors.items()})
+        for part in compat.parts(optimizer)
+        for weight, start, tensors in _main_tensors(part)
+    ]
+
+
+def sharded_states(states: Sequence[MainState], model: Mapping[str, Any]) -> list[ShardedTensor]:
+    """The boxes that the `states` are, of tensors beside those of the sharded state dict `model`."""
+    by_weight = {id(each.data): each for each in nested_values(model) if isinstance(each, ShardedBase)}
+    return [shard for state in states for shard in _shards(state, by_weight[id(state.weight)])]
+
+
+def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, Tensor]]]:
+    """Each weight of an optimizer, which of its elements come first, and their state."""
+    if isinstance(part, DistributedOptimizer):
+        for of_buffer in part.gbuf_ranges:
+            for of_bucket in (bucket for buckets in of_buffer.values() for bucket in buckets):
+                for weight, ranges in of_bucket["param_map"].items():
+                    tensors = part._get_main_param_and_optimizer_states(weight)
+                    yield weight, ranges["param"].start, {k: v for k, v in tensors.items() if k != "step"}
+        return
+    for weight, main in _pairs(part):
+        state = part.optimizer.state[main]
+        yield weight, 0, {"param": main, **{name: each for name, each in state.items() if name != "step"}}
+
+
+def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Each weight, and the main parameter that stands for it in an optimizer that is not distributed."""
+    main_of: dict[int, torch.nn.Parameter] = {}
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            main_of |= {id(main): weight for weight, main in zip(weights, mains, strict=True)}
+    for group in part.optimizer.param_groups:
+        yield from ((main_of.get(id(main), main), main) for main in group["params"])
+
+
+def _shards(state: MainState, weight: ShardedBase) -> Iterator[ShardedTensor]:
+    count = next(iter(state.tensors.values())).numel()
+    for offset, piece in _pieces(weight):
+        first, end = max(state.start, offset), min(state.start + count, offset + piece.data.numel())
+        if first >= end:
+            continue
+        for name, flat in state.tensors.items():
+            elements = flat[first - state.start : end - state.start]
+            yield from _boxes(f"{PREFIX}{name}.{piece.key}", elements, first - offset, piece, _replica(state, piece))
+
+
+def _boxes(
+    key: str, elements: Tensor, start: int, piece: ShardedTensor, replica: tuple[int, ...]
+) -> Iterator[ShardedTensor]:
+    """Boxes of the tensor `key` for the `elements` of `piece` from number `start` on."""
+    leading = piece.prepend_axis_num
+    origin, position = piece.global_offset, 0
+    for box in boxes_of_range(piece.local_shape, start, start + len(elements)):
+        shape = (1,) * leading + box.shape
+        within = (0,) * leading + box.start
+        yield ShardedTensor(
+            key,
+            elements[position : position + box.size].view(shape),
+            elements.dtype,
+            shape,
+            piece.global_shape,
+            tuple(a + b for a, b in zip(origin, within, strict=True)),
+            axis_fragmentations=None,
+            replica_id=replica,
+            allow_shape_mismatch=piece.allow_shape_mismatch,
+        )
+        position += box.size
+
+
+def _pieces(weight: ShardedBase) -> list[tuple[int, ShardedTensor]]:
+    """The tensors that a weight is saved as, each with the number of its first element in the weight.
+
+    Gate and up projection are one weight, whose two halves lie apart in the whole.
+    """
+    if not isinstance(weight, ShardedTensorFactory):
+        return [(0, weight)]
+    pieces = list(nested_values(weight.build()))
+    for piece in pieces:
+        if (
+            not piece.data.is_contiguous()
+            or piece.data.untyped_storage()._cdata != weight.data.untyped_storage()._cdata
+        ):
+            raise NotImplementedError(f"{weight.key} is saved as copies, not as parts in one piece, of what it is")
+    return [(piece.data.storage_offset() - weight.data.storage_offset(), piece) for piece in pieces]
+
+
+def _replica(state: MainState, piece: ShardedTensor) -> tuple[int, ...]:
+    """Data-parallel ranks have the same weight, but each a range of its own of a distributed optimizer's state."""
+    pipeline, tensor, data = piece.replica_id
+    return (pipeline, tensor, 0 if isinstance(state.part, DistributedOptimizer) else data)
+
+
+def take_over(states: Sequence[MainState]) -> None:
+    """Let optimizers that do not compute with the tensors of `main_states` take over what was loaded into them."""
+    for state in states:
+        if state.part.config.use_precision_aware_optimizer:
+            state.part._set_main_param_and_optimizer_states(state.weight, dict(state.tensors))
