@@ -75,3 +75,29 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
                 return other, box
         active.append(box)
     return None
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that make up the elements number `start` to `stop` of a contiguous tensor, in their order.
+
+    Each of them is contiguous, too. There are at most two for each dimension but the last, and one more.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the rows that are whole
+    if first > last:
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:]))
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], start, stop):
+        yield Box((row, *box.start), (row + 1, *box.stop))

@@ -1,7 +1,7 @@
 """The error that a user can act on, and the name that a wrong one was probably meant to be."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -28,3 +28,13 @@ def did_you_mean(name: str, known: Iterable[str], shown_as: str = "{}") -> str:
     """End of a sentence about the unknown `name`: "; did you mean NEAREST?", empty where nothing comes near."""
     nearest = nearest_names(name, known)
     return f"; did you mean {shown_as.format(nearest[0])}?" if nearest else ""
+
+
+def nearest_sizes(size: int, fits: Callable[[int], bool], largest: int) -> str:
+    """The next smaller and the next larger number that `fits`, from 1 to `largest`, in words.
+
+    Example: nearest_sizes(3, lambda size: 8 % size == 0, 8) is "2 or 4"
+    """
+    smaller = next((each for each in range(min(size - 1, largest), 0, -1) if fits(each)), None)
+    larger = next((each for each in range(size + 1, largest + 1) if fits(each)), None)
+    return " or ".join(str(each) for each in (smaller, larger) if each is not None)

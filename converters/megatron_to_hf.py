@@ -10,6 +10,7 @@ import torch
 from converters.architectures import Architecture, read_architecture
 from converters.boxes import Box, first_overlap
 from converters.errors import UserError
+from converters.formats.peft import refuse_adapter_checkpoint
 from converters.formats.safetensors import (
     CONFIG,
     copy_side_files,
@@ -73,6 +74,7 @@ def export_checkpoint(
     if found:
         require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None, frames=True)
     checkpoint = TorchDistCheckpoint(megatron_folder)
+    refuse_adapter_checkpoint(checkpoint.folder)
     side_files = hf_config_folder or _own_side_files(checkpoint)
     config = read_json(side_files / CONFIG)
     architecture = read_architecture(config)

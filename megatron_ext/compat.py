@@ -1,27 +1,22 @@
-"""Workarounds for megatron-core 0.16.1, one function each. Every one has a test that fails without it.
+"""Workarounds for megatron-core 0.16 and 0.19, one function each. Every one has a test that fails without it.
 
 `install` applies those that replace something inside megatron-core; the others are called where they are needed.
-Workarounds that depend on the device alone are in `device`.
+Workarounds that depend on the device alone are in `device`; where the two versions differ is in `versions`.
 """
 
 import contextlib
-import functools
 import io
 import pickle
-import queue
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.layers import (
@@ -31,16 +26,15 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
-from torch import Tensor
+from megatron.core.transformer.moe import moe_layer, moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from converters.errors import UserError
 from converters.formats.torch_dist import load_metadata
-from converters.stream.targets import Written
-from megatron_ext import device
+from megatron_ext import device, versions
+from megatron_ext.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 """Kind of module -> the dimension in which its weight is cut."""
@@ -48,9 +42,9 @@ _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear
 
 def install() -> None:
     """Apply the replacements; idempotent."""
-    copy_optimizer_state_by_saved_keys()
-    collect_write_results_in_this_process()
+    versions.install()
     load_checkpoints_without_running_their_code()
+    gather_different_numbers_of_tokens()
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
@@ -77,11 +71,13 @@ def define_router_gemm() -> None:
 
 
 def let_latent_attention_go_without_transformer_engine() -> None:
-    """`multi_latent_attention` sets HAVE_TE although Transformer Engine is missing.
+    """0.16: `multi_latent_attention` sets HAVE_TE although Transformer Engine is missing.
 
-    It decides by an import that always succeeds; `isinstance(x, TELinear)` then raises TypeError.
+    It decides by an import that always succeeds; `isinstance(x, TELinear)` then raises TypeError. 0.19 refuses a down
+    projection that is the same on all ranks, of which it knows the class only beside Transformer Engine.
     """
     multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.Linear = DuplicatedLinear
 
 
 def let_selective_recompute_go_without_transformer_engine() -> None:
@@ -97,37 +93,24 @@ def let_selective_recompute_go_without_transformer_engine() -> None:
     tensor_parallel_random.fp8_autocast = no_context
 
 
-def copy_optimizer_state_by_saved_keys() -> None:
-    """Loading a checkpoint copies every key of the optimizer's state, but `step` is not saved per parameter.
+def gather_different_numbers_of_tokens() -> None:
+    """The all-gather dispatcher of experts gathers as many tokens from every rank as this one has.
 
-    torch's AdamW, which stands in for the fused one, keeps `step` there: KeyError. Copy what was saved instead; `step`
-    is restored with the parameter groups.
+    Ragged micro-batches differ between data-parallel ranks. See `RaggedAllGather`.
     """
-    if hasattr(DistributedOptimizer._set_main_param_and_optimizer_states, "original"):
-        return
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            original(self, model_param, tensors)
-            return
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        present = {"param": main_param, **self.optimizer.state[main_param]}
-        with torch.no_grad():
-            for key, saved in tensors.items():
-                present[key].copy_(saved)
-
-    set_states.original = original  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+    moe_layer.MoEAllGatherTokenDispatcher = RaggedAllGather
 
 
-def collect_write_results_in_this_process() -> None:
-    """Saving starts a server process for a queue that, in a save that is waited for, only this process uses.
+def config_of_variable_lengths(config_class: type[TransformerConfig], fields: Mapping[str, Any]) -> TransformerConfig:
+    """A configuration of `fields`, and of micro-batches that differ in length.
 
-    The server imports the whole program anew, seconds per rank at the first checkpoint, and stays until the end.
+    megatron-core refuses these with the all-gather dispatcher, in a model without experts, too, where it is the
+    default; `RaggedAllGather` takes them.
     """
-    filesystem_async._results_queue = queue.Queue()
+    gathers = fields["moe_token_dispatcher_type"] == "allgather"
+    config = config_class(**{**fields, "variable_seq_lengths": not gathers})
+    config.variable_seq_lengths = True
+    return config
 
 
 def load_checkpoints_without_running_their_code() -> None:
@@ -155,7 +138,7 @@ def load_checkpoints_without_running_their_code() -> None:
     torch_dist._get_filesystem_reader = _table_of_contents
 
 
-def _table_of_contents(checkpoint_dir: str | Path, cache_metadata: bool = False) -> FileSystemReader:  # noqa: ARG001
+def _table_of_contents(checkpoint_dir: str | Path, **_options: Any) -> FileSystemReader:
     return _SafeReader(checkpoint_dir)
 
 
@@ -180,84 +163,40 @@ def user_error_of_any_rank() -> Iterator[None]:
         raise (failures[0] if failures else error) from error
 
 
-@contextlib.contextmanager
-def checksums_of_writes() -> Iterator[dict[str, list[Written]]]:
-    """Collect a save's writes within the context, with checksums, on the rank that writes `.metadata`; {} on others.
-
-    megarl's manifest has them, and reading a checkpoint of terabytes again would take as long as writing it. The
-    writers are forked processes, whose results alone come back.
-    """
-    written: dict[str, list[Written]] = {}
-    write_item, finish = filesystem_async._write_item, filesystem_async.FileSystemWriterAsync.finish
-
-    @functools.wraps(write_item)
-    def write_with_checksum(transforms: Any, stream: Any, *arguments: Any, **options: Any) -> "_Checked":
-        summed = _SummedStream(stream)
-        result = write_item(transforms, summed, *arguments, **options)
-        return _Checked(result.index, result.size_in_bytes, result.storage_data, summed.crc32)
-
-    def finish_and_note(self: Any, metadata: Metadata, results: list[list["_Checked"]]) -> None:
-        for each in (result for of_rank in results for result in of_rank):
-            place = each.storage_data
-            name = each.index.fqn + (str(list(each.index.offset)) if each.index.offset is not None else "")
-            written[name] = [Written(place.relative_path, place.offset, place.length, each.crc32)]
-        finish(self, metadata, results)
-
-    filesystem_async._write_item = write_with_checksum
-    filesystem_async.FileSystemWriterAsync.finish = finish_and_note
-    try:
-        yield written
-    finally:
-        filesystem_async._write_item = write_item
-        filesystem_async.FileSystemWriterAsync.finish = finish
-
-
-@dataclass(frozen=True)
-class _Checked(WriteResult):
-    crc32: int
-
-
-class _SummedStream:
-    """A file that is written from its beginning to its end, with the checksum of what has been."""
-
-    def __init__(self, stream: io.IOBase) -> None:
-        self._stream, self.crc32 = stream, 0
-
-    def write(self, content: Any) -> int:
-        self.crc32 = crc32(content, self.crc32)
-        return self._stream.write(content)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that have parameters of this rank: those of experts, for example, have one of their own."""
+    all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in all_parts if part.optimizer is not None]
 
 
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW its state before the first step.
+    """Give an optimizer its state before the first step, as zeros, with which the first step is the same.
 
-    `sharded_state_dict(is_loading=True)` lists the tensors to load from the state that exists; without any, the saved
-    moments are left out. Parameters that have a state keep it.
+    Otherwise there are no tensors to load a checkpoint into. Parameters that have a state keep it.
+    megatron-core does it for Adam, but leaves out torch's counter of steps, without which torch takes one.
     """
-    for torch_optimizer in _torch_adamw(optimizer):
-        for group in torch_optimizer.param_groups:
-            for parameter in group["params"]:
-                if not torch_optimizer.state[parameter]:
-                    torch_optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    for part in parts(optimizer):
+        inner = part.optimizer
+        new = [each for group in inner.param_groups for each in group["params"] if not inner.state[each]]
+        if part.init_state_fn is not None:
+            part.init_state_fn(inner, part.config)
+        for parameter in new:
+            if isinstance(inner, torch.optim.Adam):
+                inner.state[parameter]["step"] = torch.zeros(())
+            elif part.config.optimizer == "sgd" and part.config.sgd_momentum:
+                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def separate_step_counters(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter a step counter of its own; call after loading a checkpoint.
-
-    megatron-core puts one tensor into the state of all parameters, and torch's AdamW then counts it up once per
-    parameter: the bias correction of the next steps is wrong, silently.
-    """
-    for torch_optimizer in _torch_adamw(optimizer):
-        for state in torch_optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
+def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    """Let an optimizer count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
+    for part in parts(optimizer):
+        inner = part.optimizer
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+        if not isinstance(inner, torch.optim.Adam | torch.optim.SGD):
+            for group in inner.param_groups:
+                group["step"] = steps
 
 
 def mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
@@ -304,9 +243,3 @@ def unmark_duplicated_parameters(chunks: Sequence[torch.nn.Module]) -> None:
             if getattr(module, "parallel_mode", "") is None and ".experts." not in f"{name}.":
                 for parameter in module.parameters(recurse=False):
                     parameter.tensor_model_parallel = False
-
-
-def _torch_adamw(optimizer: MegatronOptimizer) -> Iterator[torch.optim.AdamW]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            yield part.optimizer

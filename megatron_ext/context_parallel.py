@@ -26,6 +26,13 @@ class ContextPart(Part):
     places: Tensor
     """long[T']: where the tokens of the micro-batch are among those of all ranks, one rank after the other."""
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """See `Part`; padding is in none of them."""
+        own = self.tokens.shape[1]
+        rows = self.places - own * parallel_state.get_context_parallel_rank()
+        tokens = ((rows >= 0) & (rows < own)).nonzero().squeeze(1)
+        return rows[tokens], tokens
+
     def whole(self, values: Tensor) -> Tensor:
         """Values [L] of this rank's tokens to those [T'] of the whole micro-batch, on every rank; differentiable.
 

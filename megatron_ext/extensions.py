@@ -1,6 +1,6 @@
 """Computations of some families beyond megatron-core's GPTModel, in its layer specs and at its embedding."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from converters.architectures.extensions import Extensions
 from converters.errors import UserError
 from megatron_ext.norms import RMSNorm
+from megatron_ext.versions import with_submodules
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -27,11 +28,13 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.bias is not None:
             raise NotImplementedError("a norm after a projection whose bias is added later")
         self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        # A hook, so that what others add to the projection goes before it.
+        self.register_forward_hook(_normalise)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Project `input_` [tokens, batch, input_size of this rank] and normalise; there is no bias to add."""
-        output, _ = super().forward(input_)
-        return self.post_layernorm(output), None
+
+def _normalise(projection: NormedRowParallelLinear, _inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    """The output [tokens, batch, hidden], whose bias is None, after the norm."""
+    return projection.post_layernorm(output[0]), None
 
 
 def check_transformer_engine_suffices(extensions: Extensions) -> None:
@@ -52,11 +55,11 @@ def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     if extensions.attention_softcap is not None:
         capped = ModuleSpec(attention.submodules.core_attention, params={"softcap": extensions.attention_softcap})
-        attention = _with(attention, core_attention=capped)
+        attention = with_submodules(attention, core_attention=capped)
     if extensions.post_norms:
-        attention = _with(attention, linear_proj=NormedRowParallelLinear)
-        mlp = _with(mlp, linear_fc2=NormedRowParallelLinear)
-    return _with(layer, self_attention=attention, mlp=mlp)
+        attention = with_submodules(attention, linear_proj=NormedRowParallelLinear)
+        mlp = with_submodules(mlp, linear_fc2=NormedRowParallelLinear)
+    return with_submodules(layer, self_attention=attention, mlp=mlp)
 
 
 def scale_embedding(model: GPTModel, factor: float | None) -> None:
@@ -64,10 +67,6 @@ def scale_embedding(model: GPTModel, factor: float | None) -> None:
     if factor is not None and hasattr(model, "embedding"):
         dtype = model.embedding.word_embeddings.weight.dtype
         model.embedding.register_forward_hook(partial(_scale, torch.tensor(factor, dtype=dtype).item()))
-
-
-def _with(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
-    return replace(spec, submodules=replace(spec.submodules, **submodules))
 
 
 def _scale(scale: float, _module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:

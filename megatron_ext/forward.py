@@ -15,15 +15,17 @@ from torch.profiler import record_function
 
 from megatron_ext.backbone import LanguageModel, ValueModel
 from megatron_ext.log_probs import LogProbs
+from megatron_ext.multi_token_prediction import WithPredictionLayers, look_ahead
 from megatron_ext.objective import Objective
 from megatron_ext.overlap import overlapping
-from megatron_ext.packing import MicroBatch, Part
+from megatron_ext.packing import MicroBatch, Part, RaggedBatch
 from megatron_ext.prefix_attention import SharedSequences
+from megatron_ext.router_balance import watch
 from megatron_ext.router_replay import aim, replaying
 from megatron_ext.shared_prefixes import SharedPart
 
-Predict: TypeAlias = Callable[[Any, Tensor, Part], Any]
-"""Called on the last stage with the model, its hidden states and the tokens that they are of."""
+Predict: TypeAlias = Callable[[Any, Any, Part], Any]
+"""Called on the last stage with the model, its output (hidden states) and the tokens that these are of."""
 
 
 def predict_labels(temperature: float) -> Predict:
@@ -38,9 +40,26 @@ def predict_labels(temperature: float) -> Predict:
     return predict
 
 
+def predict_ahead(temperature: float) -> Predict:
+    """The predictions of `predict_labels`, and those of each prediction layer: of parts that look ahead."""
+    predict_own = predict_labels(temperature)
+
+    def predict(model: LanguageModel, hidden: list[Tensor], own: Part) -> tuple[LogProbs, list[LogProbs]]:
+        assert own.ahead is not None
+        policy, *layers = hidden
+        ahead = model.predict_ahead(layers, own.ahead, temperature=temperature)
+        return predict_own(model, policy, own), [each.mapped(own.whole) for each in ahead]
+
+    return predict
+
+
 def predict_values(model: ValueModel, hidden: Tensor, own: Part) -> Tensor:
     """A value model's values [T'] of a micro-batch: index i is that of the state in which token i + 1 comes next."""
     return own.whole(own.of_labels(model.values(hidden)))
+
+
+def predict_nothing(_model: torch.nn.Module, _hidden: Tensor, _own: Part) -> None:
+    """For a pass whose layers alone are of interest."""
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
@@ -91,6 +110,26 @@ def forward_backward(
         return _run_schedule(chunks, micro_batches, step, forward_only=False)
 
 
+def forward_backward_ahead(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    batch: RaggedBatch,
+    objective: Objective,
+    *,
+    layers: int,
+    temperature: float,
+) -> tuple[list[Any], Tensor | None]:
+    """As `forward_backward` for a language model, with the loss of its prediction layers.
+
+    Returns the metrics of each micro-batch, and `StepResult.ahead`. `batch` has the sequences of all of them.
+    """
+    both = WithPredictionLayers(objective, batch, layers, chunks[0].config.mtp_loss_scaling_factor)
+    looking = [look_ahead(each, layers) for each in micro_batches]
+    found = forward_backward(chunks, looking, both, predict_ahead(temperature))
+    ahead = torch.stack([each for _, each in found]).sum(0) if found else None
+    return [metrics for metrics, _ in found], ahead
+
+
 def _finalize_without_scaling(model: list[torch.nn.Module], _num_tokens: Tensor | None, **groups: Any) -> None:
     # The objective's weights hold the global denominator; Megatron's own division by a token count would repeat it.
     finalize_model_grads(model, None, **groups)
@@ -124,10 +163,12 @@ def _forward_step(
     micro_batch = next(micro_batches)
     own = micro_batch.own
     aim(model, own)
+    watch(model, micro_batch)
     with record_function(f"forward pass of {own.tokens.shape[1]} tokens"):
-        output = model(own.tokens, own.position_ids, None, packed_seq_params=_packed_sequences(own))
+        taken = None if own.ahead is None else own.ahead.taken
+        output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=_packed_sequences(own))
 
-    def on_last_stage(hidden: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
+    def on_last_stage(hidden: Any, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
         with record_function("predictions and loss"):
             return consume(predict(unwrap_model(model), hidden, own), micro_batch)
 

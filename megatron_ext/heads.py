@@ -42,7 +42,7 @@ class LanguageModelHead(ColumnParallelLinear):
         self,
         hidden: Tensor,
         labels: Tensor,
-        tied_weight: Tensor | None,
+        weight: Tensor | None,
         asked: Tensor | None = None,
         predicting: Tensor | None = None,
         *,
@@ -50,7 +50,7 @@ class LanguageModelHead(ColumnParallelLinear):
     ) -> LogProbs:
         """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
 
-        `tied_weight` is the weight where the layer has none. `asked` bool[T], the same on all tensor-parallel ranks,
+        `weight` is one in the place of the layer's own. `asked` bool[T], the same on all tensor-parallel ranks,
         says which labels to predict: prompts have no logits. The others' values are 0. `predicting` long[T] says by
         which hidden state to predict each label, if not by the one at its index.
         """
@@ -63,7 +63,7 @@ class LanguageModelHead(ColumnParallelLinear):
         rows = places if predicting is None or places is None else predicting[places]
         predictions = linear_log_probs(
             hidden if rows is None else hidden.index_select(0, rows),
-            self.weight if tied_weight is None else tied_weight,
+            self.weight if weight is None else weight,
             labels if places is None else labels[places],
             self.tp_group,
             vocab_size=self.vocab_size,

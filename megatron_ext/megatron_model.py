@@ -1,7 +1,7 @@
 """One model on this rank: weights, forward, train step, optimizer."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,13 +15,22 @@ from torch import Tensor
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import device
+from megatron_ext.adapters import Adapters
 from megatron_ext.context_parallel import cut
 from megatron_ext.device_memory import StatePart
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.expert_load import ExpertLoad
-from megatron_ext.forward import forward, forward_backward, predict_labels, predict_values
+from megatron_ext.forward import (
+    forward,
+    forward_backward,
+    forward_backward_ahead,
+    predict_labels,
+    predict_nothing,
+    predict_values,
+)
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
+from megatron_ext.multi_token_prediction import prepare_layers
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.offload import Residence, optimizer_tensors
 from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
@@ -30,6 +39,9 @@ from megatron_ext.overlap import gather_weights, gathers_in_forward
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
+from megatron_ext.router import freeze_routers
+from megatron_ext.router_balance import RouterBalance
+from megatron_ext.router_loss_options import RouterLosses
 from megatron_ext.router_replay import routing_of, take_counts
 from megatron_ext.shared_prefixes import share
 from megatron_ext.weights import export_huggingface, load_huggingface
@@ -58,9 +70,13 @@ class MegatronModel:
             overrides=options.transformer,
             fp32_logits=options.fp32_logits,
             shared_prefixes=options.shared_prefixes,
+            mtp_is_detached=options.mtp_training == "detached",
         )
+        self._predicting = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
+        self.adapters: Adapters | None = None
+        """Set by `add_adapters`."""
         self._weights_are_complete = True
         self.chunks: list[DistributedDataParallel] = []
         """The chunks with their buffers; none before `prepare_training`."""
@@ -94,10 +110,35 @@ class MegatronModel:
         """Read this rank's part of a torch_dist checkpoint of any layout; call before `prepare_training`."""
         load_distributed(self._bare_chunks, self.architecture, folder)
 
+    def add_adapters(self) -> None:
+        """Freeze the weights and put adapters beside them, if the options ask for any; between loading and training."""
+        options = self.options.adapter
+        if options is None:
+            return
+        self.adapters = Adapters(self._bare_chunks, self.architecture, options.lora, self.options.parallel, self.rank)
+        if options.path is None:
+            self.adapters.initialise(options.seed)
+        else:
+            self.adapters.load(options.path)
+
+    def trained_weights(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
+        """Inside, `local_tensors` hold the weights of the trained model: with adapters merged into them.
+
+        `names` are those of the tensors that are read; None is all.
+        """
+        return self.adapters.merged(names) if self.adapters else nullcontext()
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapters in PEFT's format; the model has some."""
+        assert self.adapters is not None
+        self.complete_weights()
+        with patient_barrier() as barrier:
+            self.adapters.export(folder, barrier)
+
     def export_huggingface(self, folder: Path, copy_from: Path) -> None:
         """Write the weights as a HuggingFace checkpoint, with config and tokenizer taken from `copy_from`."""
         self.complete_weights()
-        with patient_barrier() as barrier:
+        with patient_barrier() as barrier, self.trained_weights():
             export_huggingface(
                 self._bare_chunks, self.architecture, self.options.parallel, self.rank, folder, copy_from, barrier
             )
@@ -105,6 +146,9 @@ class MegatronModel:
     def prepare_training(self, total_steps: int) -> None:
         """Wrap the model for data parallelism and make its optimizer and schedule of `total_steps` optimizer steps."""
         options = self.options
+        if options.freeze_moe_router:
+            freeze_routers(self._bare_chunks)
+        prepare_layers(self._bare_chunks, options.mtp_training)
         self.chunks = wrap_distributed(self._bare_chunks, options.distributed)
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
         self.scheduler: OptimizerParamScheduler = build_scheduler(
@@ -113,6 +157,7 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self._expert_load = ExpertLoad(self._bare_chunks, self.architecture.num_layers)
+        self._balance = RouterBalance(self._bare_chunks, RouterLosses.of(options.transformer))
         self.residence = Residence(self._weight_tensors, self._training_tensors, self.chunks)
 
     def freeze(self) -> None:
@@ -190,12 +235,15 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics = forward_backward(
-            self.chunks,
-            self._pack(batch, micro_batches),
-            objective,
-            predict_values if self.architecture.head == "value" else predict_labels(temperature),
-        )
+        packed = self._pack(batch, micro_batches)
+        with self._balance.step(batch.lengths, lambda: forward(self._bare_chunks, packed, predict_nothing)):
+            if self._predicting:
+                metrics, ahead = forward_backward_ahead(
+                    self.chunks, packed, batch, objective, layers=self._predicting, temperature=temperature
+                )
+            else:
+                predict = predict_values if self.architecture.head == "value" else predict_labels(temperature)
+                metrics, ahead = forward_backward(self.chunks, packed, objective, predict), None
         updated, gradient_norm, _ = self.optimizer.step()
         self._weights_are_complete = not gathers_in_forward(self.chunks)
         if not updated:
@@ -205,7 +253,8 @@ class MegatronModel:
         load = self._expert_load.take(experts, device.device()) if experts else None
         replayed = None if batch.routed_experts is None else self._replayed()
         self.residence.count()
-        return StepResult(metrics, float(gradient_norm), learning_rate, load, replayed)
+        losses = self._balance.take()
+        return StepResult(metrics, float(gradient_norm), learning_rate, load, replayed, ahead, losses)
 
     def _replayed(self) -> Tensor:
         counts = take_counts(self.chunks, device.device())
@@ -216,8 +265,9 @@ class MegatronModel:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def keep_reference(self) -> None:
-        """Remember the present weights as those of the reference model."""
-        self.reference = ReferenceWeights(self.local_tensors())
+        """Remember the present weights as those of the reference model, which without its adapters it is by itself."""
+        if self.adapters is None:
+            self.reference = ReferenceWeights(self.local_tensors())
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference, which checkpoints then hold."""
@@ -225,6 +275,8 @@ class MegatronModel:
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """Inside, the model computes with the reference weights."""
+        if self.adapters is not None:
+            return self.adapters.off()
         return self._kept_reference().exchanged(self.local_tensors())
 
     def _kept_reference(self) -> ReferenceWeights:

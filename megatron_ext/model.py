@@ -12,11 +12,12 @@ from torch import Tensor
 from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes, megatron_layout
-from megatron_ext import compat, device
+from megatron_ext import compat, device, versions
 from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
 from megatron_ext.rotary import rotate_by_position
+from megatron_ext.router_loss_options import ROUTER_LOSS_OPTIONS
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
 from megatron_ext.supported_options import check_supported, without_model_fields
 
@@ -42,11 +43,12 @@ def build_model(
     overrides: Mapping[str, Any] | None = None,
     fp32_logits: bool = False,
     shared_prefixes: bool = False,
+    mtp_is_detached: bool = True,
 ) -> list[Backbone]:
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
-    `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; a forward pass
-    leaves them out.
+    `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; see
+    `LanguageModel`.
     `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of `linear_log_probs`. With
     `shared_prefixes` it also computes the parts of `shared_prefixes.share`. Call after `parallel.initialize`.
 
@@ -59,9 +61,18 @@ def build_model(
         architecture, parallel, params_dtype=params_dtype, overrides=overrides or {}, shared_prefixes=shared_prefixes
     )
     chunks = [
-        _build_chunk(architecture, parallel, config, chunk, fp32_logits, shared_prefixes).to(device.device())
+        _build_chunk(
+            architecture,
+            parallel,
+            config,
+            chunk,
+            fp32_logits=fp32_logits,
+            shared_prefixes=shared_prefixes,
+            mtp_is_detached=mtp_is_detached,
+        ).to(device.device())
         for chunk in range(parallel.chunks)
     ]
+    versions.name_prediction_layers_as_in_files(chunks)
     compat.mark_expert_parameters(chunks)
     compat.mark_tensor_parallel_parameters(chunks)
     compat.unmark_duplicated_parameters(chunks)
@@ -97,7 +108,9 @@ def transformer_config(
     Raises UserError as `build_model` does.
     """
     check_supported(overrides)
-    overrides = without_model_fields(architecture, overrides)
+    # The losses of routers are added by `router_balance`: megatron-core's depend on how the batch is cut.
+    own = {name: value for name, value in overrides.items() if name not in ROUTER_LOSS_OPTIONS}
+    overrides = without_model_fields(architecture, own)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
     fixed = {**_fixed_fields(parallel, params_dtype), "mtp_num_layers": architecture.mtp_layers or None}
     if shared_prefixes:
@@ -105,15 +118,15 @@ def transformer_config(
         fixed["apply_rope_fusion"] = False
     _check_overrides(config_class, fixed, overrides)
     try:
-        return config_class(
-            **{
-                # The default dispatcher refuses variable lengths, even in a model without experts.
+        return compat.config_of_variable_lengths(
+            config_class,
+            {
                 "moe_token_dispatcher_type": "alltoall",
                 **default_fields({**architecture.transformer_config, **overrides, **fixed}),
                 **architecture.transformer_config,
                 **overrides,
                 **fixed,
-            }
+            },
         )
     except (ValueError, AssertionError) as error:
         chosen = ", ".join(f"{name}={value!r}" for name, value in overrides.items()) or "none"
@@ -165,8 +178,10 @@ def _build_chunk(
     parallel: ParallelSizes,
     config: TransformerConfig,
     chunk: int,
+    *,
     fp32_logits: bool,
     shared_prefixes: bool,
+    mtp_is_detached: bool,
 ) -> Backbone:
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = chunk if parallel.virtual_pipeline_model_parallel_size else None
@@ -189,7 +204,13 @@ def _build_chunk(
         model = ValueModel(**arguments)
     else:
         softcap = architecture.extensions.output_softcap
-        model = LanguageModel(real_vocab_size=vocab_size, softcap=softcap, fp32_logits=fp32_logits, **arguments)
+        model = LanguageModel(
+            real_vocab_size=vocab_size,
+            softcap=softcap,
+            fp32_logits=fp32_logits,
+            mtp_is_detached=mtp_is_detached,
+            **arguments,
+        )
     scale_embedding(model, architecture.extensions.embedding_scale)
     if shared_prefixes:
         rotate_by_position(model)

@@ -1,6 +1,7 @@
 """Objective that a train step minimises, and the result of the step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,3 +41,8 @@ class StepResult:
     replayed: Tensor | None = None
     """int64[2]: how many choices of a token in a layer were an engine's, and how many of them were not the router's, of
     all ranks; None where none was replayed."""
+    ahead: Tensor | None = None
+    """float64[D, 2]: for each of D prediction layers the mean of -log p of the tokens that it predicts, and the share
+    that were its first choice; of one rank its part of them. None where none trains, and before the last stage."""
+    router_losses: Mapping[str, float] = field(default_factory=dict)
+    """Value of each loss of the routers that the step added, by name: the mean over layers with experts."""

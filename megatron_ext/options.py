@@ -2,16 +2,34 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from converters.architectures import Lora
 from converters.errors import UserError, did_you_mean
 from converters.layouts.megatron import ParallelSizes
 
 _BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
 """Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
+_BIAS_RATE = "moe_router_bias_update_rate"
 _DEFAULT_RECIPES = {"fp8": "delayed", "fp4": "nvfp4"}
+
+
+MtpTraining = Literal["detached", "joint", "none"]
+"""Layers for multi-token prediction train alone, together with the model under them, or not at all."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Training of a low-rank adapter in the place of the weights."""
+
+    lora: Lora
+    seed: int = 0
+    """Seed of the values that a new adapter begins with."""
+    path: Path | None = None
+    """PEFT folder of the adapter to begin with."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +49,23 @@ class MegatronOptions:
     """See `linear_log_probs`."""
     shared_prefixes: bool = False
     """Compute once all tokens that sequences of a micro-batch begin with in common."""
+    mtp_training: MtpTraining = "detached"
+    """How layers for multi-token prediction train; see `multi_token_prediction`."""
+    freeze_moe_router: bool = False
+    """Routers get no gradient and stay as they are."""
+    adapter: AdapterOptions | None = None
+    """Train this and leave the weights as they are."""
 
     def __post_init__(self) -> None:
         if self.shared_prefixes and self.parallel.context_parallel_size > 1:
             raise UserError(
                 "loop.shared_prefixes needs whole sequences on each rank, and megatron.context_parallel_size="
                 f"{self.parallel.context_parallel_size} cuts them: choose one of the two"
+            )
+        if self.freeze_moe_router and (rate := self.transformer.get(_BIAS_RATE)):
+            raise UserError(
+                f"model.freeze_moe_router=true keeps the routers as they were loaded, and megatron.{_BIAS_RATE}={rate}"
+                " changes their bias: choose one of the two"
             )
         for option, recipe in self._recipes().items():
             if recipe not in _BLOCKS:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -80,6 +80,17 @@ ASKED_BY = ("weights", "trained")
 """The fields that say which labels a model is asked about; the first that there is."""
 
 
+class Ahead(NamedTuple):
+    """Tokens of the prediction layers of a model, a row for each of D layers; 0 where a sequence has no such token."""
+
+    taken: Tensor
+    """long[D, L]: what each takes in."""
+    labels: Tensor
+    """long[D, L]: what each predicts from it."""
+    asked: Tensor
+    """bool[D, L]: the labels that count."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Tokens that one rank computes with: all of a micro-batch, or a part of each of its sequences."""
@@ -97,11 +108,18 @@ class Part:
     """bool[L]: the labels about which the model is asked something."""
     routed_experts: Tensor | None
     """uint8[L, bytes]: see `RaggedBatch`."""
+    ahead: Ahead | None = field(default=None, kw_only=True)
+    """For prediction layers that train; see `multi_token_prediction.look_ahead`."""
 
     @property
     def predicting(self) -> Tensor | None:
         """The token that predicts each label, where that is not the one at the label's index."""
         return None
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Which of these L tokens are which of the T' of the micro-batch: two long[M] that belong together."""
+        every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return every, every
 
     def of_labels(self, values: Tensor) -> Tensor:
         """Values of the tokens, to those of the labels that they predict; differentiable."""

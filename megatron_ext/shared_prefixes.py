@@ -50,6 +50,10 @@ class SharedPart(Part):
         """long[T']: the token that predicts each label, in all sequences that it belongs to."""
         return self.places
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """See `Part`; a token that several sequences begin with is there for each of them."""
+        return self.places, torch.arange(len(self.places), device=self.places.device)
+
 
 def share(micro_batch: MicroBatch, align: int) -> SharedPart:
     """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`.

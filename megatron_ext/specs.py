@@ -17,9 +17,11 @@ from converters.layouts.megatron import ModuleNames
 from megatron_ext import device
 from megatron_ext.core_attention import core_attention, needs_preflight
 from megatron_ext.extensions import check_transformer_engine_suffices, extend_layer
+from megatron_ext.multi_token_prediction import PredictionLayer
 from megatron_ext.norms import RMSNorm
 from megatron_ext.packed_attention import PackedAttention
 from megatron_ext.router import extend_router
+from megatron_ext.versions import with_submodules
 
 # Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's
 # column-parallel ones the gradient of the shared rotary key is not summed over tensor-parallel ranks.
@@ -66,7 +68,7 @@ def block_spec(
     if with_transformer_engine:
         attended = _with_mergeable_attention(layers) if shared_prefixes else _with_working_attention(layers, config)
         return replace(spec, layer_specs=attended)
-    layers = [extend_layer(_plain_layer(layer), extensions) for layer in layers]
+    layers = [extend_layer(_plain_layer(layer, config), extensions) for layer in layers]
     return replace(spec, layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -78,10 +80,13 @@ def multi_token_prediction_spec(
     """
     with_transformer_engine = device.has_transformer_engine()
     spec = get_gpt_mtp_block_spec(config, block, with_transformer_engine, vp_stage=chunk)
-    if with_transformer_engine or spec is None:
+    if spec is None:
         return spec
-    norms = {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
-    layers = [replace(layer, submodules=_substitute(layer.submodules, norms)) for layer in spec.layer_specs]
+    norms = {} if with_transformer_engine else {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
+    layers = [
+        replace(layer, module=PredictionLayer, submodules=_substitute(layer.submodules, norms))
+        for layer in spec.layer_specs
+    ]
     return replace(spec, layer_specs=layers)
 
 
@@ -104,9 +109,12 @@ def _with_core(layer: ModuleSpec, core: type) -> ModuleSpec:
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
-def _plain_layer(layer: ModuleSpec) -> ModuleSpec:
+def _plain_layer(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     attention = layer.submodules.self_attention
     plain_attention = replace(attention, submodules=_substitute(attention.submodules, _ATTENTION_MODULES))
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        # Nothing would be normed by it, and megatron-core 0.19 refuses it.
+        plain_attention = with_submodules(plain_attention, q_layernorm=IdentityOp)
     norms = _substitute(layer.submodules, {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm})
     return replace(layer, submodules=replace(norms, self_attention=plain_attention))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import UserError
+from megatron_ext.router_loss_options import RouterLosses
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture
@@ -34,13 +35,10 @@ class Refusal(NamedTuple):
 
 
 _CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
-_AUXILIARY = (
-    "policy-gradient losses are normalised over the global batch, and Megatron's auxiliary losses over each"
-    " micro-batch, so that their weight would depend on how the batch was cut"
-)
 _ONE_SHAPE = "a CUDA graph has one shape, and packed micro-batches differ in length"
 _OTHER_SCHEDULE = "it belongs to Megatron's combined schedule, whose forward pass computes Megatron's own loss"
 _WEIGHTS = "the weights must keep the type of model.dtype, in which checkpoints and refits read them"
+_OTHER_PLACES = "its weights lie otherwise than checkpoints and refits know"
 _OTHER_WRAPPER = "the gradient buffers and the optimizer are those of Megatron's own data parallelism, not of FSDP"
 _LAYOUT = (
     "checkpoints and refits know layers that are dealt evenly, but for num_layers_in_first_pipeline_stage and"
@@ -50,11 +48,37 @@ _DROPS = "the trainer would drop tokens that the engine, which samples them, sen
 _RANDOM = "the trainer would route at random, and the engine, which samples, does not"
 _INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
 
+REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
+    "moe_use_legacy_grouped_gemm": Refusal(_OTHER_PLACES),
+    "tensor_parallel_num_weight_shards": Refusal(_OTHER_PLACES),
+    "expert_tensor_parallel_num_weight_shards": Refusal(_OTHER_PLACES),
+    "gtp_weight_remat_size": Refusal(_OTHER_PLACES, (None, 1)),
+    "expert_gtp_weight_remat_size": Refusal(_OTHER_PLACES, (None, 1)),
+    "mla_down_proj_fusion": Refusal(_OTHER_PLACES),
+    "moe_single_grouped_weight": Refusal(_OTHER_PLACES),
+    "moe_single_grouped_bias": Refusal(_OTHER_PLACES),
+    "moe_mlp_glu_interleave_size": Refusal(_OTHER_PLACES),
+    "moe_shared_expert_glu_interleave_size": Refusal(_OTHER_PLACES),
+    "use_grouped_gemm_for_dense_mlp": Refusal(_OTHER_PLACES),
+    "use_grouped_gemm_for_shared_expert": Refusal(_OTHER_PLACES),
+    "use_transformer_engine_op_fuser": Refusal(_OTHER_PLACES),
+    "mtp_use_repeated_layer": Refusal(_OTHER_PLACES),
+    "moe_expert_rank_capacity_factor": Refusal(_DROPS),
+    "moe_router_force_biased": Refusal(_RANDOM),
+    "use_mup": Refusal("config.json says no such scaling, and the engines, which follow it, have none"),
+    "fp8_output_proj": Refusal(
+        "the output layer computes log-probs a part of the vocabulary at a time, in bf16 or fp32"
+    ),
+    "fp4_param_gather": Refusal(_WEIGHTS),
+    "use_layer_wise_distributed_optimizer": Refusal(
+        "only adam and sgd are made here, whose state is cut over all ranks"
+    ),
+}
+"""Options that not all of the supported versions of megatron-core have."""
+
 REFUSED: Mapping[str, Refusal] = {
     "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
     "hybrid_context_parallel": Refusal(_CONTEXT),
-    "moe_aux_loss_coeff": Refusal(_AUXILIARY, (None, 0)),
-    "moe_z_loss_coeff": Refusal(_AUXILIARY, (None, 0)),
     "moe_router_load_balancing_type": Refusal(
         "the trainer would choose other experts than the engine, which samples",
         ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -67,7 +91,6 @@ REFUSED: Mapping[str, Refusal] = {
     "moe_enable_routing_replay": Refusal(
         "nothing would be recorded or replayed by it alone; algorithm.router_replay=rollout replays what engines chose"
     ),
-    "moe_use_legacy_grouped_gemm": Refusal("its weights lie otherwise than checkpoints and refits know"),
     "tp_comm_overlap": Refusal(
         "Transformer Engine's user buffers are made for one length, and packed micro-batches differ"
     ),
@@ -103,10 +126,12 @@ REFUSED: Mapping[str, Refusal] = {
     "data_parallel_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "outer_dp_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "optimizer": Refusal("only adam and sgd are made here", (None, "adam", "sgd")),
+    "optimizer_cpu_offload": Refusal("checkpoints do not know an optimizer whose state is in two places"),
     "flash_decode": Refusal(_INFERENCE),
     "cache_mla_latents": Refusal(_INFERENCE),
     "use_inference_optimized_layers": Refusal(_INFERENCE),
     "inference_fuse_tp_communication": Refusal(_INFERENCE),
+    **REFUSED_IN_SOME_VERSIONS,
 }
 
 NEEDS: Mapping[str, Mapping[str, bool]] = {
@@ -132,6 +157,9 @@ TESTED: Mapping[str, str] = {
     "recompute_method": "megatron_ext/test_forward.py",
     "recompute_num_layers": "megatron_ext/test_forward.py",
     "recompute_modules": "megatron_ext/test_model.py",
+    "moe_aux_loss_coeff": "megatron_ext/test_router_losses.py",
+    "moe_z_loss_coeff": "megatron_ext/test_router_losses.py",
+    "moe_token_dispatcher_type": "megatron_ext/test_model.py",
     "lr": "megatron_ext/test_checkpoint.py",
     "min_lr": "megatron_ext/test_checkpoint.py",
     "weight_decay": "megatron_ext/test_checkpoint.py",
@@ -198,10 +226,13 @@ MODEL_CHOICES = (
 def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> None:
     """Raise UserError for the first of the options with which training would fail or be wrong."""
     refuse(options, REFUSED, prefix)
+    RouterLosses.of(options, prefix)
     for name in (name for name in options if options[name]):
         for needed, default in NEEDS.get(name, {}).items():
             if not options.get(needed, default):
                 raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
+    if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", True):
+        raise UserError(f"{prefix}optimizer=sgd works only with {prefix}use_distributed_optimizer=false: set it too")
     group, stages = options.get(_GROUP), options.get(_STAGES, 1)
     if group is not None and group < stages:
         raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")

@@ -14,7 +14,7 @@ from converters.errors import UserError
 from converters.examine.opening import Checkpoint, config_of, open_checkpoint, root_of
 from converters.examine.weights import MegatronWeights
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
-from converters.formats.torch_dist import COMMON, TorchDistCheckpoint
+from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layout import Shape
 from converters.manifest import MANIFEST
 
@@ -168,7 +168,7 @@ def _model(architecture: Architecture) -> Model:
 def _torch_dist_layout(checkpoint: TorchDistCheckpoint) -> Layout:
     chunks = [chunk for tensor in checkpoint.weights.values() for chunk in tensor.chunks]
     # A checkpoint saved by hand may have none.
-    common = checkpoint.common if (checkpoint.folder / COMMON).is_file() else {}
+    common = checkpoint.common if checkpoint.common_place else {}
     arguments = getattr(common.get("args"), "__dict__", {})
     iteration = common.get("iteration")
     return Layout(

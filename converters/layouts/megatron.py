@@ -7,7 +7,7 @@ from typing import Literal
 
 from converters.architectures import Architecture, Parameter, Part
 from converters.boxes import Box
-from converters.errors import UserError
+from converters.errors import UserError, nearest_sizes
 from converters.layout import Layout, Placement, Shape, Shard
 from converters.layouts.cuts import cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
@@ -31,22 +31,30 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
 
 def _check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None:
     parallel.layers_of_stages(architecture.num_layers)
-    if architecture.num_experts % parallel.expert_model_parallel_size or (
-        parallel.expert_model_parallel_size > 1 and not architecture.num_experts
-    ):
+    experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
+    if experts % ranks or (ranks > 1 and not experts):
+        nearest = nearest_sizes(ranks, lambda size: experts % size == 0, experts) if experts else "1"
         raise UserError(
-            f"the model's {architecture.num_experts} experts cannot be divided by"
-            f" expert_model_parallel_size = {parallel.expert_model_parallel_size}; change that size"
+            f"the model's {experts} experts cannot be divided by expert_model_parallel_size = {ranks}; change that size"
+            f" to {nearest}"
         )
     for parameter in architecture.weight_map:
         name, parts = "tensor_model_parallel_size", parallel.tensor_model_parallel_size
         if parameter.is_expert:
             name, parts = "expert_tensor_parallel_size", parallel.expert_tensor_size
         if dimension := undividable(parameter.kind, architecture.dimensions_of(parameter), parts):
+            alike = [each for each in architecture.weight_map if each.is_expert == parameter.is_expert]
             raise UserError(
                 f"the model's {dimension.field} = {dimension.units} cannot be divided by {name} = {parts};"
-                " change that size"
+                f" change that size to {_nearest_cuts(architecture, alike, parts, 2 * max(parts, dimension.units))}"
             )
+
+
+def _nearest_cuts(architecture: Architecture, parameters: Sequence[Parameter], parts: int, largest: int) -> str:
+    def fits(size: int) -> bool:
+        return not any(undividable(each.kind, architecture.dimensions_of(each), size) for each in parameters)
+
+    return nearest_sizes(parts, fits, largest)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Parallel sizes: the ways in which Megatron cuts a model, and the part of each cut that a rank has."""
 
 from dataclasses import dataclass
+from math import lcm
 
-from converters.errors import UserError
+from converters.errors import UserError, nearest_sizes
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,15 @@ class ParallelSizes:
         if self.world_size % (size * self.pipeline_model_parallel_size):
             raise UserError(
                 f"{self.world_size} ranks cannot be divided by {name} x pipeline_model_parallel_size"
-                f" = {size} x {self.pipeline_model_parallel_size}; change one of these sizes"
+                f" = {size} x {self.pipeline_model_parallel_size}; change one of these sizes, or use"
+                f" {self._nearest_worlds()} ranks"
             )
+
+    def _nearest_worlds(self) -> str:
+        dense = self.tensor_model_parallel_size * self.context_parallel_size
+        expert = self.expert_model_parallel_size * self.expert_tensor_size
+        step = lcm(dense, expert) * self.pipeline_model_parallel_size
+        return nearest_sizes(self.world_size, lambda world: world % step == 0, self.world_size + step)
 
     @property
     def chunks(self) -> int:
@@ -116,17 +124,26 @@ class ParallelSizes:
         if left < 0 or (left % open_stages if open_stages else left):
             raise UserError(
                 f"{left} of the {num_layers} layers (num_hidden_layers) cannot be shared out evenly to {open_stages}"
-                " pipeline stages; change pipeline_model_parallel_size or set num_layers_in_first_pipeline_stage"
-                " and num_layers_in_last_pipeline_stage"
+                " pipeline stages; change pipeline_model_parallel_size (the nearest that all layers can be shared out"
+                f" to is {self._nearest_stages(num_layers)}) or set num_layers_in_first_pipeline_stage and"
+                " num_layers_in_last_pipeline_stage"
             )
         counts = [left // open_stages if stage is None else stage for stage in stages]
         for count in counts:
             if count == 0 or count % self.chunks:
+                nearest = nearest_sizes(
+                    self.chunks, lambda chunks: not any(each % chunks for each in counts), max(counts)
+                )
                 raise UserError(
-                    f"a pipeline stage of {count} layers cannot be cut into {self.chunks} chunks;"
-                    " change virtual_pipeline_model_parallel_size or pipeline_model_parallel_size"
+                    f"a pipeline stage of {count} layers cannot be cut into {self.chunks} chunks; change"
+                    f" virtual_pipeline_model_parallel_size (the nearest that can be is {nearest}) or"
+                    " pipeline_model_parallel_size"
                 )
         return counts
+
+    def _nearest_stages(self, num_layers: int) -> str:
+        stages = self.pipeline_model_parallel_size
+        return nearest_sizes(stages, lambda count: num_layers % (count * self.chunks) == 0, num_layers)
 
     def layers(self, num_layers: int, pipeline_rank: int, chunk: int) -> range:
         """Global indices of the layers in a model chunk: the chunks of all stages interleave, as in

@@ -5,17 +5,22 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed import distributed_c10d
 
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
 
 device.install()
-from megatron_ext import parallel  # noqa: E402 (after the device layer)
+from megatron.core import parallel_state  # noqa: E402 (after the device layer)
+
+from megatron_ext import parallel  # noqa: E402
+
+Case: TypeAlias = tuple[Any, ...]
 
 _POLL_S = 0.02
 
@@ -52,6 +57,34 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(sizes.world_size)]
+
+
+def run_in_turn(cases: Sequence[Case], timeout_s: float = 240.0) -> list[list[Any]]:
+    """Call the functions of all `cases`, for one number of ranks, one after the other in one launch.
+
+    A case is `(function, sizes, *arguments)`, as for `run_ranks`; groups are made anew for each. Returns, for each
+    case, the results by rank.
+    """
+    by_rank = run_ranks(_in_turn, cases[0][1], cases, timeout_s=timeout_s)
+    return [list(of_case) for of_case in zip(*by_rank, strict=True)]
+
+
+def _in_turn(rank: int, _sizes: ParallelSizes, cases: Sequence[Case]) -> list[Any]:
+    results = []
+    for function, sizes, *arguments in cases:
+        parallel_state.destroy_model_parallel()
+        parallel.initialize(sizes, rank, init_method="")
+        results.append(function(rank, sizes, *arguments))
+        torch.distributed.barrier()
+        _destroy_groups()
+    return results
+
+
+def _destroy_groups() -> None:
+    """End all process groups but that of all ranks: Megatron forgets them, and each keeps threads."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 def _wait(processes: list[Any], folder: Path, deadline: float) -> None:

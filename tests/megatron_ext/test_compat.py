@@ -1,18 +1,17 @@
 """Each workaround for megatron-core, by what goes wrong without it.
 
-Three are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
-of the rest, and latent attention and selective recompute without Transformer Engine. Workarounds for checkpoints
+Four are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
+of the rest, experts that get different numbers of tokens by an all-gather, and latent attention and selective recompute
+without Transformer Engine. Workarounds for checkpoints
 that are damaged or would run code are tested in test_checkpoint_damage.py.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks
-from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,49 +75,6 @@ class Training:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.bare[0].named_parameters()}
-
-    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        model = self.bare[0].sharded_state_dict(metadata=metadata)
-        optimizer = self.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=metadata)
-        return {"model": model, "optimizer": optimizer}
-
-    def load(self, checkpoint: Path) -> None:
-        compat.prime_optimizer_state(self.optimizer)
-        state = dist_checkpointing.load(self.sharded_state(is_loading=True), str(checkpoint))
-        self.bare[0].load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        compat.separate_step_counters(self.optimizer)
-
-
-def resumed_and_uninterrupted(
-    rank: int, sizes: ParallelSizes, folder: Path, checkpoint: Path
-) -> list[dict[str, Tensor]]:
-    """Weights after four steps, of which a fresh optimizer took the last two, from a checkpoint; and without that."""
-    uninterrupted = Training(rank, sizes, folder)
-    for number in range(2):
-        uninterrupted.step(number)
-    dist_checkpointing.save(uninterrupted.sharded_state(is_loading=False), str(checkpoint))
-    resumed = Training(rank, sizes, folder)
-    resumed.load(checkpoint)
-    for number in range(2, 4):
-        uninterrupted.step(number)
-        resumed.step(number)
-    return [resumed.weights(), uninterrupted.weights()]
-
-
-@pytest.mark.parametrize("sizes", [ONE, DP2], ids=["one rank", "two data-parallel ranks"])
-def test_a_resumed_optimizer_takes_the_same_steps(
-    sizes: ParallelSizes, tiny_models: Mapping[str, Path], tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    for resumed, uninterrupted in run_ranks(resumed_and_uninterrupted, sizes, tiny_models["qwen3"], checkpoint):
-        for name, weight in uninterrupted.items():
-            assert torch.equal(resumed[name], weight), name
 
 
 def primed_and_not(rank: int, sizes: ParallelSizes, folder: Path) -> list[list[dict[str, Tensor]]]:

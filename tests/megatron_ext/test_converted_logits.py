@@ -14,7 +14,7 @@ from parallel_rank import parallel_rank
 from parity import computed_logits, sequences
 from safetensors.torch import load_file, save_file
 from test_deepseek_models import MODELS as DEEPSEEK_MODELS
-from test_deepseek_models import add_prediction_layers, write_model
+from test_deepseek_models import write_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +22,7 @@ from converters.architectures import FAMILIES, Architecture, read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
+from megarl.quickstart.tiny_models import add_prediction_layers
 from megatron_ext.distributed_weights import load_distributed
 from megatron_ext.model import build_model, local_tensors
 
@@ -86,7 +87,7 @@ def glm_with_prediction_layer(source: Path, target: Path) -> Path:
     with_distinct_vectors(source, target)
     config = {**json.loads((target / "config.json").read_text()), "num_nextn_predict_layers": 1}
     (target / "config.json").write_text(json.dumps(config))
-    add_prediction_layers(target, config)
+    add_prediction_layers(target, std=0.15)
     return target
 
 

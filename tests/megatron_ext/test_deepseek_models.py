@@ -10,7 +10,7 @@ import torch
 from launch import run_ranks
 from megatron.core.packed_seq_params import PackedSeqParams
 from parity import loaded_model, logits, sequences
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -18,6 +18,8 @@ from transformers.modeling_layers import MtpModel
 from converters.architectures import Architecture, read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megarl.quickstart.tiny_models import add_prediction_layers
+from megatron_ext.multi_token_prediction import look_ahead
 from megatron_ext.packing import RaggedBatch, pack
 from megatron_ext.weights import export_huggingface
 
@@ -114,22 +116,11 @@ def write_model(name: str, folder: Path) -> PreTrainedModel:
     config["model_type"] = "kimi_k2" if name == "kimi_k2" else model_type
     (folder / "config.json").write_text(json.dumps(config))
     if name in MTP_MODELS:
-        add_prediction_layers(folder, config)
+        add_prediction_layers(folder, std=0.15)
     # The norms inside latent attention: transformers does not give them the epsilon of the model, engines do.
     for norm in (module for path, module in model.named_modules() if path.endswith("_a_layernorm")):
         norm.variance_epsilon = config["rms_norm_eps"]
     return model
-
-
-def add_prediction_layers(folder: Path, config: Mapping[str, Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors, architecture = load_file(file), read_architecture(config)
-    for name, shape in architecture.hf_shapes.items():
-        if name not in tensors:
-            tensors[name] = 0.15 * torch.randn(shape) + (1.0 if len(shape) == 1 and "bias" not in name else 0.0)
-    for copy in architecture.exported_copies:
-        tensors[copy] = tensors[architecture.hf_copies[copy]].clone()
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +152,15 @@ def test_logits_equal_those_of_transformers(sizes: str, models: Mapping[str, tup
 def predictions(rank: int, sizes: ParallelSizes, folder: Path, tokens: Tensor) -> Tensor:
     """This rank's tokens of what each prediction layer gives to the output layer: [layers, tokens, hidden]."""
     model = loaded_model(rank, sizes, folder)[0].eval()
-    batch = pack(RaggedBatch(tokens, torch.tensor([len(tokens)])), [0], sizes.tensor_model_parallel_size)
+    packed_tokens = pack(RaggedBatch(tokens, torch.tensor([len(tokens)])), [0], sizes.tensor_model_parallel_size)
+    batch = look_ahead(packed_tokens, 2).own
+    assert batch.ahead is not None
     ends, longest = batch.cu_seqlens, batch.max_seqlen
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    given: dict[str, Any] = {}
-    model.decoder.register_forward_pre_hook(lambda _module, _inputs, named: given.update(named), with_kwargs=True)
     with torch.no_grad():
-        hidden = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
-        outputs = model.mtp(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=given["rotary_pos_emb"],
-            packed_seq_params=packed,
-            embedding=model.embedding,
-        )
-    return torch.stack(outputs[:, 0].chunk(1 + len(model.mtp.layers))[1:])
+        taken = batch.ahead.taken
+        _, *outputs = model(batch.tokens, batch.position_ids, None, labels=taken, packed_seq_params=packed)
+    return torch.stack(outputs)[:, :, 0]
 
 
 def expected_predictions(folder: Path, tokens: Tensor) -> list[Tensor]:

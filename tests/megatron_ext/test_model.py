@@ -117,6 +117,14 @@ def test_experts_without_tensor_parallelism_get_their_whole_gradient(
     assert_same_gradients(shares, one_rank_gradients["qwen3_moe"])
 
 
+def test_experts_get_different_numbers_of_tokens_by_allgather(
+    tiny_models: Mapping[str, Path], one_rank_gradients: Mapping[str, dict[str, Tensor]]
+) -> None:
+    by_allgather = {"moe_token_dispatcher_type": "allgather"}
+    shares = run_ranks(gradients, EP2, tiny_models["qwen3_moe"], by_allgather)
+    assert_same_gradients(shares, one_rank_gradients["qwen3_moe"])
+
+
 def test_selective_recompute_changes_no_gradient(
     tiny_models: Mapping[str, Path], one_rank_gradients: Mapping[str, dict[str, Tensor]]
 ) -> None:
@@ -169,8 +177,8 @@ def test_overrides_reach_the_configuration(tiny_models: Mapping[str, Path]) -> N
         architecture,
         ONE,
         params_dtype=torch.bfloat16,
-        overrides={"fp32_residual_connection": True, "hidden_dropout": 0.0},
+        overrides={"attention_softmax_in_fp32": True, "hidden_dropout": 0.0},
     )
-    assert config.fp32_residual_connection
+    assert config.attention_softmax_in_fp32
     assert config.bf16
     assert config.pipeline_dtype is torch.bfloat16

@@ -1,0 +1,121 @@
+"""Differences of megatron-core 0.16 and 0.19, one function each. Tests of models fail without them.
+
+`install` applies those that replace something inside megatron-core 0.19; the others are called where they are needed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import megatron.core
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
+from torch import Tensor
+
+from megatron_ext import device
+
+IS_0_19 = Version(megatron.core.__version__) >= Version("0.19")
+if IS_0_19:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    SaveStrategy = TorchDistSaveShardedStrategy
+else:
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    SaveStrategy = AsyncSaveShardedStrategy
+
+_IN_MODULES, _IN_FILES = "mtp_model_layer", "transformer_layer"
+
+
+def install() -> None:
+    """Apply the replacements; idempotent."""
+    if not IS_0_19:
+        return
+    find_prediction_layers_by_their_former_name()
+    leave_query_projections_without_norm()
+    if not device.has_transformer_engine():
+        let_selective_recompute_go_without_a_compiler()
+
+
+def find_prediction_layers_by_their_former_name() -> None:
+    """0.19 calls the layer within one for multi-token prediction `mtp_model_layer`, but `transformer_layer` in files.
+
+    `name_prediction_layers_as_in_files` gives modules the name that layouts of weights have, too.
+    """
+    MultiTokenPredictionLayer.mtp_model_layer = property(
+        lambda layer: layer._modules.get(_IN_FILES) or layer._modules[_IN_MODULES]
+    )
+
+
+def name_prediction_layers_as_in_files(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give layers for multi-token prediction the names that 0.16 gives them; call before anything reads names."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, MultiTokenPredictionLayer) and _IN_MODULES in module._modules:
+            module._modules[_IN_FILES] = module._modules.pop(_IN_MODULES)
+
+
+def leave_query_projections_without_norm() -> None:
+    """0.19 norms the input of queries without low rank where latent attention has a norm of keys and values.
+
+    DeepSeek-V2-Lite and Moonlight have a norm of keys and values alone, as 0.16 builds it.
+    """
+    if hasattr(QKNormConfigResolver._mla_fused_linear_or_default, "original"):
+        return
+    original = QKNormConfigResolver._mla_fused_linear_or_default
+
+    def linear(self: Any, spec: Any, name: str) -> Any:
+        return spec if name == "linear_q_proj" else original(self, spec, name)
+
+    linear.original = original  # type: ignore[attr-defined]
+    QKNormConfigResolver._mla_fused_linear_or_default = linear
+
+
+def let_selective_recompute_go_without_a_compiler() -> None:
+    """0.19 compiles C++ on first use, by which an output takes over the memory of the recomputed one.
+
+    On a CPU that is most of a minute of each new machine, and needs a compiler there. Copy instead, as 0.16 does.
+    """
+    tensor_parallel_random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(destination: Tensor, source: Tensor) -> None:
+    to, of = destination.untyped_storage(), source.untyped_storage()
+    to.resize_(of.nbytes())
+    to.copy_(of)
+
+
+def module_of(spec: ModuleSpec | functools.partial) -> Any:
+    """The class of the module that `spec` is of: a ModuleSpec, or for an MLP in 0.19 a partial of the class."""
+    return spec.func if isinstance(spec, functools.partial) else spec.module
+
+
+def with_submodules(spec: Any, **submodules: Any) -> Any:
+    """`spec`, of either kind that `module_of` takes, with some of its submodules replaced."""
+    if isinstance(spec, functools.partial):
+        return functools.partial(spec, submodules=replace(spec.keywords["submodules"], **submodules))
+    return replace(spec, submodules=replace(spec.submodules, **submodules))
+
+
+def load_checkpoint(
+    wanted: dict[str, Any], folder: Path, load_common: Callable[[str | Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """`dist_checkpointing.load`, with `load_common` for what is no tensor.
+
+    0.16 takes a strategy for that. 0.19 reads it by a function of its own, which may run the checkpoint's code.
+    """
+    if not IS_0_19:
+        strategy = TorchCommonLoadStrategy()
+        strategy.load_common = load_common
+        return dist_checkpointing.load(wanted, str(folder), common_strategy=strategy)
+    with mock.patch.object(serialization, "load_common_state_dict", load_common):
+        return dist_checkpointing.load(wanted, str(folder))
