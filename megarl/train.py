@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.batch import Batch
-from megarl.data import PromptGroup
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job
@@ -14,11 +12,9 @@ from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch, without_small_groups
 from megarl.stages.evaluate import evaluate
-from megarl.stages.filtering import check_refills, groups_to_train_on, left_out
+from megarl.stages.filtering import left_out
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
-from megarl.stages.reward import score, with_model_scores
-from megarl.stages.rollout import rollout, sampling_parameters
 from megarl.stages.router_replay import replay_gaps
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
@@ -55,11 +51,13 @@ def _take_steps(job: Job) -> None:
                 metrics = train_step(job, clock)
             job.log(metrics)
             is_last = bool(stop)
-            if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):
-                with clock.stage("checkpoint"):
+            with clock.stage("checkpoint"):
+                job.checkpoints.complete_if_written()
+                if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):
                     job.save()
             if is_last:
                 break
+        job.checkpoints.complete()
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
@@ -67,7 +65,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     config, algorithm, state = job.config, job.config.algorithm, job.state
     version = state.step
 
-    sampled, groups, rollouts = sample(job, clock)
+    sampled, groups, rollouts = job.rollouts.take(clock)
 
     job.turns.give_to(job.trainer)
     with clock.stage("advantage"):
@@ -82,50 +80,21 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     with clock.stage("update"):
         metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
 
+    with clock.stage("rollout"):
+        job.rollouts.hold()
     with clock.stage("refit"):
         state.step = version + 1
         metrics |= job.refit(state.step)
+    job.rollouts.release()
 
+    metrics |= job.rollouts.metrics()
     metrics |= step_metrics(sampled, batch, version, config) | gaps
     metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
     if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    metrics |= job.turns.end_step() | job.engines.end_step()
+    metrics |= job.turns.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
     return metrics | job.throughput.end_step(clock.end_step(tokens=batch.total_tokens))
-
-
-def sample(job: Job, clock: Clock) -> tuple[list[PromptGroup], list[PromptGroup], int]:
-    """All groups that are sampled for a step, those of them to train on, and how often the engines are asked.
-
-    With dynamic sampling, prompts that teach nothing are replaced: as many further ones are sampled as are missing.
-    """
-    algorithm, wanted, rollouts = job.config.algorithm, job.config.loop.prompts_per_step, 1
-    sampled = _sample_and_score(job, clock, wanted)
-    groups = groups_to_train_on(sampled, algorithm)
-    while algorithm.dynamic_sampling and len(groups) < wanted:
-        check_refills(groups, sampled, rollouts, job.config)
-        more = _sample_and_score(job, clock, wanted - len(groups))
-        sampled, groups = sampled + more, groups + groups_to_train_on(more, algorithm)
-        rollouts += 1
-    return sampled, groups, rollouts
-
-
-def _sample_and_score(job: Job, clock: Clock, count: int) -> list[PromptGroup]:
-    """Scored groups of the next `count` prompts."""
-    config, reward_model = job.config, job.auxiliary.reward_model
-    drawn = [PromptGroup(job.data.prompts[index], ordinal) for ordinal, index in job.state.sampler.draw(count)]
-    sampling = sampling_parameters(config, job.model.stop_token_ids, [group.ordinal for group in drawn])
-    with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
-    job.turns.give_to(job.engines)
-    finished = rollout(job.engines, drawn, sampling, with_baselines=with_baselines)
-    limit = config.rollout.max_response_tokens
-    groups = score(finished, job.scorer, job.model.tokenizer, clock, max_response_tokens=limit)
-    if reward_model is None:
-        return groups
-    job.turns.give_to(reward_model)
-    with clock.stage("reward"):
-        return with_model_scores(groups, reward_model, config.reward_model.weight)
 
 
 def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None) -> dict[str, MetricValue]:

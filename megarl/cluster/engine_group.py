@@ -2,8 +2,12 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -16,9 +20,10 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts
-from megarl.cluster.router import Router, SharedByEngines
+from megarl.cluster.router import Asked, Router
 from megarl.cluster.streams import results_of
 from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGroup, wait
 from megarl.data import Turn
@@ -36,8 +41,18 @@ from megatron_ext.device_memory import CountedMemory
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-# Enough for a generation, an update and a question about health at the same time.
-_CALLS_AT_ONCE = 4
+# Enough for events, requests, a stream of tokens, an update and a question about health at the same time.
+_CALLS_AT_ONCE = 5
+
+
+@dataclass(frozen=True)
+class SharedByEngines:
+    """State that all engines of a run have in common, and any part of them."""
+
+    restarts: Restarts
+    router: Router
+    number_format: NumberFormat | None = None
+    """The one in which they hold the weights, if not as these are trained."""
 
 
 class Engines:
@@ -45,8 +60,7 @@ class Engines:
 
     def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
         self.handles = list(handles)
-        self._shared, self._restarts = shared, shared.restarts
-        self._router = Router(self.handles, shared)
+        self._shared, self._restarts, self._router = shared, shared.restarts, shared.router
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -79,6 +93,10 @@ class Engines:
             self._restarts.begin(handle)
         return bool(dead)
 
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Let nobody else begin or go on with a restart meanwhile; requests wait for their answers."""
+        return self._restarts.lock
+
     def workers(self) -> list[Worker]:
         """The process that answers for each engine: another one after a restart."""
         return [handle.worker for handle in self.handles]
@@ -105,16 +123,33 @@ class Engines:
 
         Requests that an engine leaves unanswered when it dies go to the others, or to one that was started anew.
         """
-        return self._router.generate_each(requests)
+        ended = SimpleQueue[tuple[int, Future[list[Turn]]]]()
+        asked = self.begin_generate(requests)
+        for place, each in enumerate(asked):
+            each.answer.add_done_callback(lambda answer, place=place: ended.put((place, answer)))  # type: ignore[misc]
+        try:
+            for _ in asked:
+                place, answer = self._first(ended)
+                yield place, answer.result()
+        finally:
+            self._router.abandon(asked)
+
+    def begin_generate(self, requests: Sequence[Request]) -> list[Asked]:
+        """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then."""
+        return self._router.begin(requests, self.handles)
+
+    def look_after(self) -> None:
+        """Give weights to engines that were started anew and are up: the trainer's ranks have those of the others."""
+        self._restarts.bring_back()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled."""
-        (handle,) = self._router.route([request])
+        handle = self._router.least_loaded(self.handles, request.sampling.samples)
         try:
             for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
                 yield token_ids
         finally:
-            self._router.add_load(handle, -request.sampling.samples)
+            handle.load -= request.sampling.samples
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""
@@ -195,6 +230,12 @@ class Engines:
         """Free what belongs to the transfer that was opened, if any."""
         wait(self.begin(Engine.call_receivers, WeightReceiver.close))
 
+    def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
+        while True:
+            self.look_after()
+            with suppress(Empty):
+                return ended.get(timeout=INTERVAL_S)
+
     def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
         return Engines(list(handles), self._shared)
 
@@ -205,7 +246,7 @@ class Engines:
             try:
                 wait([call])
             except WorkerFailed:
-                if handle.state != "down":
+                if handle.is_up:
                     raise
                 self._restarts.begin(handle)
 
@@ -222,7 +263,8 @@ class EngineGroup(Engines):
         workers = self.processes.workers
         handles = [EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)]
         beginning = Restarts(restarts, self._start_again, up_within_s=seats.timeout_s)
-        super().__init__(handles, SharedByEngines(beginning, number_format(config.weights)))
+        shared = SharedByEngines(beginning, Router(handles, beginning), number_format(config.weights))
+        super().__init__(handles, shared)
         self._start: tuple[Path, Arguments]
 
     def __enter__(self) -> Self:
@@ -232,6 +274,8 @@ class EngineGroup(Engines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # First of all: it starts anew what it finds dead.
+        self._router.close()
         if kind is None:
             # One that is down, or just starting, has nothing that would not end with its process.
             up = chain.from_iterable(handle.processes for handle in self.handles if handle.is_up)

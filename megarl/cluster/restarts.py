@@ -49,33 +49,37 @@ class Restarts:
         self._first: WorkerFailed | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
         self._seconds: list[float] = []
-        # Requests may be sent from several threads.
-        self._lock = RLock()
+        self.lock = RLock()
+        """Held by the thread that has to do with restarts: requests are looked after in another than refits."""
 
     @property
     def calls(self) -> list[Call[Any]]:
         """The calls of which one has to end before `go_on` has anything to do."""
         return [call for each in self._under_way.values() for call in each.calls]
 
+    def awaits(self, handle: EngineHandle) -> bool:
+        """Whether an engine is started anew and has no weights yet."""
+        return handle in self._under_way
+
     def begin(self, handle: EngineHandle) -> None:
         """Begin to start an engine anew that is down. Raises its failure, or the run's first, if that is one too many.
 
         One that somebody else has begun to start is left alone.
         """
-        with self._lock:
+        with self.lock:
             if (failure := handle.death) is not None:
                 before = self._under_way.get(handle)
                 self._begin(handle, failure, before.died_s if before else time.monotonic())
 
     def go_on(self) -> None:
         """Take all steps that can be taken without waiting. Raises as `begin`."""
-        with self._lock:
+        with self.lock:
             for handle, restart in list(self._under_way.items()):
                 self._advance(handle, restart)
 
     def bring_back(self) -> None:
         """As `go_on`; and those that are up get the weights that the others serve."""
-        with self._lock:
+        with self.lock:
             self.go_on()
             if any(handle.state == "starting" for handle in self._under_way):
                 self.give_weights()
@@ -88,7 +92,7 @@ class Restarts:
 
     def serves(self, handle: EngineHandle) -> None:
         """Take note that an engine has its weights, if it is one that was started anew."""
-        with self._lock:
+        with self.lock:
             if (restart := self._under_way.pop(handle, None)) is not None:
                 self._seconds.append(seconds := time.monotonic() - restart.died_s)
                 say(f"{handle.name} serves again, {seconds:.1f} s after it died, with weights {handle.version}")

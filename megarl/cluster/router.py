@@ -1,123 +1,202 @@
 """Requests over engines: each to the least loaded that serves, and on to another if that one dies."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Lock
+from itertools import count
+from threading import Event, RLock, Thread
+from typing import Any
 
-from converters.number_formats import NumberFormat
+from converters.errors import UserError
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
+from megarl.cluster.worker_group import Worker
 from megarl.data import Turn
 from megarl.rollout.protocol import Engine, Request
 
-
-@dataclass(frozen=True)
-class SharedByEngines:
-    """State that all engines of a run have in common, and any part of them."""
-
-    restarts: Restarts
-    number_format: NumberFormat | None = None
-    """The one in which they hold the weights, if not as these are trained."""
-    routing: Lock = field(default_factory=Lock)
+_TICK_S = 0.2
+"""How long an engine that is asked for the first time may go unheard while others are listened to."""
 
 
-class _Share:
-    """Requests that one engine was asked: `left` has the places of those that it has not answered, by their numbers."""
+@dataclass(eq=False)
+class Asked:
+    """A request on its way: `answer` gets its samples, all of one engine."""
 
-    def __init__(self, handle: EngineHandle, places: Sequence[int]) -> None:
-        self.handle = handle
-        self.left = dict(enumerate(places))
+    number: int
+    request: Request
+    among: Sequence[EngineHandle]
+    """Who may be asked."""
+    answer: Future[list[Turn]] = field(default_factory=Future)
+    handle: EngineHandle | None = None
+    """Who was asked; None while it waits for somebody who can be."""
+    worker: Worker | None = None
+    """The process that was asked: an engine that is started anew has another."""
+
+    @property
+    def samples(self) -> int:
+        """How many it asks for."""
+        return self.request.sampling.samples
 
 
 class Router:
-    """Sends requests to engines that are alike."""
+    """Sends requests to engines that are alike. One thread hears of all answers, deaths and restarts.
 
-    def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
-        self._handles, self._restarts, self._routing = handles, shared.restarts, shared.routing
+    Requests that an engine leaves unanswered when it dies are asked again, from their start: their seeds are the same,
+    and so are the tokens.
+    """
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """See `Engines.generate_each`."""
-        waiting, shares = list(range(len(requests))), dict[Stream, _Share]()
-        heartbeat = Heartbeat(self._handles)
-        try:
-            while waiting or shares:
-                self._restarts.bring_back()
-                if waiting:
-                    waiting = self._ask(requests, waiting, shares)
-                found = next_of(list(shares), self._restarts.calls, INTERVAL_S)
-                for handle in heartbeat.dead(busy=[share.handle for share in shares.values()]):
-                    self._restarts.begin(handle)
-                if found is None:
-                    continue
-                stream, result = found
-                if isinstance(result, End):
-                    waiting += self._ended(shares, stream, result, requests)
-                    continue
-                index, turns = result
-                place = shares[stream].left.pop(index)
-                self.add_load(shares[stream].handle, -requests[place].sampling.samples)
-                yield place, turns
-        finally:
-            for share in shares.values():
-                self._forget(share, requests)
+    def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
+        self._handles, self._restarts = handles, restarts
+        # Never held while the lock of `restarts` is waited for: who holds that one may wait for answers.
+        self._lock = RLock()
+        self._numbers = count()
+        self._asked: dict[int, Asked] = {}
+        self._streams: dict[Stream, EngineHandle] = {}
+        self._heartbeat = Heartbeat(handles)
+        self._is_told = Event()
+        self._is_closed = False
+        self._listener: Thread | None = None
 
-    def route(self, requests: Sequence[Request]) -> dict[EngineHandle, list[int]]:
-        """The places of the requests that each engine gets; of none while one has to be waited for.
+    def begin(self, requests: Sequence[Request], among: Sequence[EngineHandle]) -> list[Asked]:
+        """Send requests, together. Their answers may fail with what an engine failed of, or refused them for."""
+        with self._lock:
+            begun = [Asked(next(self._numbers), request, among) for request in requests]
+            self._asked |= {each.number: each for each in begun}
+            self._send(begun)
+            self._is_told.set()
+            if self._listener is None:
+                self._listener = Thread(target=self._listen, name="router", daemon=True)
+                self._listener.start()
+        return begun
+
+    def abandon(self, asked: Iterable[Asked]) -> None:
+        """Wait no more for what is not answered."""
+        with self._lock:
+            for each in asked:
+                if self._asked.pop(each.number, None) is not None and each.handle is not None:
+                    each.handle.load -= each.samples
+
+    def least_loaded(self, among: Sequence[EngineHandle], samples: int) -> EngineHandle:
+        """The engine that is asked next, with so many samples more to give from now on.
 
         It depends on the loads alone, so that engines that were idle get the same requests whenever they are asked.
         """
-        shares: dict[EngineHandle, list[int]] = {}
-        with self._routing:
-            for place, request in enumerate(requests if (able := self._able()) else ()):
-                handle = min(able, key=lambda each: each.load)
-                handle.load += request.sampling.samples
-                shares.setdefault(handle, []).append(place)
-        return shares
-
-    def add_load(self, handle: EngineHandle, samples: int) -> None:
-        """Note that an engine has so many samples more to give."""
-        with self._routing:
+        with self._lock:
+            handle = min(self._able(among) or among, key=lambda each: each.load)
             handle.load += samples
+            return handle
 
-    def _able(self) -> Sequence[EngineHandle]:
+    def close(self) -> None:
+        """Hear of nothing more, before the engines are ended."""
+        with self._lock:
+            self._is_closed = True
+        self._is_told.set()
+        if self._listener is not None:
+            self._listener.join()
+
+    def _able(self, among: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
         """The engines that may be asked."""
-        if serving := [handle for handle in self._handles if handle.state == "serving"]:
+        if serving := [handle for handle in among if handle.state == "serving"]:
             return serving
         # Where none serves, requests wait for the end of an update, or else for an engine that is started anew.
-        if (up := [handle for handle in self._handles if handle.is_up]) or self._restarts.calls:
+        restarting = [handle for handle in among if self._restarts.awaits(handle)]
+        if (up := [handle for handle in among if handle.is_up and handle not in restarting]) or restarting:
             return up
         # A failure says what it was.
-        return self._handles
+        return among
 
-    def _ask(self, requests: Sequence[Request], waiting: list[int], shares: dict[Stream, _Share]) -> list[int]:
-        """Begin to ask what waits; what goes on waiting."""
-        routed = self.route([requests[place] for place in waiting])
-        for handle, numbers in routed.items():
-            places = [waiting[number] for number in numbers]
-            shares[handle.stream(Engine.generate_each, [requests[place] for place in places])] = _Share(handle, places)
-        return [] if routed else waiting
+    def _send(self, waiting: Iterable[Asked]) -> None:
+        """Ask whoever can be asked."""
+        shares: dict[EngineHandle, dict[int, Request]] = {}
+        for each in waiting:
+            if self._able(each.among):
+                each.handle = self.least_loaded(each.among, each.samples)
+                each.worker = each.handle.worker
+                shares.setdefault(each.handle, {})[each.number] = each.request
+        for handle, requests in shares.items():
+            if not any(stream.worker is handle.worker for stream in self._streams):
+                self._streams[handle.stream(Engine.events)] = handle
+            handle.begin(Engine.submit, requests)
 
-    def _ended(self, shares: dict[Stream, _Share], stream: Stream, end: End, requests: Sequence[Request]) -> list[int]:
-        """The places of requests to ask again, because their engine died. Raises what else failed.
+    def _listen(self) -> None:
+        try:
+            self._hear_all()
+        except BaseException as failure:
+            # Nobody would hear of an answer any more.
+            self._fail(list(self._asked.values()), RuntimeError(f"the router failed: {failure!r}"))
+            raise
 
-        They are asked from their start: their seeds are the same, and so are the tokens. All that was sampled of an
-        unfinished request is lost with its engine.
-        """
-        share = shares.pop(stream)
-        self._forget(share, requests)
-        if end.failure is None:
-            return []
-        # Its process is another one already if this death was heard of before.
-        if stream.worker is share.handle.worker:
-            if share.handle.state != "down":
-                raise end.failure
-            self._restarts.begin(share.handle)
-        if share.left:
-            say(f"{share.handle.name} had not answered {len(share.left)} requests: they are asked again")
-        return list(share.left.values())
+    def _hear_all(self) -> None:
+        next_look_s = 0.0
+        while not self._is_closed:
+            found = None
+            if self._streams:
+                found = next_of(list(self._streams), self._restarts.calls, _TICK_S)
+            else:
+                self._is_told.wait(_TICK_S if self._asked else None)
+                self._is_told.clear()
+            if self._is_closed:
+                break
+            if found is not None:
+                self._hear(*found)
+            if found is None or time.monotonic() > next_look_s:
+                self._look_after()
+                next_look_s = time.monotonic() + INTERVAL_S
 
-    def _forget(self, share: _Share, requests: Sequence[Request]) -> None:
-        """An engine owes nothing of a share any more."""
-        self.add_load(share.handle, -sum(requests[place].sampling.samples for place in share.left.values()))
+    def _hear(self, stream: Stream, result: Any) -> None:
+        if isinstance(result, End):
+            self._lose(stream, result.failure)
+            return
+        with self._lock:
+            asked = self._asked.pop(result.number, None)
+            if asked is None or asked.handle is None:  # nobody waits for it any more
+                return
+            asked.handle.load -= asked.samples
+        if isinstance(result.answer, UserError):
+            asked.answer.set_exception(result.answer)
+        else:
+            asked.answer.set_result(result.answer)
+
+    def _lose(self, stream: Stream, failure: Exception | None) -> None:
+        """Nothing more comes from an engine; its requests go elsewhere if it has died, and fail if it has not."""
+        with self._lock:
+            handle = self._streams.pop(stream)
+            left = [each for each in self._asked.values() if each.worker is stream.worker]
+            # Its process is another one already if this death was heard of before.
+            is_dead = handle.state == "down" or stream.worker is not handle.worker
+            for each in left:
+                handle.load -= each.samples
+                each.handle = each.worker = None
+        if failure is not None and not is_dead:
+            self._fail(left, failure)
+            return
+        if left:
+            say(f"{handle.name} had not answered {len(left)} requests: they are asked again")
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Begin to start anew who has died, go on with who is started, and send what waits to who serves."""
+        with self._lock:
+            busy = {each.handle for each in self._asked.values() if each.handle is not None}
+        try:
+            self._heartbeat.dead(busy)
+            for handle in self._handles:
+                if handle.state == "down":
+                    self._restarts.begin(handle)
+            self._restarts.go_on()
+        except Exception as failure:  # noqa: BLE001 - it is raised where an answer is waited for
+            with self._lock:
+                waiting = [each for each in self._asked.values() if each.handle is None]
+            self._fail(waiting, failure)
+            return
+        with self._lock:
+            self._send([each for each in self._asked.values() if each.handle is None])
+
+    def _fail(self, asked: Sequence[Asked], failure: Exception) -> None:
+        with self._lock:
+            failed = [each for each in asked if self._asked.pop(each.number, None) is not None]
+        for each in failed:
+            each.answer.set_exception(failure)

@@ -146,7 +146,12 @@ class TrainerGroup(WorkerGroup):
         results: list[StepResult] = self._call_shares(
             "train_step", batch, self._cut(batch), objective, temperature, passes=3
         )
-        return replace(results[0], metrics=[part for result in results for part in result.metrics])
+        ahead = [result.ahead for result in results if result.ahead is not None]
+        return replace(
+            results[0],
+            metrics=[part for result in results for part in result.metrics],
+            ahead=torch.stack(ahead).sum(0) if ahead else None,
+        )
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of the model."""
@@ -206,9 +211,24 @@ class TrainerGroup(WorkerGroup):
         """Write the model as a HuggingFace checkpoint."""
         self.call("export", folder, copy_from)
 
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer, schedule and RNG to `folder`."""
-        self.call("save", folder)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapter that is trained as a PEFT folder."""
+        self.call("export_adapter", folder)
+
+    def begin_save(self, folder: Path, *, in_background: bool) -> None:
+        """Begin to write model, optimizer, schedule and RNG to `folder`: those of now, with `in_background`.
+
+        Without, the ranks may change nothing before `finish_save`.
+        """
+        self.call("begin_save", folder, in_background)
+
+    def save_is_written(self) -> bool:
+        """Whether all ranks have written their part. Raises what ended the writing."""
+        return all(self.call("save_is_written"))
+
+    def finish_save(self) -> None:
+        """Wait until all of it is written."""
+        self.call("finish_save")
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""

@@ -74,9 +74,11 @@ class TrainerWorker:
             self.model.load_distributed(megatron_checkpoint)
         else:
             self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
+        self.model.add_adapters()
         if reference:
             self.model.keep_reference()
         self.model.prepare_training(total_steps)
+        self.saving = checkpoint.Saving(self.model)
         self.weights = WeightSource(
             self.model.architecture, options.parallel, self.rank, self.model.local_tensors(), module_names()
         )
@@ -163,7 +165,8 @@ class TrainerWorker:
     def write(self, bucket: Bucket) -> None:
         """Write this rank's boxes of a bucket into its segment."""
         self.model.complete_weights()
-        self.weights.write(bucket)
+        with self.model.trained_weights(self.weights.sources(bucket)):
+            self.weights.write(bucket)
 
     def open_transfer(self, spec: TransferSpec) -> Address:
         """Prepare to send this rank's part of the spec; where receivers find it."""
@@ -192,7 +195,7 @@ class TrainerWorker:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
-        with self._closing_on_error():
+        with self._closing_on_error(), self.model.trained_weights():
             return self.sender.send(version, with_checksum=with_checksum, delta=delta)
 
     def close_transfer(self) -> None:
@@ -213,9 +216,21 @@ class TrainerWorker:
         """Write a HuggingFace checkpoint."""
         self.model.export_huggingface(folder, copy_from)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint."""
-        checkpoint.save(self.model, folder)
+    def export_adapter(self, folder: Path) -> None:
+        """Write a PEFT adapter."""
+        self.model.export_adapter(folder)
+
+    def begin_save(self, folder: Path, in_background: bool) -> None:
+        """See `checkpoint.Saving.begin`."""
+        self.saving.begin(folder, in_background=in_background)
+
+    def save_is_written(self) -> bool:
+        """See `checkpoint.Saving.is_written`."""
+        return self.saving.is_written()
+
+    def finish_save(self) -> None:
+        """See `checkpoint.Saving.finish`."""
+        self.saving.finish()
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""

@@ -16,6 +16,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import check_keys
 from megarl.config.renamed_keys import OWNED
+from megarl.config.schedule import with_correction
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import check_options
@@ -53,6 +54,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         teacher.megatron = _check_megatron(f"teachers.{name}.megatron", teacher.megatron)
     if kind := ENGINES.get(config.rollout.engine):
         kind.check(config.rollout.engine_args)
+    config.algorithm = with_correction(config)
     return config
 
 

@@ -1,13 +1,16 @@
 """The `megatron` group of a configuration as the Megatron ranks take it."""
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
 
+from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.config.lora import adapter_options
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import PARALLEL_FIELDS, split_options
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options import MegatronOptions, MtpTraining
 from megatron_ext.supported_options import check_supported
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,6 +32,7 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
     """
     options = {**config.megatron, **(model.megatron if model else {})}
     check_supported(options)
+    _check_sequence_parallel(options)
     ranks = (model.ranks if model else None) or config.cluster.trainer_ranks
     groups = split_options(options)
     return MegatronOptions(
@@ -42,4 +46,17 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         scheduler=groups["scheduler"],
         fp32_logits=config.model.fp32_logits,
         shared_prefixes=config.loop.shared_prefixes,
+        mtp_training=cast(MtpTraining, config.model.mtp_training),
+        freeze_moe_router=config.model.freeze_moe_router,
+        adapter=None if model else adapter_options(config.lora, config.loop.seed),
     )
+
+
+def _check_sequence_parallel(options: Mapping[str, Any]) -> None:
+    tensor = options.get("tensor_model_parallel_size") or 1
+    chosen = options.get("sequence_parallel")
+    if chosen is not None and chosen != (tensor > 1):
+        raise UserError(
+            f"megatron.sequence_parallel={chosen} with megatron.tensor_model_parallel_size={tensor}: it is on exactly"
+            " where that size is above 1, since experts and latent attention need it there; leave it out"
+        )

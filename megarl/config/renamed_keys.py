@@ -44,6 +44,15 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.hybrid_engine": "cluster.pools (shared)",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "megatron.recompute_granularity=full",
+    **{
+        f"actor_rollout_ref.{of_verl}{name}": f"lora.{name}"
+        for of_verl in ("model.lora.", "actor.lora.")
+        for name in ("rank", "alpha", "target_modules")
+    },
+    "actor_rollout_ref.model.lora_rank": "lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "lora.alpha",
+    "actor_rollout_ref.model.target_modules": "lora.target_modules",
+    "actor_rollout_ref.model.lora_adapter_path": "lora.path",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.updates_per_step",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "loop.max_tokens_per_micro_batch",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "loop.max_tokens_per_micro_batch",
@@ -110,7 +119,7 @@ VERL: Mapping[str, str] = {
     "trainer.save_freq": "checkpoint.every",
     "trainer.test_freq": "loop.eval_every",
     "trainer.val_before_train": "loop.eval_at_start",
-    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",
     "trainer.resume_mode": "checkpoint.resume",
     "trainer.default_local_dir": "output_dir",
     "trainer.logger": "tracking.loggers",
@@ -139,8 +148,6 @@ VERL_ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once, so leave it out",
     "actor_rollout_ref.model.use_remove_padding": "batches are never padded, so leave it out",
     "actor_rollout_ref.rollout.enable_vision": "megarl trains on text alone, so leave it out",
-    "actor_rollout_ref.actor.lora": "megarl trains all weights and has no LoRA, so leave it out",
-    "actor_rollout_ref.model.lora_rank": "megarl trains all weights and has no LoRA, so leave it out",
     "trainer.async_weight_update": "new weights reach the engines before the next rollout, so leave it out",
     "reward_model.style": "a reward is a function, given as reward.function",
 }

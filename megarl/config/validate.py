@@ -6,15 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from converters.errors import UserError, did_you_mean
 from converters.number_formats import AS_TRAINED, NUMBER_FORMATS
 from megarl.algorithms import PreferenceObjective
 from megarl.config.composition import check_composition
+from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import check_pools, refuse_turns
 from megarl.config.renamed_keys import EARLIER_VALUES
+from megarl.config.schedule import check_schedule
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -22,12 +24,15 @@ from megarl.resharding.direct.transports.nixl_agent import check_installed
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
+from megatron_ext.options import MtpTraining
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),
+    "model.mtp_training": get_args(MtpTraining),
     "rollout.engine": ENGINES,
     "rollout.weights": (AS_TRAINED, *NUMBER_FORMATS),
     "algorithm.router_replay": ("none", "rollout"),
+    "schedule.in_flight": ("wait", "recompute"),
     "refit.path": ("auto", "direct", "loader"),
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),
@@ -37,6 +42,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "checkpoint.resume": ("auto", "never"),
 }
 _AT_LEAST: Mapping[str, int] = {
+    "lora.rank": 0,
     "rollout.replicas": 1,
     "rollout.max_response_tokens": 1,
     "refit.bucket_bytes": ALIGNMENT_BYTES,
@@ -57,6 +63,8 @@ _AT_LEAST: Mapping[str, int] = {
     "loop.eval_every": 0,
     "loop.eval_samples": 1,
     "loop.seed": 0,
+    "schedule.max_staleness": 0,
+    "schedule.window": 1,
     "sft.steps": 1,
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
@@ -69,10 +77,12 @@ _AT_LEAST: Mapping[str, int] = {
     "cluster.rendezvous_port": 0,
     "cluster.device_memory_bytes": 1,
     "checkpoint.every": 0,
-    "checkpoint.keep": 1,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
     "tracking.warn_after_steps": 1,
 }
 _ABOVE_ZERO = (
+    "lora.alpha",
     "rollout.temperature",
     "rollout.top_p",
     "reward.timeout_s",
@@ -232,12 +242,13 @@ def _value(config: MegarlConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-_TRAINING = (check_output, _check_megatron)
+_TRAINING = (check_output, _check_megatron, check_lora)
 _PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps")
 COMMANDS: Mapping[str, Command] = {
-    "train": Command((*_TRAINING, _check_prompts, check_composition, _check_step), steps="loop.steps"),
+    "train": Command((*_TRAINING, _check_prompts, check_composition, check_schedule, _check_step), steps="loop.steps"),
     "sft": Command((*_TRAINING, _check_conversations), steps="sft.steps"),
-    **dict.fromkeys(("dpo", "reward-model"), _PREFERENCES),
+    "dpo": _PREFERENCES,
+    "reward-model": Command((*_PREFERENCES.checks, refuse_lora), steps=_PREFERENCES.steps),
     "spin": Command((*_PREFERENCES.checks, refuse_turns), steps=_PREFERENCES.steps),
     "eval": Command((_check_logs, _check_held_out)),
     "chat": Command((_check_logs,)),

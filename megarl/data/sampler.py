@@ -3,6 +3,7 @@
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from converters.errors import UserError
 
@@ -45,6 +46,12 @@ class PromptSampler:
         first = self.drawn
         return list(enumerate(self.next(count), start=first))
 
+    def index_of(self, ordinal: int) -> int:
+        """The index that was drawn, or will be, with this ordinal."""
+        epoch, position = divmod(ordinal, self._size)
+        order = self._order if epoch == self._epoch else self._order_of(epoch)
+        return int(order[position])
+
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices."""
         drawn: list[int] = []
@@ -74,7 +81,8 @@ class PromptSampler:
         self._start_epoch(state["epoch"], state["position"])
 
     def _start_epoch(self, epoch: int, position: int) -> None:
+        self._order, self._epoch, self._position = self._order_of(epoch), epoch, position
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         order = np.arange(self._size)
-        if self._shuffle:
-            order = np.random.default_rng((self._seed, epoch)).permutation(order)
-        self._order, self._epoch, self._position = order, epoch, position
+        return np.random.default_rng((self._seed, epoch)).permutation(order) if self._shuffle else order

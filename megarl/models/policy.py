@@ -1,22 +1,25 @@
 """The policy as it lies on disk, checked before any process starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from converters.architectures import Architecture, read_architecture
+from converters.architectures import Architecture, adapter_architecture, read_architecture
 from converters.copying import check_checkpoint, check_distributed
 from converters.errors import UserError
+from converters.formats.peft import AdapterFolder
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.formats.torch_dist.saved_arguments import check_saved_arguments
 from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import HUGGINGFACE
-from converters.layouts.megatron import megatron_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.manifest import manifest_of, require_files
+from megarl.rollout import engine_kind
 from megarl.rollout.number_format import in_number_format
 from megarl.schema import AlgorithmConfig, ModelConfig, RolloutConfig
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options import AdapterOptions, MegatronOptions
 from megatron_ext.supported_options import without_model_fields
 
 
@@ -31,6 +34,11 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
 
+    @property
+    def without_prediction_layers(self) -> Architecture:
+        """The architecture of engines that do not draft: they leave out layers for multi-token prediction."""
+        return replace(self.architecture, mtp_layers=0)
+
 
 def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
     """Read the model's folders, checked whole: a missing or misshapen tensor is found here.
@@ -40,16 +48,12 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
     folder = Path(config.path)
     megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
     architecture = read_architecture(read_json(folder / CONFIG))
-    if architecture.mtp_layers:
-        raise UserError(
-            f"{folder / 'config.json'} has {architecture.mtp_layers} layers for multi-token prediction, whose training"
-            " is not supported yet; train a copy of the model that leaves them out (num_nextn_predict_layers: 0, no"
-            f" tensors of model.layers.{architecture.num_layers} and after)"
-        )
     if megatron_checkpoint:
         if found := manifest_of(megatron_checkpoint):
             require_files(*found, but_below=None if _is_below(folder, found[0]) else HUGGINGFACE)
-        check_distributed(TorchDistCheckpoint(megatron_checkpoint), architecture)
+        stored = TorchDistCheckpoint(megatron_checkpoint)
+        check_saved_arguments(stored, architecture)
+        check_distributed(stored, architecture)
     else:
         check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
     tokenizer = read_tokenizer(folder)
@@ -83,6 +87,18 @@ def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
     """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")
     without_model_fields(architecture, options.transformer)
+    if options.adapter is not None:
+        _check_adapter(architecture, options.adapter, options.parallel)
+
+
+def _check_adapter(architecture: Architecture, adapter: AdapterOptions, parallel: ParallelSizes) -> None:
+    matrices = adapter_architecture(architecture, adapter.lora)
+    try:
+        megatron_layout(matrices, parallel, module_names="local")
+    except UserError as error:
+        raise UserError(f"the adapter of lora.target_modules is cut as its matrices are: {error}") from error
+    if adapter.path is not None:
+        AdapterFolder(adapter.path).check(architecture)
 
 
 def check_replay(architecture: Architecture, algorithm: AlgorithmConfig) -> None:
@@ -91,6 +107,40 @@ def check_replay(architecture: Architecture, algorithm: AlgorithmConfig) -> None
         raise UserError(
             f"algorithm.router_replay={algorithm.router_replay} sends tokens to the experts that the engine chose, and"
             f" this {architecture.model_type} model has no experts: leave it out"
+        )
+
+
+def check_routers(architecture: Architecture, options: MegatronOptions) -> None:
+    """Raise UserError if the routers of a model are to be trained in a way of their own, or not, that has none."""
+    wanted = [name for name in ("moe_z_loss_coeff", "moe_aux_loss_coeff") if _is_set(options.transformer.get(name))]
+    wanted = [f"megatron.{name}" for name in wanted] + ["model.freeze_moe_router"] * options.freeze_moe_router
+    if wanted and not architecture.transformer_config.get("num_moe_experts"):
+        raise UserError(f"{wanted[0]} is for routers, and this {architecture.model_type} model has none: leave it out")
+
+
+def _is_set(coefficient: float | list[float] | None) -> bool:
+    return any(coefficient) if isinstance(coefficient, list) else bool(coefficient)
+
+
+def check_prediction_layers(architecture: Architecture, options: MegatronOptions) -> None:
+    """Raise UserError if the multi-token-prediction layers of a model cannot be trained, or left alone, as asked."""
+    if not architecture.mtp_layers:
+        return
+    trained, parallel = options.mtp_training != "none", options.parallel
+    if trained and options.shared_prefixes:
+        raise UserError(
+            "loop.shared_prefixes computes a prompt once, and the prediction layers of this model would see at its end"
+            " the first token of each response: set model.mtp_training=none, or loop.shared_prefixes=false"
+        )
+    if trained and options.adapter is not None:
+        raise UserError(
+            "an adapter trains, and the prediction layers of this model are none of it: set model.mtp_training=none"
+        )
+    waits = options.distributed.get("overlap_grad_reduce") and parallel.pipeline_model_parallel_size > 1
+    if not trained and waits:
+        raise UserError(
+            "megatron.overlap_grad_reduce waits for the last stage's copy of the embedding, which nobody uses where"
+            " prediction layers are left alone: set model.mtp_training=detached, or leave overlap_grad_reduce out"
         )
 
 
@@ -103,6 +153,11 @@ def check_held(model: Model, rollout: RolloutConfig) -> None:
             " megarl convert and megarl export, and set rollout.weights=fp8_block to sample in FP8"
         )
     in_number_format(rollout, config)
+    if engine_kind(rollout.engine).drafts(rollout.engine_args) and not model.architecture.mtp_layers:
+        raise UserError(
+            f"rollout.engine_args.speculative_config drafts with layers for multi-token prediction, and {model.folder}"
+            " has none: leave it out"
+        )
 
 
 def check_loadable(model: Model, machines: int) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
+ADAPTER = "adapter"
+"""Export of the adapter alone, where one is trained."""
 LOGS = "logs"
 PROFILES = "profiles"
 TRAINED_AUXILIARY = ("critic", "implicit_reward_model")
@@ -28,7 +30,7 @@ def previous_export(export: Path) -> Path:
     return export.with_name(f".{export.name}.previous")
 
 
-_EXPORTS = (Path(EXPORT), *map(Path, TRAINED_AUXILIARY))
+_EXPORTS = (Path(EXPORT), Path(ADAPTER), *map(Path, TRAINED_AUXILIARY))
 _FOLDERS = (
     *map(str, _EXPORTS),
     *(str(beside(export)) for export in _EXPORTS for beside in (next_export, previous_export)),
@@ -41,6 +43,7 @@ def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
     models = {
         "model.path": config.model.path,
         "model.megatron_checkpoint": config.model.megatron_checkpoint,
+        "lora.path": config.lora.path,
         "critic.path": config.critic.path,
         "reward_model.path": config.reward_model.path,
         **{f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()},

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from converters.architectures import Architecture
+from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
@@ -11,6 +12,7 @@ from megarl.refit.choice import check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
 from megarl.refit.refit import Refit
+from megarl.rollout import engine_kind
 from megarl.schema import MegarlConfig, RefitConfig
 
 _CHECKED_PROMPTS = 16
@@ -45,6 +47,7 @@ class EngineStart:
         self._is_apart = machines > 1
         if self._is_apart:
             check_loadable(model, machines)
+            _check_begins_without_adapter(config, machines)
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
         self._prompts = prompts[:_CHECKED_PROMPTS]
         self._refit: Refit | None = None
@@ -80,14 +83,21 @@ class EngineStart:
 
     @property
     def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
-        return self._trainer, self._engines, self._model.architecture, self._config.refit
+        return self._trainer, self._engines, self._held, self._config.refit
+
+    @property
+    def _held(self) -> Architecture:
+        """The part of the policy that the engines have."""
+        rollout = self._config.rollout
+        drafts = engine_kind(rollout.engine).drafts(rollout.engine_args)
+        return self._model.architecture if drafts else self._model.without_prediction_layers
 
     def _make_refit(self, path: Path) -> Refit:
         refit = Refit(
             self._trainer,
             self._engines,
             path,
-            list(self._model.architecture.hf_shapes),
+            list(self._held.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
             check=self._log_prob_check(),
             turns=self._turns,
@@ -100,3 +110,12 @@ class EngineStart:
             return None
         tokens = min(_CHECKED_TOKENS, self._config.rollout.max_response_tokens)
         return LogProbCheck(self._prompts, tokens, self._config.refit.log_prob_tolerance)
+
+
+def _check_begins_without_adapter(config: MegarlConfig, machines: int) -> None:
+    if config.lora.path is not None:
+        raise UserError(
+            f"the trainer and the engines run on {machines} machines, where engines begin with the weights of"
+            f" model.path and the trainer would begin with those that lora.path={config.lora.path} makes of them:"
+            " merge the adapter into a folder of its own and give that as model.path, or keep to one machine"
+        )

@@ -64,6 +64,10 @@ class Refit:
 
     def _update(self, version: int) -> tuple[Moved, bool]:
         """How much was sent, and whether that had to be repeated."""
+        with self._engines.undisturbed():
+            return self._update_undisturbed(version)
+
+    def _update_undisturbed(self, version: int) -> tuple[Moved, bool]:
         repeated = recovered = False
         while True:
             try:

@@ -1,9 +1,10 @@
 """Scoring beside the rollout: samples come in as they are generated, scores are ready soon after the last."""
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -149,6 +150,19 @@ class Batch:
     def add(self, key: Hashable, sample: RewardSample) -> None:
         """Begin to score a sample, which `key` names. Raises `UserError` if no term is for its data_source."""
         self._futures[key] = self._scorer.submit(sample, self)
+
+    def when_finished(self, told: Callable[[], None]) -> None:
+        """Call `told` once all that was added is scored or has failed: `finish` then does not wait."""
+        left = count(1)
+        total = len(self._futures)
+
+        def note(_: object) -> None:
+            # One thread ends them all.
+            if next(left) == total:
+                told()
+
+        for future in list(self._futures.values()):
+            future.add_done_callback(note)
 
     def finish(self) -> dict[Hashable, Outcome]:
         """Wait for all scores; returns each sample's by its key, in the order in which they were added.

@@ -77,6 +77,9 @@ class EngineKind:
     UserError for arguments that contradict it, and for a model that does not fit."""
     number_formats: Sequence[str] = ()
     """Names of the number formats in which engines of this kind can hold a model."""
+    drafts: Callable[[Arguments], bool] = lambda _arguments: False
+    """Whether an engine with these arguments drafts with the policy's layers for multi-token prediction, and so holds
+    them; UserError where it drafts otherwise."""
     context_argument: str
     """The argument that limits how many tokens a prompt and its response may have."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1
@@ -128,6 +131,7 @@ class EngineKind:
                 advice = did_you_mean(name, known, "rollout.engine_args.{}")
                 raise UserError(f"rollout.engine_args.{name}: the installed {self.title} has no such option{advice}")
         refuse(given, self.refused, "rollout.engine_args.")
+        self.drafts(given)
         for one, other, reason in self.one_of:
             if min(given.get(one) or 1, given.get(other) or 1) > 1:
                 raise UserError(

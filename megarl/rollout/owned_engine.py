@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.protocol import EngineDiedError, EngineMemory, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Event, PauseMode, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
@@ -63,16 +63,29 @@ class OwnedEngine(ABC):
         self._paused = False
         self._step_queued = False
         self._death: BaseException | None = None
+        self._ended = SimpleQueue[tuple[int, Future[list[Turn]]] | None]()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """See `Generator.generate`."""
         return [future.result() for future in self._add(requests)]
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """See `Generator.generate_each`."""
-        place = {future: index for index, future in enumerate(self._add(requests))}
-        for future in as_completed(place):
-            yield place[future], self._texts.added(future.result())
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """See `Generator.submit`."""
+        try:
+            added = self._add(list(requests.values()))
+        except Exception as error:  # noqa: BLE001 - `events` says it
+            added = [_failed(error)] * len(requests)
+        for number, future in zip(requests, added, strict=True):
+            future.add_done_callback(lambda done, number=number: self._ended.put((number, done)))  # type: ignore[misc]
+
+    def events(self) -> Iterator[Event]:
+        """See `Generator.events`."""
+        while (ended := self._ended.get()) is not None:
+            number, future = ended
+            if isinstance(refusal := future.exception(), UserError):
+                yield Event(number, refusal)
+            else:
+                yield Event(number, self._texts.added(future.result()))
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Generator.generate_stream`."""
@@ -112,6 +125,7 @@ class OwnedEngine(ABC):
     def close(self) -> None:
         """See `Generator.close`."""
         self._owner.submit(self._end).result()
+        self._ended.put(None)
 
     @by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -274,3 +288,9 @@ class OwnedEngine(ABC):
         if self._update.failed:
             raise UpdateError(f"{action} after update {self._update.version} failed: begin it anew")
         return self._update
+
+
+def _failed(error: Exception) -> Future[list[Turn]]:
+    future = Future[list[Turn]]()
+    future.set_exception(error)
+    return future

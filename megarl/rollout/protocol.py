@@ -6,6 +6,7 @@ from typing import Literal, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
+from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
@@ -58,6 +59,17 @@ class Request:
     sampling: SamplingParameters
 
 
+@dataclass(frozen=True)
+class Event:
+    """The end of a submitted request: its samples, or the reason for which it cannot be served.
+
+    Example: Event(17, [Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop")])
+    """
+
+    number: int
+    answer: list[Turn] | UserError
+
+
 class Generator(Protocol):
     """An inference engine as one who samples.
 
@@ -73,8 +85,17 @@ class Generator(Protocol):
         The requests of one call enter the engine together. Raises UserError for a request that cannot be served.
         """
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """As `generate`, but each request's place and answers as soon as these are finished, long ones with text."""
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Take numbered requests in and return at once; `events` gives what becomes of them.
+
+        The requests of one call enter the engine together, or none of them does.
+        """
+
+    def events(self) -> Iterator[Event]:
+        """The ends of all submitted requests, as they come, until `close`; long answers with their text.
+
+        It has one reader at a time.
+        """
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.

@@ -18,13 +18,14 @@ from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
 from megarl.models.policy import Model
 from megarl.output.export import write_export
-from megarl.output.places import EXPORT
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
-from megarl.run.checkpoints import CheckpointWriter
+from megarl.rollout.schedule import Schedule
+from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import Start, open_processes
+from megarl.run.rollouts import Rollouts, Served
 from megarl.run.timeline import Timeline
 from megarl.schema import MegarlConfig
 from megarl.stages.throughput import Throughput
@@ -52,6 +53,7 @@ class LoopState:
 class Job:
     """A run with all its processes up."""
 
+    start: Start
     config: MegarlConfig
     model: Model
     data: PromptData
@@ -66,7 +68,9 @@ class Job:
     throughput: Throughput
     timeline: Timeline
     alerts: Alerts
+    checkpoints: Checkpoints
     state: LoopState
+    rollouts: Rollouts
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""
@@ -78,23 +82,23 @@ class Job:
     def export(self) -> None:
         """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
         self.turns.give_to(self.trainer)
-        for name, trained in {EXPORT: self.trainer, **self.auxiliary.trained}.items():
+        self.start.export_policy(self.trainer, self.state.step)
+        for name, trained in self.auxiliary.trained.items():
             write = partial(trained.export, copy_from=self.model.folder)
             write_export(write, Path(self.config.output_dir) / name, self.state.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the present step."""
-        step = self.state.step
+        """Write a checkpoint of the present step, or begin to."""
+        state = self.state
         self.turns.give_to(self.trainer)
-        with CheckpointWriter(self.config, "train", step) as checkpoint:
-            checkpoint.save(self.trainer)
-            for name, group in self.auxiliary.trained.items():
-                checkpoint.save(group, name)
-            checkpoint.state |= {
-                "engine_version": step,
-                "sampler": self.state.sampler.state_dict(),
-                "kl": self.state.kl.state_dict(),
-            }
+        self.checkpoints.save(
+            state.step,
+            lambda folder: {
+                "engine_version": state.step,
+                **self.rollouts.save(folder),
+                "kl": state.kl.state_dict(),
+            },
+        )
 
 
 @contextmanager
@@ -135,7 +139,15 @@ def open_job(start: Start) -> Iterator[Job]:
                 for name, group in auxiliary.trained.items():
                     group.load(checkpoint.folder / name)
             refit = engine_start.finish()
+            scored_by = Served(
+                engines, scorer, auxiliary.reward_model, turns, model.tokenizer, tuple(model.stop_token_ids)
+            )
+            rollouts = Rollouts(config, data.prompts, state.sampler, _schedule(config, state.step), scored_by)
+            if checkpoint is not None:
+                rollouts.load(checkpoint.folder, checkpoint.state)
+        checkpoints = stack.enter_context(Checkpoints(config, "train", {"": trainer, **auxiliary.trained}))
         yield Job(
+            start=start,
             config=config,
             model=model,
             data=data,
@@ -155,8 +167,15 @@ def open_job(start: Start) -> Iterator[Job]:
                 scorer,
             ),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
+            checkpoints=checkpoints,
             state=state,
+            rollouts=rollouts,
         )
+
+
+def _schedule(config: MegarlConfig, version: int) -> Schedule:
+    schedule = config.schedule
+    return Schedule(config.loop.prompts_per_step, schedule.max_staleness, schedule.window, version=version)
 
 
 def _read_prompt_data(config: MegarlConfig, model: Model) -> PromptData:

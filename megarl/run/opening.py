@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import ray
@@ -22,13 +22,21 @@ from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
-from megarl.models.policy import Model, check_held, check_layout, check_replay, read_model
-from megarl.output.export import check_that_none_is_lost, step_of_export
-from megarl.output.places import EXPORT, LOGS
+from megarl.models.policy import (
+    Model,
+    check_held,
+    check_layout,
+    check_prediction_layers,
+    check_replay,
+    check_routers,
+    read_model,
+)
+from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
+from megarl.output.places import ADAPTER, EXPORT, LOGS
 from megarl.process.phase import phase
 from megarl.rollout import engine_configuration
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
-from megarl.run.checkpoints import Checkpoint, latest_checkpoint
+from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
 from megarl.schema import MegarlConfig
 from megarl.stages.throughput import Throughput
 from megarl.tracking import Run, Tracker, open_tracker
@@ -59,10 +67,14 @@ class Start:
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_layout(model.architecture, options)
+            check_routers(model.architecture, options)
+            check_prediction_layers(model.architecture, options)
             check_replay(model.architecture, config.algorithm)
             if command in _WITH_ENGINES:
                 check_held(model, config.rollout)
             start = cls(config, command, model, options, latest_checkpoint(config, command))
+            if start.checkpoint is not None:
+                check_trained_alike(start.checkpoint.folder, options.adapter)
         if start.checkpoint is None:
             check_that_none_is_lost(start.exports)
         return start
@@ -70,8 +82,16 @@ class Start:
     @property
     def exports(self) -> list[Path]:
         """Where the trained models go, the policy first."""
+        adapter = [ADAPTER] if self.options.adapter else []
         beside = trained_auxiliary(self.config) if self.command == "train" else []
-        return [Path(self.config.output_dir) / name for name in (EXPORT, *beside)]
+        return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *beside)]
+
+    def export_policy(self, trainer: TrainerGroup, step: int) -> None:
+        """Write the policy after `step` as a HuggingFace folder, and its adapter, where it has one."""
+        output = Path(self.config.output_dir)
+        write_export(partial(trainer.export, copy_from=self.model.folder), output / EXPORT, step)
+        if self.options.adapter:
+            write_export(trainer.export_adapter, output / ADAPTER, step)
 
     @property
     def step(self) -> int:

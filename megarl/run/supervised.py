@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from megarl.cluster.batch import Batch
 from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation
-from megarl.output.export import write_export
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.batches import BatchStream, StepBatch
-from megarl.run.checkpoints import CheckpointWriter
+from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import Processes, Start, open_processes
 from megarl.run.timeline import Timeline
 from megarl.stages.throughput import Throughput
@@ -58,6 +56,7 @@ class Training:
     position: Position
     throughput: Throughput
     timeline: Timeline
+    checkpoints: Checkpoints
     clock: Clock = field(default_factory=Clock)
 
     def build(self, *, reference: bool = False, **options: Any) -> None:
@@ -89,11 +88,13 @@ class Training:
                     self.tracker.log(position.step, metrics)
                     position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
                 is_last = bool(stop) or position.is_enough or position.step == self.start.steps
-                if is_last or (checkpoints.every and position.step % checkpoints.every == 0):
-                    with self.clock.stage("checkpoint"):
+                with self.clock.stage("checkpoint"):
+                    self.checkpoints.complete_if_written()
+                    if is_last or (checkpoints.every and position.step % checkpoints.every == 0):
                         self._save(batches)
                 if is_last:
                     break
+            self.checkpoints.complete()
 
     def _step(self, step_batch: StepBatch, objective: Objective, held_out: HeldOut | None) -> dict[str, MetricValue]:
         step = self.position.step = self.position.step + 1
@@ -103,18 +104,19 @@ class Training:
         if held_out and (step % held_out.every == 0 or step == self.start.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
+        metrics |= self.checkpoints.take_metrics()
         return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(step_batch.batch.tokens)))
 
     def _save(self, batches: BatchStream) -> None:
-        with CheckpointWriter(self.start.config, self.start.command, self.position.step) as checkpoint:
-            checkpoint.save(self.trainer)
-            checkpoint.state |= {"is_enough": self.position.is_enough, "batches": batches.save(checkpoint.folder)}
+        position = self.position
+        self.checkpoints.save(
+            position.step, lambda folder: {"is_enough": position.is_enough, "batches": batches.save(folder)}
+        )
 
     def export(self) -> None:
         """Write the trained model as a HuggingFace folder below `output_dir`."""
         with phase("writing the trained model"):
-            write = partial(self.trainer.export, copy_from=self.start.model.folder)
-            write_export(write, self.start.exports[0], self.position.step)
+            self.start.export_policy(self.trainer, self.position.step)
 
 
 @contextmanager
@@ -129,7 +131,8 @@ def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
         position = Position(start.step, start.has_learned_enough)
         throughput = processes.throughput(trainer, "reference", "update", "evaluate")
         timeline = Timeline(start.config.tracking.profile, Path(start.config.output_dir), trainer.workers, None)
-        yield Training(start, processes, trainer, tracker, position, throughput, timeline)
+        with Checkpoints(start.config, start.command, {"": trainer}) as checkpoints:
+            yield Training(start, processes, trainer, tracker, position, throughput, timeline, checkpoints)
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:

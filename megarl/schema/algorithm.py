@@ -65,7 +65,7 @@ class AlgorithmConfig:
     dynamic_sampling: bool = False
     """Sample further prompts in the place of groups that teach nothing (DAPO): see filter_on."""
     max_refills: int = 10
-    """With dynamic_sampling: further rollouts of a step at most; then the run stops."""
+    """With dynamic_sampling: at most this times prompts_per_step are replaced for a step; then the run stops."""
     filter_groups: bool = False
     """Leave such groups out of the loss and its denominators, without others in their place (ScaleRL)."""
     filter_on: str = "outcome"

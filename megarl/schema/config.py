@@ -27,6 +27,26 @@ class ModelConfig:
     """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
     fp32_logits: bool = False
     """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
+    mtp_training: str = "detached"
+    """Training of layers for multi-token prediction, where the model has them: detached, they learn and nothing else
+    does from them; joint, the model under them too; none, they stay as they were loaded."""
+    freeze_moe_router: bool = False
+    """The routers of all models of the run stay as they were loaded: no gradient, no weight decay."""
+
+
+@dataclass
+class LoraConfig:
+    """A low-rank adapter (LoRA, arXiv 2106.09685) that is trained in the place of the policy's weights."""
+
+    rank: int = 0
+    """Rank of A and B beside every adapted matrix; 0 trains the weights themselves."""
+    alpha: float = 32.0
+    """A matrix W counts as W + alpha / rank * B A."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Matrices that are adapted, by the ends of their HuggingFace names, as in PEFT: q_proj, experts' gate_proj, ...;
+    all-linear is all of the layers but routers."""
+    path: str | None = None
+    """PEFT folder of an adapter to begin with, which says the rank, alpha and targets; null begins with B = 0."""
 
 
 @dataclass
@@ -168,6 +188,24 @@ class LoopConfig:
 
 
 @dataclass
+class ScheduleConfig:
+    """When prompts are sampled and trained on (`megarl train`)."""
+
+    max_staleness: int = 0
+    """How many versions older than the newest weights those may be that sampled a trained token: the engines sample the
+    prompts of so many steps ahead while the trainer learns. 0 samples and learns in turn."""
+    window: int = 1
+    """A batch may leave groups behind that are not finished, as long as fewer than this many later ones overtake any.
+    1 trains in the order of the draws. It adds ceil((window - 1) / prompts_per_step) to the staleness."""
+    in_flight: str = "wait"
+    """Responses that are being sampled when new weights come: wait lets them end first; recompute lets them go on with
+    the new weights, under which the engine computes their keys and values anew."""
+    corrected: bool = True
+    """With max_staleness above 0 and nothing else that corrects for it, turns on truncated importance weights in
+    algorithm.corrections: token_importance up to 2, or sequence_importance for losses with one ratio per response."""
+
+
+@dataclass
 class SftConfig:
     """Supervised fine-tuning (`megarl sft`)."""
 
@@ -250,8 +288,13 @@ class CheckpointConfig:
 
     every: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
-    keep: int = 2
+    keep_last: int = 2
     """How many of the newest checkpoints stay."""
+    keep_every: int = 0
+    """Checkpoints of steps that this number divides stay for good; 0 is none."""
+    async_save: bool = False
+    """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, and
+    waits only while that is made."""
     resume: str = "auto"
     """auto continues from the latest checkpoint in output_dir, never starts anew."""
     on_signal: bool = False
@@ -282,6 +325,8 @@ class TrackingConfig:
     """Warn if the share of groups without a difference in reward is above this; null never does."""
     warn_truncated_fraction: float | None = 0.5
     """Warn if the share of responses that ran into the limit is above this; null never does."""
+    warn_expert_imbalance: float | None = 8.0
+    """Warn if experts/imbalance_mean, a busiest expert's load over the mean, is above this; null never does."""
     profile: int | None = None
     """Step of which a timeline of all processes is written, for Perfetto: profiles/step_N.json; null is none."""
     peak_tflops: float | None = None
@@ -298,6 +343,7 @@ class MegarlConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and of its learning
     rate scheduler, by their own names."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -308,6 +354,7 @@ class MegarlConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

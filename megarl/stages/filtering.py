@@ -1,6 +1,6 @@
 """Which groups are trained on: what dynamic sampling replaces, and what the group filter leaves out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Trajectory
@@ -48,20 +48,18 @@ def left_out(sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup]) -> 
     return 1 - len(trained) / sum(bool(group.only_scored().trajectories) for group in sampled)
 
 
-def check_refills(
-    trained: Sequence[PromptGroup], sampled: Sequence[PromptGroup], rollouts: int, config: MegarlConfig
-) -> None:
-    """Raise UserError if prompts are still missing after `algorithm.max_refills` further rollouts."""
-    algorithm = config.algorithm
-    if rollouts <= algorithm.max_refills:
+def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup], config: MegarlConfig) -> None:
+    """Raise UserError if more prompts had to be replaced than `algorithm.max_refills` times those of a step."""
+    algorithm, wanted = config.algorithm, config.loop.prompts_per_step
+    if len(dropped) <= algorithm.max_refills * wanted:
         return
-    rewards = [reward for group in sampled for reward in group.only_scored().rewards]
+    rewards = [reward for group in (*kept, *dropped) for reward in group.only_scored().rewards]
     bounds = {"filter_low": algorithm.filter_low, "filter_high": algorithm.filter_high}
     band = "".join(f", {name}={bound:g}" for name, bound in bounds.items() if bound is not None)
+    mean = f"; the mean reward is {sum(rewards) / len(rewards):.3g}" if rewards else ""
     raise UserError(
-        f"after {rollouts} rollouts of {len(sampled)} prompts only {len(trained)} of the "
-        f"{config.loop.prompts_per_step} of this step have responses that differ (algorithm.filter_on="
-        f"{algorithm.filter_on}{band}; the mean reward is {sum(rewards) / len(rewards):.3g}): the prompts are too easy "
+        f"of {len(kept) + len(dropped)} prompts only {len(kept)} of the {wanted} of a step have responses that differ "
+        f"(algorithm.filter_on={algorithm.filter_on}{band}{mean}): the prompts are too easy "
         "or too hard for the policy; change the data, "
         "raise loop.samples_per_prompt or algorithm.max_refills, or set algorithm.dynamic_sampling=false"
     )

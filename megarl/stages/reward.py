@@ -1,6 +1,6 @@
 """Sampled groups to scored groups: the reward function, the penalty of long responses, the reward model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +10,7 @@ from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
 from megarl.rewards import OVERLONG, Outcome, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards.scorer import Batch
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
 from megarl.tracking.clock import Clock
@@ -40,22 +41,36 @@ def score(
         with clock.stage("rollout"):
             for group in finished:
                 groups.append(group)
-                for number, trajectory in enumerate(group.members):
-                    batch.add((group.ordinal, number), _sample(group.prompt, trajectory, tokenizer))
+                begin_scoring(batch, group, tokenizer)
         with clock.stage("reward"):
             outcomes = batch.finish()
     except BaseException:
         batch.cancel()
         raise
-    scored = []
-    for group in sorted(groups, key=lambda each: each.ordinal):
-        members = [
-            _with_outcome(trajectory, outcomes[group.ordinal, number], scorer.config, max_response_tokens)
-            for number, trajectory in enumerate(group.members)
-        ]
-        scored.append(_with(group, members))
-    _check_any(scored)
+    scored = [
+        with_outcomes(group, outcomes, scorer.config, max_response_tokens)
+        for group in sorted(groups, key=lambda each: each.ordinal)
+    ]
+    check_any_scored(scored)
     return scored
+
+
+def begin_scoring(batch: Batch, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Begin to score all members of a group."""
+    for number, trajectory in enumerate(group.members):
+        batch.add((group.ordinal, number), _sample(group.prompt, trajectory, tokenizer))
+
+
+def with_outcomes(
+    group: PromptGroup, outcomes: Mapping[Hashable, Outcome], config: RewardConfig, max_response_tokens: int | None
+) -> PromptGroup:
+    """The group with what scoring its members gave; `max_response_tokens` as for `score`."""
+    members = [
+        _with_outcome(trajectory, outcomes[group.ordinal, number], config, max_response_tokens)
+        for number, trajectory in enumerate(group.members)
+    ]
+    count = len(group.trajectories)
+    return group.with_members(members[:count], *members[count:])
 
 
 def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight: float) -> list[PromptGroup]:
@@ -130,12 +145,8 @@ def _plus(trajectory: Trajectory, name: str, value: float) -> Trajectory:
     return replace(trajectory, score=Score(score.value + value, score.parts | added, score.terms | added))
 
 
-def _with(group: PromptGroup, members: Sequence[Trajectory]) -> PromptGroup:
-    count = len(group.trajectories)
-    return group.with_members(members[:count], *members[count:])
-
-
-def _check_any(groups: Sequence[PromptGroup]) -> None:
+def check_any_scored(groups: Sequence[PromptGroup]) -> None:
+    """Raise UserError if no response has a score."""
     members = [each for group in groups for each in group.members]
     if all(each.score is None for each in members):
         timed_out = sum(each.failure == "timed_out" for each in members)

@@ -49,25 +49,33 @@ def rollout(
 
     Each group comes as soon as it is finished, in any order, while the engines go on with the others.
     """
-    requests = [Request(group.prompt.token_ids, parameters) for group, parameters in zip(groups, sampling, strict=True)]
-    if with_baselines:
-        requests += [Request(request.prompt_token_ids, _greedy(request.sampling)) for request in requests]
-    answers: dict[int, list[Trajectory]] = {}
+    requests = requests_for(groups, sampling, with_baselines=with_baselines)
+    answers: dict[int, list[Turn]] = {}
     for place, turns in engines.generate_each(requests):
-        answers[place] = list(map(_of_one_turn, turns))
+        answers[place] = turns
         own = range(place % len(groups), len(requests), len(groups))
         if all(part in answers for part in own):
-            trajectories, *greedy = (answers.pop(part) for part in own)
-            yield groups[own.start].with_members(trajectories, greedy[0][0] if greedy else None)
+            yield answered(groups[own.start], [answers.pop(part) for part in own])
+
+
+def requests_for(
+    groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters], *, with_baselines: bool
+) -> list[Request]:
+    """One request for each group; `with_baselines` then one more for each, of a greedy response."""
+    requests = [Request(group.prompt.token_ids, parameters) for group, parameters in zip(groups, sampling, strict=True)]
+    greedy = [Request(each.prompt_token_ids, _greedy(each.sampling)) for each in requests] if with_baselines else []
+    return requests + greedy
+
+
+def answered(group: PromptGroup, answers: Sequence[Sequence[Turn]]) -> PromptGroup:
+    """The group with the samples of its request, and of that for its greedy response if there was one."""
+    trajectories, *greedy = ([Trajectory((turn,), turn.finish_reason) for turn in turns] for turns in answers)
+    return group.with_members(trajectories, greedy[0][0] if greedy else None)
 
 
 def _seed(seed: int, ordinal: int) -> int:
     """A number in [0, 2^63)."""
     return int(np.random.SeedSequence((seed, ordinal, _ROLLOUT)).generate_state(1, np.uint64)[0]) >> 1
-
-
-def _of_one_turn(turn: Turn) -> Trajectory:
-    return Trajectory((turn,), turn.finish_reason)
 
 
 def _greedy(sampling: SamplingParameters) -> SamplingParameters:

@@ -110,5 +110,24 @@ def _metrics(steps: Sequence[StepResult], model: str) -> dict[str, MetricValue]:
         f"{model}/gradient_norm": sum(step.gradient_norm for step in steps) / len(steps),
         f"{model}/learning_rate": steps[-1].learning_rate,
         **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
+        **(_router_losses(steps) if model == _POLICY else {}),
+        **(_prediction_layers(steps) if model == _POLICY else {}),
         **(replay_metrics(torch.stack(replayed).sum(0)) if replayed else {}),
+    }
+
+
+def _router_losses(steps: Sequence[StepResult]) -> dict[str, float]:
+    names = steps[0].router_losses
+    return {f"experts/{name}": sum(step.router_losses[name] for step in steps) / len(steps) for name in names}
+
+
+def _prediction_layers(steps: Sequence[StepResult]) -> dict[str, float]:
+    of_steps = [step.ahead for step in steps if step.ahead is not None]
+    if not of_steps:
+        return {}
+    layers = enumerate(torch.stack(of_steps).mean(0).tolist(), start=1)
+    return {
+        name: value
+        for layer, (loss, accuracy) in layers
+        for name, value in ((f"mtp/loss/layer_{layer}", loss), (f"mtp/accuracy/layer_{layer}", accuracy))
     }

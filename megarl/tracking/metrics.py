@@ -32,7 +32,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("response_length/histogram", "tokens", "all lengths, in equal bins up to rollout.max_response_tokens"),
     Metric("response_length/truncated_fraction", "", "share of responses that ran into rollout.max_response_tokens"),
     Metric("groups/no_signal", "", "share of groups whose rewards are all equal: they give no advantage"),
-    Metric("groups/rollouts", "", "rollouts of the step: more than 1 where algorithm.dynamic_sampling replaced groups"),
+    Metric(
+        "groups/rollouts",
+        "",
+        "prompts sampled for the step, in rollouts of prompts_per_step: above 1 with dynamic_sampling",
+    ),
     Metric(
         "groups/left_out", "", "share of groups not trained on (algorithm.dynamic_sampling, algorithm.filter_groups)"
     ),
@@ -68,9 +72,22 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_histogram", "", "all such ratios, in bins that are finer towards 1"),
     Metric("policy/gradient_norm", "", "norm of the whole gradient before it is clipped"),
     Metric("policy/learning_rate", "", "learning rate of the step's last optimizer step"),
+    Metric("mtp/loss/<layer>", "nats", "mean -log p of the trained tokens by each layer for multi-token prediction"),
+    Metric(
+        "mtp/accuracy/<layer>",
+        "",
+        "share of these tokens that were the layer's first choice: what speculative decoding would have accepted of a"
+        " greedy draft, if it had come to this layer",
+    ),
     Metric("experts/imbalance_mean", "", "load of a layer's busiest expert over the mean load, mean over layers"),
     Metric("experts/imbalance_max", "", "the same of the layer in which it is largest"),
     Metric("experts/imbalance/<layer>", "", "the same of each layer that has experts: layer_0 is the model's first"),
+    Metric(
+        "experts/<loss>",
+        "",
+        "value of each loss of the routers (z_loss, seq_aux_loss, global_aux_loss), without its coefficient, mean over"
+        " layers; where megatron.moe_z_loss_coeff or moe_aux_loss_coeff adds it",
+    ),
     Metric("experts/idle_fraction", "", "share of experts, over all layers, that got no token in the step"),
     Metric(
         "experts/changed_by_replay",
@@ -145,6 +162,12 @@ METRICS: tuple[Metric, ...] = (
         "most that all processes held of a shared GPU in one turn of the step: engines, trainers or refit; without "
         "GPUs weights, gradients, optimizer states and caches on the machine, but no activations",
     ),
+    Metric(
+        "seconds/checkpoint_wait",
+        "s",
+        "wall time for which a save waited for the one before it to be written (`checkpoint.async_save`); it is in the "
+        "checkpoint stage, too",
+    ),
     Metric("seconds/overhead", "s", "wall time of the step outside all stages, logging included"),
     Metric("refit/direct", "", "1 if the step's weights went straight into the engines, 0 if through their loader"),
     Metric("refit/bytes", "bytes", "what the refit moved from the ranks to the engines"),
@@ -158,6 +181,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
     Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),
     Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
+    Metric("schedule/groups_in_flight", "", "groups that were being sampled or scored when the step had ended"),
+    Metric("schedule/groups_waiting", "", "groups that were finished then, and waited for their batch"),
     Metric("staleness/mean", "versions", "how many versions behind the newest weights a response's oldest token is"),
     Metric("staleness/max", "versions", "the same of the oldest response"),
     Metric(

@@ -36,6 +36,7 @@ class Run:
     recipe: str
     holds: Callable[[Sequence[dict[str, Any]]], None]
     overrides: tuple[str, ...] = ()
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 def mean(history: Sequence[dict[str, Any]], name: str) -> float:
@@ -80,6 +81,8 @@ def earlier_selves_are_beaten(history: Sequence[dict[str, Any]]) -> None:
 
 def prompts_without_signal_are_replaced(history: Sequence[dict[str, Any]]) -> None:
     assert max(line["groups/rollouts"] for line in history) > 1
+    # The engine samples the next batch while this one is trained on.
+    assert [line["staleness/max"] for line in history] == [0, *[1] * (len(history) - 1)]
     assert all(line["advantage/zero_fraction"] == 0 for line in history)
     rewards_rise(history)
 
@@ -119,6 +122,7 @@ RUNS = (
         "quickstart_prime",
         implicit_rewards_tell_right_from_wrong,
         ("reward_model.megatron.lr=2e-3", "reward_model.megatron.min_lr=2e-3"),
+        marks=(pytest.mark.long,),
     ),
     Run(
         "quickstart_distillation",
@@ -128,6 +132,7 @@ RUNS = (
             "teachers.sums.data_sources=[even]",
             "+teachers.more={{path: {model}, ranks: 1, data_sources: [odd]}}",
         ),
+        marks=(pytest.mark.long,),
     ),
     Run(
         "quickstart_sppo",
@@ -137,8 +142,9 @@ RUNS = (
             "megatron.min_lr=1e-3",
             "algorithm.refresh_reference_every=4",
         ),
+        marks=(pytest.mark.long,),
     ),
-    Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6",)),
+    Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6", "schedule.max_staleness=1")),
     Run(
         "quickstart",
         both_rewards_rise_and_the_kl_is_held,
@@ -161,7 +167,7 @@ RUNS = (
 )
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.recipe)
+@pytest.mark.parametrize("run", [pytest.param(each, marks=each.marks, id=each.recipe) for each in RUNS])
 def test_its_own_measure_goes_the_right_way(run: Run, tmp_path: Path) -> None:
     model = write_tiny_model("qwen3", tmp_path / "model", seed=1)
     files = write_arithmetic(tmp_path / "data")

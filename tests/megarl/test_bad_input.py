@@ -166,10 +166,12 @@ def test_unsupported_architecture(run, damaged):
 
 
 def test_multi_token_prediction(run, tmp_path):
-    fields = {"num_nextn_predict_layers": 1}
-    message = run(f"model.path={write_tiny_model('deepseek_v3', tmp_path / 'predicting', fields=fields)}")
-    assert "has 1 layers for multi-token prediction, whose training is not supported yet" in message
-    assert "num_nextn_predict_layers: 0" in message
+    folder = write_tiny_model("deepseek_v3", tmp_path / "predicting")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    message = run(f"model.path={folder}")
+    assert "holds nothing of the 1 multi-token-prediction layers of its config.json" in message
+    assert "set num_nextn_predict_layers to 0 there" in message
 
 
 def test_replayed_routing_of_a_model_without_experts(run, tmp_path):

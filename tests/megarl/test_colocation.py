@@ -62,7 +62,7 @@ def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd
 def small(folder: Path) -> MegarlConfig:
     config = make_config("qwen3", folder)
     config.loop.steps, config.loop.prompts_per_step, config.rollout.max_response_tokens = STEPS, 4, 8
-    config.checkpoint.keep = STEPS
+    config.checkpoint.keep_last = STEPS
     config.cluster.trainer_ranks, config.megatron["tensor_model_parallel_size"] = 1, 1
     config.rollout.engine_args["kv_cache_memory_bytes"] = 8 * MIB
     config.rollout.engine_args["block_size"] = 32

@@ -43,7 +43,7 @@ def command(tmp_path_factory):
             "loop.prompts_per_step=8",
             "loop.samples_per_prompt=4",
             "loop.eval_every=2",
-            f"checkpoint.every={CHECKPOINT}",
+            *(f"checkpoint.every={CHECKPOINT}", "checkpoint.async_save=true"),
             # Several updates, a critic, a reference that is not the model's folder any more and a coefficient that
             # adapts: there is more state to get wrong. The reward is one that an untrained model gets at times.
             f"reward.function={Path(__file__).with_name('digits.py')}:begins_with_a_digit",

@@ -17,7 +17,8 @@ from megatron_ext.balance import assign
 from megatron_ext.packing import RaggedBatch, pack
 
 # Share of the largest gradient: what the order of sums in fp32 leaves.
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6 if torch.cpu._is_avx512_supported() else 2e-6
+"""Rounding; AVX2 adds up in another order, and up to 1.1e-6 was seen."""
 WHOLE, PIECES = 1000, 20
 """Tokens of a micro-batch: all sequences in one, or hardly two."""
 

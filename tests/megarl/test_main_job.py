@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from converters.boxes import Box
 from converters.examine import compare
+from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.config.compose import compose
@@ -37,6 +39,11 @@ LAYOUTS = {
 CONVERTED = "qwen3_moe"
 # The one of which a timeline is written: pipeline stages send each other activations.
 PROFILED = "deepseek_v3"
+# The one with a layer for multi-token prediction, which learns beside the policy; the engine leaves it out.
+PREDICTING = "deepseek_v3"
+
+# The one that trains an adapter: engines get the weights with it merged into them.
+ADAPTED = "qwen3"
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
@@ -56,9 +63,14 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
             assert metrics["log_prob_difference/max"] < 1e-4
             assert metrics["policy/gradient_norm"] > 0
             assert metrics["refit/direct"] == 1
+            assert ("mtp/loss/layer_1" in metrics) == (model == PREDICTING)
             # All of a step's tokens are of the version it began with.
             assert metrics["staleness/mean"] == 0
             assert job.state.step == step + 1
+            if model == ADAPTED:
+                # The reference is the model without its adapter, which begins as an update of 0.
+                kl = metrics["policy/kl_to_reference"]
+                assert kl > 1e-4 if step else abs(kl) < 1e-6
         if model == PROFILED:
             check_the_timeline(tmp_path / "run/profiles")
         job.export()
@@ -70,6 +82,11 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
         assert set(answer.versions) == {STEPS}
+    if model == PREDICTING:
+        before, after = (HuggingFaceCheckpoint(each) for each in (source, tmp_path / "run" / EXPORT))
+        name = "model.layers.4.eh_proj.weight"
+        change = after.read(name, Box.whole(after.shapes[name])) - before.read(name, Box.whole(before.shapes[name]))
+        assert 0.001 < float(change.abs().max()) < 0.1
 
 
 def check_the_timeline(folder):
@@ -124,6 +141,7 @@ def check_that_training_begins_with(source, job, exported):
 
 def make_config(model: str, folder):
     fields = {"num_hidden_layers": 4} if LAYOUTS[model].startswith("pipeline") else {}
+    fields |= {"num_nextn_predict_layers": 1} if model == PREDICTING else {}
     path = write_tiny_model(model, folder / "model", fields=fields)
     files = write_arithmetic(folder / "data", held_out=16)
     return compose(
@@ -144,6 +162,7 @@ def make_config(model: str, folder):
             "refit.bucket_bytes=600000",
             "tracking.loggers=[]",
             f"tracking.profile={2 if model == PROFILED else 'null'}",
+            *(("lora.rank=4", "algorithm.kl_coefficient=0.01") if model == ADAPTED else ()),
         ],
     )
 

@@ -13,7 +13,7 @@ from megarl.algorithms import Metrics
 from megarl.cluster.batch import sequences_of
 from megarl.data import Conversation, Turn
 from megarl.run.batches import StepBatch
-from megarl.run.checkpoints import latest_checkpoint
+from megarl.run.checkpoints import Checkpoints, latest_checkpoint
 from megarl.run.opening import Start
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
@@ -44,8 +44,11 @@ class FakeTrainer:
         self.steps += 1
         return StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)
 
-    def save(self, folder):
+    def begin_save(self, folder, *, in_background):
         (folder / "weights").write_text(str(self.steps))
+
+    def finish_save(self):
+        pass
 
 
 class FakeEngines:
@@ -85,7 +88,8 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
     start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
     trainer, position = FakeTrainer(start.step), Position(start.step, is_enough=False)
     throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None)
-    return Training(start, SimpleNamespace(), trainer, Log(), position, throughput, timeline)
+    checkpoints = Checkpoints(config, "spin", {"": trainer})
+    return Training(start, SimpleNamespace(), trainer, Log(), position, throughput, timeline, checkpoints)
 
 
 def self_play(run, engines, refit):

@@ -1,24 +1,27 @@
 """From drawn prompts to the groups of a step: who is asked for what, how often, and with which seeds."""
 
+import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megarl.algorithms import AdaptiveKl
+from converters.errors import UserError
 from megarl.cluster.batch import opened_values
 from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
-from megarl.rewards import Scorer
+from megarl.rewards import RewardFailed, Scorer
 from megarl.rollout.protocol import Request
-from megarl.run.job import LoopState
-from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, RewardConfig
+from megarl.rollout.schedule import Schedule
+from megarl.run.rollouts import Rollouts, Served
+from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, RewardConfig, ScheduleConfig
 from megarl.stages.rollout import sampling_parameters
 from megarl.tracking.clock import Clock
-from megarl.train import sample
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
@@ -31,15 +34,31 @@ class Answers:
     def __init__(self, *texts: str) -> None:
         self.texts = texts
         self.calls: list[list[Request]] = []
+        self.answering = Event()
+        self.answering.set()
 
-    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+    def begin_generate(self, requests: Sequence[Request]) -> list[SimpleNamespace]:
         self.calls.append(list(requests))
-        for place, request in reversed(list(enumerate(requests))):
+        asked = [SimpleNamespace(answer=Future()) for _ in requests]
+        answers = reversed(list(zip(asked, self.turns(requests), strict=True)))
+        Thread(target=self.answer, args=(list(answers),)).start()
+        return asked
+
+    def answer(self, answers: Sequence[tuple[SimpleNamespace, list[Turn]]]) -> None:
+        assert self.answering.wait(60)
+        for each, turns in answers:
+            each.answer.set_result(turns)
+
+    def look_after(self) -> None:
+        pass
+
+    def turns(self, requests: Sequence[Request]) -> Iterator[list[Turn]]:
+        for request in requests:
             greedy = request.sampling.temperature == 0
             digits = "2" if greedy else self.texts[request.prompt_token_ids[0]]
             assert len(digits) == request.sampling.samples
             tokens = [TOKENIZER(digit).input_ids for digit in digits]
-            yield place, [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (0,), "stop") for (one,) in tokens]
+            yield [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (0,), "stop") for (one,) in tokens]
 
 
 class TenTimesTheToken:
@@ -56,23 +75,28 @@ def scorer():
         yield scorer
 
 
-def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, **algorithm):
+def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, **algorithm):
     """As much of a job as sampling asks for: ten prompts, drawn in their order."""
     config = MegarlConfig(
         algorithm=AlgorithmConfig(**algorithm),
         loop=LoopConfig(prompts_per_step=prompts_per_step, samples_per_prompt=2),
+        schedule=schedule or ScheduleConfig(),
     )
-    return SimpleNamespace(
-        config=config,
-        engines=engines,
-        scorer=scorer,
-        model=SimpleNamespace(tokenizer=TOKENIZER, stop_token_ids=()),
-        data=SimpleNamespace(prompts=[Prompt(index, "any", [index], "truth", {}) for index in range(10)]),
-        auxiliary=SimpleNamespace(reward_model=reward_model),
-        state=LoopState(0, PromptSampler(10, shuffle=False, seed=0), AdaptiveKl(0.0)),
-        turns=Turns(),
-        needs=lambda field: field == "baseline_rewards" and config.algorithm.advantage == "remax",
+    sampler = PromptSampler(10, shuffle=False, seed=0)
+    prompts = [Prompt(index, "any", [index], "truth", {}) for index in range(10)]
+    schedule = Schedule(prompts_per_step, config.schedule.max_staleness, config.schedule.window)
+    rollouts = Rollouts(
+        config, prompts, sampler, schedule, Served(engines, scorer, reward_model, Turns(), TOKENIZER, ())
     )
+    return SimpleNamespace(config=config, engines=engines, rollouts=rollouts, sampler=sampler)
+
+
+def sample(job, clock):
+    """Batch of a step, which then is trained on."""
+    taken = job.rollouts.take(clock)
+    job.rollouts.hold()
+    job.rollouts.release()
+    return taken
 
 
 def test_one_rollout_gives_every_drawn_prompt_its_samples(scorer) -> None:
@@ -94,20 +118,19 @@ def test_one_rollout_gives_every_drawn_prompt_its_samples(scorer) -> None:
 def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> None:
     job = job_of(scorer, Answers("00", "11", "01", "10", "00", "20"), dynamic_sampling=True)
     sampled, groups, rollouts = sample(job, Clock())
-    assert [len(call) for call in job.engines.calls] == [3, 2, 1]
+    assert [len(call) for call in job.engines.calls] == [3, 1, 1, 1]
     assert [group.ordinal for group in groups] == [2, 3, 5]
     assert [group.rewards for group in groups] == [[0, 1], [1, 0], [2, 0]]
     assert [group.ordinal for group in sampled] == [0, 1, 2, 3, 4, 5]
-    assert rollouts == 3
+    assert rollouts == 2
     assert len({request.sampling.seed for call in job.engines.calls for request in call}) == 6
 
 
 def test_a_sample_has_the_seed_of_its_draw_whatever_step_and_rollout_it_falls_in(scorer) -> None:
     def seeds(*texts, prompts_per_step, dynamic_sampling=False):
         job = job_of(scorer, Answers(*texts), prompts_per_step=prompts_per_step, dynamic_sampling=dynamic_sampling)
-        while job.state.sampler.drawn < 6:
+        while job.sampler.drawn < 6:
             sample(job, Clock())
-            job.state.step += 1
         return {r.prompt_token_ids[0]: r.sampling.seed for call in job.engines.calls for r in call}
 
     in_steps_of_two = seeds(*["01"] * 6, prompts_per_step=2)
@@ -133,3 +156,46 @@ def test_the_greedy_baseline_has_the_score_of_the_model_as_the_others_have(score
     assert [group.baseline.reward for group in groups] == [22, 22, 22]
     ((*sampled, _, _, _),) = ([request.sampling.temperature for request in call] for call in job.engines.calls)
     assert sampled == [1, 1, 1]
+
+
+def test_the_next_batch_is_sampled_while_this_one_is_trained_on_and_both_are_those_of_their_draws(scorer) -> None:
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ScheduleConfig(max_staleness=1))
+    job.config.loop.steps = 3
+    assert [group.ordinal for group in job.rollouts.take(Clock()).groups] == [0, 1]
+    assert [len(call) for call in job.engines.calls] == [4]
+    job.rollouts.hold()
+    job.rollouts.release()
+    assert [len(call) for call in job.engines.calls] == [4, 2]
+    assert sum(job.rollouts.metrics().values()) == 4
+    assert [group.ordinal for group in sample(job, Clock()).groups] == [2, 3]
+    assert [group.ordinal for group in sample(job, Clock()).groups] == [4, 5]
+    # Nothing is sampled that no step needs.
+    assert job.sampler.drawn == 6
+
+
+def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_anew(scorer, tmp_path) -> None:
+    ahead = ScheduleConfig(max_staleness=1)
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, advantage="remax")
+    job.rollouts.take(Clock())
+    job.rollouts.hold()
+    job.engines.answering.clear()
+    job.rollouts.release()
+    before = job.rollouts.save(tmp_path)
+    job.engines.answering.set()
+    expected = [sample(job, Clock()) for _ in range(2)]
+    again = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, advantage="remax")
+    again.sampler.load_state_dict(before["sampler"])
+    again.rollouts.load(tmp_path, json.loads(json.dumps(before)))
+    assert [sample(again, Clock()) for _ in range(2)] == expected
+    resampled = [request.prompt_token_ids for request in again.engines.calls[0]]
+    assert resampled == [[4], [5]] * 2
+    assert [each["ordinal"] for each in before["groups"]] == [2, 3]
+    synchronous = job_of(scorer, Answers(), prompts_per_step=2)
+    with pytest.raises(UserError, match=r"4 prompts on their way, .* has room for 2: continue with max_staleness=1"):
+        synchronous.rollouts.load(tmp_path, before)
+
+
+def test_a_reward_that_fails_in_the_background_is_raised_where_a_batch_is_taken(scorer) -> None:
+    job = job_of(scorer, Answers("0x", "01", "01", "01"), prompts_per_step=2, schedule=ScheduleConfig(max_staleness=1))
+    with pytest.raises(RewardFailed, match="the reward function failed"):
+        sample(job, Clock())

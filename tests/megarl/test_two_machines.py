@@ -72,6 +72,7 @@ def config(address, tmp_path):
     return made
 
 
+@pytest.mark.long
 def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
     arguments = config.rollout.engine_args
     config.rollout.engine, config.rollout.engine_args = "transformers", {}

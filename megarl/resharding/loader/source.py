@@ -54,6 +54,10 @@ class WeightSource:
             if not number_format.is_whole(transfer.destination_box, self._shapes[name])
         }
 
+    def sources(self, bucket: Bucket) -> set[str]:
+        """The names of this rank's tensors that the bucket's tensors are made of."""
+        return {sent.source_name for entry in bucket.entries for sent in self._transfers.get(entry.name, ())}
+
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Map the segments that buckets are written to."""
         self._segments = [map_segment(path, segment_bytes) for path in segments]

@@ -47,8 +47,8 @@ _REFUSED: Mapping[str, Refusal] = {
     OVERRIDES: Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json"
     ),
-    "enable_lora": Refusal("all weights of the policy are trained, and adapters are none of them"),
-    "lora_paths": Refusal("all weights of the policy are trained, and adapters are none of them"),
+    "enable_lora": Refusal("an adapter that is trained is merged into the weights that engines get"),
+    "lora_paths": Refusal("an adapter that is trained is merged into the weights that engines get"),
     "enable_custom_logit_processor": Refusal(
         "it changes the distribution that is sampled from, of which the trainer knows nothing"
     ),

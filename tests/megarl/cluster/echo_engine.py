@@ -8,6 +8,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Condition
 from types import SimpleNamespace
 
@@ -52,6 +53,7 @@ class EchoEngine:
         self._has_parts = "number" in arguments
         self._is_fenced = False
         self._changed = Condition()
+        self._asked = SimpleQueue()
 
     def start(self):
         pass_by("start")
@@ -66,8 +68,13 @@ class EchoEngine:
     def worker_parts(self):
         return [0, 0]
 
-    def generate_each(self, requests):
-        for place, request in enumerate(requests):
+    def submit(self, requests):
+        for number, request in requests.items():
+            self._asked.put((number, request))
+
+    def events(self):
+        while (asked := self._asked.get()) is not None:
+            number, request = asked
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
             if request.prompt_token_ids[0] == SLOW:
@@ -75,7 +82,8 @@ class EchoEngine:
             with self._changed:
                 assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
                 version = self._version
-            yield place, [echo(request, sample, version) for sample in range(request.sampling.samples)]
+            answer = [echo(request, sample, version) for sample in range(request.sampling.samples)]
+            yield SimpleNamespace(number=number, answer=answer)
             pass_by("generate")
 
     def generate_stream(self, request):
@@ -98,7 +106,7 @@ class EchoEngine:
             self._changed.notify_all()
 
     def close(self):
-        pass
+        self._asked.put(None)
 
 
 class EchoPart:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import DEADLY
+from echo_engine import DEADLY, SLOW
 from echo_engine import ask as request
 from echo_kind import ECHO
 from eventually import eventually, has_ended
@@ -143,9 +143,9 @@ def check_that_requests_wait_where_none_serves(engines):
 
 
 def check_that_an_answer_nobody_waits_for_is_no_load(engines):
-    answers = engines.generate_each([request(prompt) for prompt in range(6)])
+    answers = engines.generate_each([request(prompt) for prompt in (1, 2, SLOW, SLOW)])
     next(answers)
-    assert sum(load for _, _, load in states(engines)) == 5
+    assert 2 <= sum(load for _, _, load in states(engines)) <= 3
     answers.close()
     assert list(engines.generate_stream(request(9))) == [[9]]
     assert states(engines) == [("serving", 3, 0)] * 2

@@ -104,7 +104,7 @@ def test_wrong_overrides_are_named(recipes: str, overrides: list[str], says: str
         ("actor_rollout_ref.rollout.tensor_parallel_size", "rollout.engine_args.tensor_parallel_size"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs", "rollout.engine_args.max_num_seqs"),
         ("actor_rollout_ref.rollout.enable_vision", "leave it out"),
-        ("actor_rollout_ref.actor.lora.rank", "leave it out"),
+        ("actor_rollout_ref.actor.lora.rank", r"lora\.rank"),
         ("trainer.async_weight_update", "leave it out"),
         ("reward_model.style", "reward.function"),
         ("trainer.total_training_steps", "loop.steps"),

@@ -32,7 +32,7 @@ def test_a_tested_argument_is_in_its_test(name: str, test: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "says"),
     [
-        ("speculative_config", {"method": "ngram"}, "guesses worse with every step; leave it out"),
+        ("speculative_config", {"method": "ngram"}, "guesses worse with every step, but for .*; give method=mtp"),
         ("kv_cache_dtype", "fp8_e5m2", "not been compared .*; use auto or bfloat16 or float16 or fp8 or fp8_e4m3"),
         ("hf_overrides", {"head_dtype": "float32", "rope_theta": 5.0}, "follows config.json.*; use head_dtype"),
         ("hf_config_path", "elsewhere", "the engine another"),
@@ -58,3 +58,15 @@ def test_an_engine_of_data_parallel_ranks_is_on_one_machine() -> None:
 def test_what_is_switched_off_is_not_refused() -> None:
     VLLM.check({"data_parallel_backend": "mp", "kv_cache_dtype": "fp8", "trust_remote_code": False})
     VLLM.check({"hf_overrides": {"head_dtype": "float32"}})
+
+
+def test_the_policys_own_layers_may_draft() -> None:
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    VLLM.check(drafting)
+    assert VLLM.drafts(drafting)
+    assert not VLLM.drafts({})
+    with pytest.raises(UserError, match=r"not supported with algorithm\.router_replay=rollout"):
+        VLLM.check({**drafting, "enable_return_routed_experts": True})
+    elsewhere = {"speculative_config": {**drafting["speculative_config"], "model": "another"}}
+    with pytest.raises(UserError, match="give method=mtp and num_speculative_tokens, or leave it out"):
+        VLLM.check(elsewhere)

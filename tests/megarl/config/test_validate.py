@@ -93,14 +93,40 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["data.train_files=[gone.parquet]"], "there is no file gone.parquet"),
         (["data.eval_files=[gone.parquet]"], "data.eval_files: there is no file gone.parquet"),
         (["megatron.tensor_model_parallel_size=4"], "2 ranks cannot be divided"),
+        (
+            ["megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=false"],
+            "sequence_parallel=False with megatron.tensor_model_parallel_size=2: .* leave it out",
+        ),
         (["megatron.context_parallel_size=4"], "2 ranks cannot be divided by tensor_model_parallel_size x context_par"),
         (
             ["megatron.context_parallel_size=2", "loop.shared_prefixes=true"],
             r"loop\.shared_prefixes needs whole sequences .*context_parallel_size=2 cuts them: choose one of the two",
         ),
-        (["megatron.moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01 is not supported: .*global batch.*; use 0"),
+        (["megatron.moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01 asks for none, which balances nothing: set"),
         (["megatron.moe_aux_loss_coeff=[0.0,0.1]"], "moe_aux_loss_coeff"),
-        (["megatron.moe_z_loss_coeff=1e-3"], "moe_z_loss_coeff"),
+        (["megatron.moe_z_loss_coeff=-1e-3"], "moe_z_loss_coeff=-0.001 must not be negative"),
+        (
+            ["schedule.max_staleness=1", "schedule.window=8", "loop.prompts_per_step=4"],
+            r"schedule\.window=8 .* looks beyond the 8 prompts .*: set it to 5 at most, or raise max_staleness",
+        ),
+        (["schedule.in_flight=keep"], r"schedule\.in_flight=keep is none of recompute, wait"),
+        (
+            ["schedule.max_staleness=2", "schedule.corrected=false"],
+            r"trains on tokens that are several versions old, and nothing corrects for it: set algorithm\.corrections",
+        ),
+        (
+            ["schedule.max_staleness=1", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
+            r"schedule\.max_staleness=1 lets engines sample while the trainer learns, and cluster\.pools has them take",
+        ),
+        (["lora.alpha=8"], r"lora\.alpha is set, and with lora\.rank=0 no adapter is trained"),
+        (["lora.rank=-1"], r"lora\.rank=-1 is too small"),
+        (["lora.rank=4", "lora.target_modules=[]"], r"lora\.target_modules is empty: name modules such as q_proj"),
+        (["lora.path=/nowhere"], "/nowhere/adapter_config.json is missing"),
+        (
+            ["lora.rank=4", "algorithm.kl_coefficient=0.1", "algorithm.refresh_reference_every=2"],
+            "the reference is the model without its adapter: leave out one of the two",
+        ),
+        (["lora.rank=4", "megatron.moe_router_bias_update_rate=0.001"], "changes the routers of the model beside it"),
     ],
 )
 def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides: list[str], says: str) -> None:
@@ -115,6 +141,8 @@ def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides
         "megatron.moe_z_loss_coeff=null",
         "rollout.top_k=5",
         "algorithm.updates_per_step=2",
+        "schedule.max_staleness=1",
+        "schedule.max_staleness=3",
     ],
 )
 def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override: str) -> None:
@@ -136,3 +164,20 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
     assert options.optimizer["clip_grad"] == 0.5
     assert options.scheduler.items() >= {"lr_warmup_steps": 3}.items()
     assert options.transformer == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kinds"),
+    [
+        (["schedule.max_staleness=1"], ["token_importance"]),
+        (["schedule.max_staleness=1", "+algorithm=gspo"], ["sequence_importance"]),
+        (["schedule.max_staleness=1", "schedule.corrected=false"], []),
+        (["schedule.max_staleness=1", "algorithm.ratio_to=rollout"], []),
+        (["schedule.max_staleness=1", "algorithm.corrections=[{kind: token_band, low: 0.5, high: 2}]"], ["token_band"]),
+        ([], []),
+    ],
+)
+def test_staleness_is_corrected_for_unless_something_else_does(make_config, overrides, kinds) -> None:
+    config = make_config(*overrides)
+    assert [each.kind for each in config.algorithm.corrections] == kinds
+    validate(config, "train")

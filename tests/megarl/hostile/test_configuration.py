@@ -36,7 +36,7 @@ REFUSED = {
     "cluster.rendezvous_port": "99999 -1",
     "cluster.trainer_cpus": "nan",
     "checkpoint.every": "-1",
-    "checkpoint.keep": "0",
+    "checkpoint.keep_last": "0",
     "checkpoint.resume": "maybe",
     "tracking.warn_truncated_fraction": "nan",
     "data.shuffle": "maybe",

@@ -28,10 +28,12 @@ from megarl.refit.refit import Refit
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.schedule import Schedule
 from megarl.run.job import open_job
 from megarl.run.opening import Start
+from megarl.run.rollouts import Rollouts
 from megarl.tracking.clock import Clock
-from megarl.train import sample, train_step
+from megarl.train import train_step
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
@@ -142,7 +144,8 @@ def check_that_the_last_engine_killed_in_a_rollout_changes_no_number(job):
 
 def sampled_numbers(job):
     """All that a rollout gives to training, by value."""
-    _, groups, _ = sample(job, Clock())
+    schedule = Schedule(job.config.loop.prompts_per_step, version=job.state.step)
+    groups = Rollouts(job.config, job.data.prompts, job.state.sampler, schedule, job.rollouts._by).take(Clock()).groups
     return [
         (group.ordinal, each.reward, turn.token_ids.tolist(), turn.log_probs.tolist(), turn.versions.tolist())
         for group in groups

@@ -33,7 +33,10 @@ def test_a_long_answer_brings_its_text(kind: EngineKind, tmp_path: Path) -> None
     engine = load(*kind.engine_class)(tmp_path, {})
     engine._add = _answered  # it has sampled already
     requests = [Request([length], SamplingParameters()) for length in (SHORT, LONG)]
-    answers, expected = dict(engine.generate_each(requests)), engine.generate(requests)
+    engine.submit(dict(enumerate(requests)))
+    events = engine.events()
+    answers = {event.number: event.answer for event in (next(events), next(events))}
+    expected = engine.generate(requests)
     assert [[answers[place]] == [turns] for place, turns in enumerate(expected)] == [True, True]
     ((short,), (long,)) = answers[0], answers[1]
     assert short.text is None

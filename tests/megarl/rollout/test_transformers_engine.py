@@ -1,5 +1,7 @@
 """The transformers engine against transformers itself and plain computations."""
 
+from itertools import islice
+
 import pytest
 import torch
 from engine_host import GREEDY, PROMPTS
@@ -49,6 +51,17 @@ def test_a_response_is_the_same_bit_for_bit_whatever_is_served_before_and_with_i
     together = served.engine.generate(requests)
     assert served.engine.generate(requests[::-1])[::-1] == together
     assert [served.engine.generate([request])[0] for request in requests] == together
+
+
+def test_submitted_requests_end_one_by_one_and_those_of_a_refused_call_all_with_its_sentence(served):
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+    served.engine.submit(dict(enumerate(requests, start=10)))
+    served.engine.submit({7: requests[0], 8: Request([5, 64], GREEDY)})
+    events = served.engine.events()
+    answers = {event.number: event.answer for event in islice(events, len(requests) + 2)}
+    assert [answers[number] for number in range(10, 10 + len(requests))] == served.engine.generate(requests)
+    assert all("outside of the model's vocabulary" in str(answers[number]) for number in (7, 8))
+    assert isinstance(answers[7], UserError)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -86,6 +86,7 @@ def test_too_many_refills_end_the_run_and_say_why() -> None:
     sampled = pairs(*[(1, 1)] * 6, (0, 1))
     algorithm = AlgorithmConfig(dynamic_sampling=True, max_refills=2)
     config = MegarlConfig(algorithm=algorithm, loop=LoopConfig(prompts_per_step=3))
-    check_refills(sampled[-1:], sampled, 2, config)
-    with pytest.raises(UserError, match=r"after 3 rollouts of 7 prompts only 1 of the 3 .*the mean reward is 0\.929"):
-        check_refills(sampled[-1:], sampled, 3, config)
+    kept, dropped = sampled[-1:], sampled[:-1]
+    check_refills(kept, dropped, config)
+    with pytest.raises(UserError, match=r"of 8 prompts only 1 of the 3 .*the mean reward is 0\.938"):
+        check_refills(kept, [*dropped, dropped[0]], config)

@@ -1,0 +1,53 @@
+"""Whether a schedule goes with the rest of the configuration, and what it adds to it."""
+
+from dataclasses import replace
+
+from converters.errors import UserError
+from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
+
+_TRUNCATED_AT = 2.0
+"""Bound of the importance weights that a schedule turns on, as in the examples of verl and slime."""
+
+
+def with_correction(config: MegarlConfig) -> AlgorithmConfig:
+    """The algorithm, corrected for staleness where the schedule has any and nothing else corrects for it.
+
+    Without a correction one version of staleness has ended runs of others; truncated importance sampling on the
+    engine's log-probs kept them (arXiv:2505.24298 and "Your efficient RL framework secretly brings you off-policy
+    training", 2025).
+    """
+    algorithm, schedule = config.algorithm, config.schedule
+    if not schedule.max_staleness or not schedule.corrected or _is_corrected(algorithm):
+        return algorithm
+    # Torch comes with it, which takes seconds that a configuration without this need not wait.
+    from megarl.algorithms import POLICY_LOSSES
+
+    loss = POLICY_LOSSES.get(algorithm.policy_loss)
+    kind = "sequence_importance" if loss is not None and loss.of_response else "token_importance"
+    return replace(algorithm, corrections=[CorrectionConfig(kind, high=_TRUNCATED_AT)])
+
+
+def check_schedule(config: MegarlConfig) -> None:
+    """Raise UserError for a schedule that does not go with the rest."""
+    schedule, loop = config.schedule, config.loop
+    slots = (schedule.max_staleness + 1) * loop.prompts_per_step
+    if schedule.window > 1 and schedule.window + loop.prompts_per_step - 1 > slots:
+        raise UserError(
+            f"schedule.window={schedule.window} with loop.prompts_per_step={loop.prompts_per_step} looks beyond the "
+            f"{slots} prompts that schedule.max_staleness={schedule.max_staleness} lets be on their way: set it to "
+            f"{slots - loop.prompts_per_step + 1} at most, or raise max_staleness"
+        )
+    if schedule.max_staleness and config.cluster.sharing():
+        raise UserError(
+            f"schedule.max_staleness={schedule.max_staleness} lets engines sample while the trainer learns, and "
+            "cluster.pools has them take turns on the same GPUs: set max_staleness=0, or give them GPUs of their own"
+        )
+    if schedule.max_staleness > 1 and not _is_corrected(config.algorithm):
+        raise UserError(
+            f"schedule.max_staleness={schedule.max_staleness} trains on tokens that are several versions old, and "
+            "nothing corrects for it: set algorithm.corrections, ratio_to=rollout, or schedule.corrected=true"
+        )
+
+
+def _is_corrected(algorithm: AlgorithmConfig) -> bool:
+    return bool(algorithm.corrections) or algorithm.ratio_to == "rollout"

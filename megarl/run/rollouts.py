@@ -1,0 +1,270 @@
+"""Groups on their way from a drawn prompt to a batch, sampled and scored while the trainer does something else."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+from pathlib import Path
+from threading import Condition
+from typing import Any, Concatenate, NamedTuple, ParamSpec
+
+from transformers import PreTrainedTokenizerBase
+
+from converters.errors import UserError
+from megarl.algorithms import ADVANTAGES, Source
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.heartbeat import INTERVAL_S
+from megarl.cluster.router import Asked
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.turns import Turns
+from megarl.data import Prompt, PromptGroup, PromptSampler
+from megarl.rewards import Scorer
+from megarl.rewards.scorer import Batch
+from megarl.rollout.schedule import Schedule
+from megarl.run.saved_groups import read_groups, save_groups
+from megarl.schema import MegarlConfig
+from megarl.stages.filtering import check_refills, groups_to_train_on
+from megarl.stages.reward import begin_scoring, check_any_scored, with_model_scores, with_outcomes
+from megarl.stages.rollout import answered, requests_for, sampling_parameters
+from megarl.tracking.clock import Clock
+
+P = ParamSpec("P")
+
+
+class Sampled(NamedTuple):
+    """A batch of groups: all that were `sampled` for it, those of them to train on, and rollouts of so many prompts."""
+
+    sampled: list[PromptGroup]
+    groups: list[PromptGroup]
+    rollouts: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Everybody who makes a scored group of a drawn prompt."""
+
+    engines: EngineGroup
+    scorer: Scorer
+    reward_model: TrainerGroup | None
+    turns: Turns
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+
+def _told(
+    method: Callable[Concatenate["Rollouts", P], None],
+) -> Callable[Concatenate["Rollouts", P], None]:
+    """Let a method run when a thread of engines or rewards calls it; its failure is raised where a batch is taken."""
+
+    @functools.wraps(method)
+    def call(self: "Rollouts", *arguments: P.args, **options: P.kwargs) -> None:
+        with self._changed:
+            try:
+                method(self, *arguments, **options)
+            except BaseException as failure:  # noqa: BLE001 - `take` raises it
+                self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    return call
+
+
+class Rollouts:
+    """Draws prompts as the schedule admits them, lets them be sampled and scored, and gives batches in its order.
+
+    The engines and the rewards go on with what is admitted in threads of their own. A schedule without staleness admits
+    prompts in `take` alone, so that nothing is in flight but while the run waits for it.
+    """
+
+    def __init__(
+        self, config: MegarlConfig, prompts: Sequence[Prompt], sampler: PromptSampler, schedule: Schedule, by: Served
+    ) -> None:
+        self._config, self._prompts, self._sampler, self._schedule, self._by = config, prompts, sampler, schedule, by
+        self._is_ahead = schedule.slots > config.loop.prompts_per_step
+        self._changed = Condition()
+        self._failure: BaseException | None = None
+        self._sampled: set[int] = set()
+        """Ordinals of groups that the engines have answered, until these are finished or dropped."""
+        self._unjudged: dict[int, PromptGroup] = {}
+        """Scored by the functions, but not by the reward model."""
+        self._finished: dict[int, PromptGroup] = {}
+        self._dropped: list[PromptGroup] = []
+        self._again: list[int] = []
+        """Draws that were being sampled when the state was saved."""
+
+    def take(self, clock: Clock) -> Sampled:
+        """Wait for the next batch, with what was dropped since the one before.
+
+        Raises what an engine, a reward or the filter failed of, and UserError where too many prompts teach nothing.
+        """
+        self._by.turns.give_to(self._by.engines)
+        with self._changed:
+            self._admit()
+        while not self._is_takeable():
+            self._by.turns.give_to(self._by.engines)
+            with clock.stage("rollout"):
+                self._wait(lambda: self._is_takeable() or self._next_are(self._sampled))
+            with clock.stage("reward"):
+                self._wait(
+                    lambda: self._is_takeable() or self._next_are(self._unjudged) or not self._next_are(self._sampled)
+                )
+                self._judge()
+        with self._changed:
+            kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
+            dropped, self._dropped = self._dropped, []
+        sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
+        check_any_scored(sampled)
+        rollouts = ceil(len(sampled) / self._config.loop.prompts_per_step)
+        return Sampled(sampled, groups_to_train_on(kept, self._config.algorithm), rollouts)
+
+    def hold(self) -> None:
+        """Wait, before new weights come, for what is in flight, unless it may go on with them."""
+        if self._config.schedule.in_flight == "wait":
+            # With dynamic sampling another draw may come in the place of each group that is not scored.
+            done = self._unjudged if self._config.algorithm.dynamic_sampling else self._sampled
+            self._wait(lambda: all(ordinal in done for ordinal in self._schedule.unfinished))
+
+    def release(self) -> None:
+        """Note that the engines have new weights: the batch that was taken is trained on, and its slots are free."""
+        with self._changed:
+            self._schedule.release()
+            if self._is_ahead:
+                self._admit()
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the groups that are sampled and wait for a batch to `folder`; the rest of the state."""
+        # Other weights would sample other responses.
+        self._wait(lambda: self._unjudged.keys() >= self._sampled)
+        with self._changed:
+            groups = [*self._finished.values(), *self._unjudged.values()]
+            return {
+                "sampler": self._sampler.state_dict(),
+                "schedule": self._schedule.state_dict(),
+                "groups": save_groups(groups, folder),
+            }
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from a state: what was being sampled is sampled anew. Raises UserError if there are too few slots."""
+        if "schedule" not in state:  # of a run that had none
+            return
+        draws = state["schedule"]["draws"]
+        if len(draws) > self._schedule.slots:
+            schedule, prompts = self._config.schedule, self._config.loop.prompts_per_step
+            raise UserError(
+                f"the checkpoint has {len(draws)} prompts on their way, and schedule.max_staleness="
+                f"{schedule.max_staleness} with loop.prompts_per_step={prompts} has room for {self._schedule.slots}: "
+                f"continue with max_staleness={ceil(len(draws) / prompts) - 1} or more"
+            )
+        self._schedule.load_state_dict(state["schedule"])
+        groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
+        finished = set(self._schedule.waiting)
+        self._finished = {group.ordinal: group for group in groups if group.ordinal in finished}
+        self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished}
+        self._sampled = set(self._unjudged)
+        self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups are on their way."""
+        with self._changed:
+            unfinished, waiting = len(self._schedule.unfinished), len(self._schedule.waiting)
+        return {"schedule/groups_in_flight": float(unfinished), "schedule/groups_waiting": float(waiting)}
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        """Wait until something is so, and look after failures and engines meanwhile."""
+        while True:
+            with self._changed:
+                is_reached = self._changed.wait_for(lambda: self._failure is not None or reached(), timeout=INTERVAL_S)
+                if self._failure is not None:
+                    raise self._failure
+            if is_reached:
+                return
+            self._by.engines.look_after()
+
+    def _is_takeable(self) -> bool:
+        return self._schedule.takeable() is not None
+
+    def _next_are(self, known: Collection[int]) -> bool:
+        """Whether all groups of a batch in order are finished, or known."""
+        batch = self._schedule.untaken[: self._config.loop.prompts_per_step]
+        return all(ordinal in known or ordinal in self._finished for ordinal in batch)
+
+    def _admit(self) -> None:
+        """Draw as many prompts as there are slots for, and no more than the rest of the run needs."""
+        schedule, loop = self._schedule, self._config.loop
+        again, self._again = self._again, []
+        if again:
+            self._begin([(ordinal, self._sampler.index_of(ordinal)) for ordinal in again])
+        held = schedule.slots - schedule.admissible
+        needed = (loop.steps - schedule.version) * loop.prompts_per_step - held
+        count = min(schedule.admissible, needed)
+        if count > 0:
+            draws = self._sampler.draw(count)
+            schedule.admit([ordinal for ordinal, _ in draws])
+            self._begin(draws)
+
+    def _begin(self, draws: Sequence[tuple[int, int]]) -> None:
+        """Let the engines sample draws, of which the ordinal and the index of the prompt are known."""
+        by, config = self._by, self._config
+        groups = [PromptGroup(self._prompts[index], ordinal) for ordinal, index in draws]
+        sampling = sampling_parameters(config, by.stop_token_ids, [group.ordinal for group in groups])
+        with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
+        asked = by.engines.begin_generate(requests_for(groups, sampling, with_baselines=with_baselines))
+        for place, group in enumerate(groups):
+            _when_answered(asked[place :: len(groups)], functools.partial(self._sampled_one, group))
+
+    @_told
+    def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
+        """Begin to score a group whose samples are there."""
+        self._sampled.add(group.ordinal)
+        complete = answered(group, [answer.result() for answer in answers])
+        batch = self._by.scorer.begin()
+        begin_scoring(batch, complete, self._by.tokenizer)
+        batch.when_finished(lambda: self._scored_one(complete, batch))
+
+    @_told
+    def _scored_one(self, group: PromptGroup, batch: Batch) -> None:
+        """Judge a group that the reward functions have scored, or let the reward model add to it."""
+        limit = self._config.rollout.max_response_tokens
+        scored = with_outcomes(group, batch.finish(), self._config.reward, limit)
+        if self._by.reward_model is None:
+            self._settle(scored)
+        else:
+            self._unjudged[group.ordinal] = scored
+
+    def _judge(self) -> None:
+        """Let the reward model, if there is one, add its scores to those of the functions."""
+        with self._changed:
+            groups, self._unjudged = list(self._unjudged.values()), {}
+        if self._by.reward_model is None or not groups:
+            return
+        self._by.turns.give_to(self._by.reward_model)
+        scored = with_model_scores(groups, self._by.reward_model, self._config.reward_model.weight)
+        with self._changed:
+            for group in scored:
+                self._settle(group)
+
+    def _settle(self, group: PromptGroup) -> None:
+        """Keep a group for a batch, or let the next draw take its slot if it teaches nothing."""
+        self._sampled.discard(group.ordinal)
+        algorithm, schedule = self._config.algorithm, self._schedule
+        if not algorithm.dynamic_sampling or groups_to_train_on([group], algorithm):
+            self._finished[group.ordinal] = group
+            schedule.finish(group.ordinal)
+            return
+        self._dropped.append(group)
+        schedule.drop(group.ordinal)
+        check_refills(self._finished.values(), self._dropped, self._config)
+        self._admit()
+
+
+def _when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], None]) -> None:
+    """Call `told` with the answers of all, once they are there."""
+    answers, ended = [each.answer for each in asked], count(1)
+
+    def note(_: Future) -> None:
+        if next(ended) == len(answers):
+            told(answers)
+
+    for answer in answers:
+        answer.add_done_callback(note)
