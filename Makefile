@@ -8,13 +8,16 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-cuda test-sglang lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step clean
+.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
+	@echo "make test-long [ARGS=...]   the tests that take longest: further algorithms, two machines, drafts"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
+	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=40 for one of forty, --page for docs/parallelism.md"
 	@echo "make test-sglang [ARGS=...]   the tests that run SGLang's own server"
+	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it"
 	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
@@ -30,7 +33,10 @@ help:
 	@echo "make benchmark-kernels [ARGS=...]      packing and quantising what a refit moves, beside a copy and plain torch"
 	@echo "make benchmark-packing [ARGS=...]      how evenly sequences are dealt to ranks, beside Karmarkar-Karp"
 	@echo "make benchmark-train-step [ARGS=...]   log-probs and an update, with shared prefixes and beside transformers"
+	@echo "make benchmark-schedules [ARGS=...]    schedules that sample ahead, in virtual time"
+	@echo "make benchmark-collectives [ARGS=...]  bytes that a rank sends under TP, CP, EP and PP, beside the formula"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
+	@echo "make benchmark-checkpoint [ARGS=...]   how long a run waits for a checkpoint, and for one that is written in the background"
 	@echo "make benchmark-router-replay [ARGS=...]   how far engine and trainer differ by their choice of experts"
 
 setup:
@@ -41,16 +47,30 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-long: export OMP_NUM_THREADS ?= 1
+test-long: setup
+	$(PYTHON) -m pytest -m long --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: setup
 	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda
 
+test-parallel: export OMP_NUM_THREADS ?= 1
+test-parallel: setup
+	$(PYTHON) -m pytest -m parallel $(ARGS) tests/parallel
+
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang
 	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout
+
+# What no other target needs lies in an environment of its own: the newest megatron-core does not take every Python.
+test-megatron-next: export OMP_NUM_THREADS ?= 1
+test-megatron-next:
+	@python3 tools/next_environment.py
+	.venv-megatron-next/bin/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/megatron_ext
 
 lint: setup
 	$(PYTHON) -m ruff format --check .
@@ -126,11 +146,20 @@ benchmark-packing: setup
 benchmark-train-step: setup
 	$(PYTHON) benchmarks/train_step.py $(ARGS)
 
+benchmark-schedules: setup
+	$(PYTHON) benchmarks/schedules.py $(ARGS)
+
+benchmark-collectives: setup
+	$(PYTHON) benchmarks/collectives.py $(ARGS)
+
 benchmark-data-plane: setup
 	$(PYTHON) benchmarks/data_plane.py $(ARGS)
+
+benchmark-checkpoint: setup
+	$(PYTHON) benchmarks/checkpoint.py $(ARGS)
 
 benchmark-router-replay: setup
 	$(PYTHON) benchmarks/router_replay.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-sglang .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-sglang .venv-megatron-next .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -30,3 +30,11 @@ def at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too small: it must be at least 1")
     return number
+
+
+def give_out(page: str, file: Path | None) -> None:
+    """Write a page to a file, or print it where there is none."""
+    if file is None:
+        print(page)
+    else:
+        file.write_text(page)

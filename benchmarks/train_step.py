@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from machine import at_least_one, describe
+from machine import at_least_one, describe, give_out
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -307,10 +307,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = report(options)
-    if options.write is None:
-        print(text)
-    else:
-        options.write.write_text(text)
+    give_out(text, options.write)
 
 
 if __name__ == "__main__":

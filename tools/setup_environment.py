@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from distributions import canonical, damaged_file, find_distributions, find_faults, read_lock, version_of
@@ -297,9 +298,14 @@ def main() -> int:
     parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; no GPU has to be here")
     parser.add_argument("--benchmark", action="store_true", help="also install what the benchmarks compare with")
     options = parser.parse_args()
+    return run_alone(lambda: set_up(options.cuda, options.benchmark))
+
+
+def run_alone(work: Callable[[], None]) -> int:
+    """Set something up while no other process does; the exit status, with one sentence where it is not 0."""
     folder = hold_lock()
     try:
-        set_up(options.cuda, options.benchmark)
+        work()
     except SetupError as error:
         print(f"[setup] error: {error}", file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import next_environment
 import pytest
 import setup_environment
 from distributions import canonical, read_lock
@@ -194,3 +195,33 @@ def test_images_hold_nothing_that_is_made_here() -> None:
     ignored = {line.strip("/*") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     made = {line.strip("/*") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert [name for name in made if name not in ignored and not name.startswith(".venv")] == []
+
+
+def test_the_lock_of_the_newest_megatron_differs_in_it_alone_and_meets_the_project() -> None:
+    cpu, newest = read_lock(setup_environment.LOCK), read_lock(next_environment.LOCK)
+    assert {name for name in newest if newest[name] != cpu[name]} == {"megatron-core"}
+    (requirement,) = (Requirement(each) for each in PROJECT["dependencies"] if each.startswith("megatron-core"))
+    assert all(requirement.specifier.contains(lock["megatron-core"]) for lock in (cpu, newest))
+    assert not any(requirement.specifier.contains(untried) for untried in ("0.17.0", "0.18.2", "0.20.0"))
+
+
+def test_a_python_that_pyenv_has_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = ".".join(map(str, sys.version_info[:2]))
+    python = tmp_path / f"versions/{version}.9/bin/python{version}"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(next_environment, "VERSION", version)
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert next_environment.find_python() == python
+
+
+def test_a_machine_without_the_python_of_the_newest_megatron_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(setup_environment.SetupError, match=r"needs Python 3\.12, and none was found .* install"):
+        next_environment.find_python()

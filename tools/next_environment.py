@@ -1,0 +1,85 @@
+"""Make .venv-megatron-next: the newest megatron-core that is supported, and what the tests of megatron_ext need.
+
+It takes a Python that this megatron-core takes, which .venv's need not be. Needs nothing but a Python itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from distributions import find_distributions, find_faults, read_lock
+from setup_environment import ROOT, TORCH_INDEX, SetupError, python_version, run_alone, say
+
+VENV = ROOT / ".venv-megatron-next"
+LOCK = ROOT / "constraints" / "megatron-next.txt"
+VERSION = "3.12"
+"""Python of the environment: newer ones have been tried neither with this megatron-core nor with the lock."""
+
+
+def candidates() -> Iterator[Path]:
+    """Interpreters that may be of `VERSION`: this one, those on the PATH, and pyenv's."""
+    yield Path(sys.executable)
+    name = f"python{VERSION}"
+    if found := shutil.which(name):
+        yield Path(found)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    yield from sorted(pyenv.glob(f"versions/{VERSION}.*/bin/{name}"))
+
+
+def find_python() -> Path:
+    """The first interpreter of `VERSION` that runs; SetupError where there is none."""
+    for candidate in candidates():
+        if python_version(candidate) == VERSION:
+            return candidate
+    raise SetupError(
+        f"this megatron-core needs Python {VERSION}, and none was found on the PATH or below pyenv's folder: install it"
+        f" (`apt-get install python{VERSION} python{VERSION}-venv`, or `pyenv install {VERSION}`) and run this again"
+    )
+
+
+def pip(*arguments: str) -> bool:
+    """Run pip in the environment, quietly; whether it did what it was told."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    return subprocess.run([*command, "--quiet"], cwd=ROOT).returncode == 0
+
+
+def install_torch(version: str) -> None:
+    """PyTorch's wheel for CPUs, or where its index is out of reach PyPI's for CUDA, which runs on CPUs, too."""
+    locked = ("install", "--no-deps", f"torch=={version}")
+    if pip(*locked, "--retries", "1", "--index-url", TORCH_INDEX["cpu"]):
+        return
+    say(f"torch {version}: no wheel for CPUs can be had here; taking PyPI's for CUDA, 3 GB with what it needs")
+    if not pip("install", f"torch=={version}", "--constraint", str(LOCK)):
+        raise SetupError("torch could not be installed, as pip says above; run the same command again")
+
+
+def set_up() -> None:
+    """Bring the environment into order; raise SetupError with one sentence where that cannot be done."""
+    wanted = read_lock(LOCK)
+    if python_version(VENV / "bin" / "python") != VERSION:
+        python = find_python()
+        shutil.rmtree(VENV, ignore_errors=True)
+        say(f"making {VENV.name} with {python}")
+        subprocess.run([str(python), "-m", "venv", str(VENV)], check=True)
+    site_packages = VENV / "lib" / f"python{VERSION}" / "site-packages"
+    if "torch" in find_faults(site_packages, {"torch": wanted["torch"]}):
+        install_torch(wanted["torch"])
+    faults = find_faults(site_packages, wanted)
+    if faults:
+        say(f"installing {len(faults)} packages")
+        others = [f"{name}=={wanted[name]}" for name in sorted(faults)]
+        if not pip("install", "--no-deps", "--force-reinstall", *others):
+            raise SetupError("the packages could not be installed, as pip says above; run the same command again")
+    if faults := find_faults(site_packages, wanted):
+        raise SetupError(f"after the install {VENV.name} is not in order: {faults}; remove it and run this again")
+    found = find_distributions(site_packages)
+    say(f"{VENV.name} is ready ({len(found)} packages)")
+
+
+if __name__ == "__main__":
+    sys.exit(run_alone(set_up))
