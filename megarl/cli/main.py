@@ -16,6 +16,7 @@ from megarl.process.signals import interruption
 
 COMMANDS = {
     **{name: command.summary for name, command in TRAINING_COMMANDS.items()},
+    "config": "the final configuration, and where each value comes from",
     "eval": "accuracy of a HuggingFace folder on held-out prompts",
     "chat": "talk to a HuggingFace folder in the terminal",
     "convert": "HuggingFace folder to Megatron checkpoint, in a stream",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.output.lock import free_folder, sole_writer
 
 if TYPE_CHECKING:
+    from megarl.config.origins import Assignment
     from megarl.schema import MegarlConfig
 
 _PLAIN_VALUE = re.compile(r"[\w./:+\-]+|\[.*\]|\{.*\}|'.*'|\".*\"")
@@ -25,14 +26,26 @@ def override(key: str, value: object) -> str:
 
 
 def read_config(options: argparse.Namespace) -> "MegarlConfig":
-    """The configuration that a command line describes; flags win over overrides. UserError for what is wrong in it."""
+    """The configuration that a command line describes. Raises UserError for what is wrong in it."""
     from megarl.config.compose import compose
+
+    return compose(options.config_name, [each.text for each in assignments(options)], options.config_dir)
+
+
+def assignments(options: argparse.Namespace) -> "list[Assignment]":
+    """What a command line gives, in the order in which it counts: flags win over overrides."""
     from megarl.config.keys import flag_hints
+    from megarl.config.origins import Assignment
     from megatron_ext.arguments import parse_flags
 
     flags, overrides = parse_flags(options.overrides, flag_hints())
-    overrides += [override(f"megatron.{name}", value) for name, value in flags.items()]
-    return compose(options.config_name, overrides, options.config_dir)
+    return [
+        *(Assignment(text, "override") for text in overrides),
+        *(
+            Assignment(override(f"megatron.{name}", value), f"flag --{name.replace('_', '-')}")
+            for name, value in flags.items()
+        ),
+    ]
 
 
 def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> AbstractContextManager[Path]:

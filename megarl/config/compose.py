@@ -1,14 +1,18 @@
 """From a recipe and overrides to one typed configuration, in which every key is known and of its type."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,17 +35,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     Recipes are looked up in `config_dir`, if given, before megarl's own. Raises UserError naming the key for one that
     does not exist, a value of the wrong type, or a mandatory key without a value.
     """
-    folders = [Path(config_dir).resolve()] if config_dir else []
-    folders.append(recipes_folder())
-    recipe = _compose_recipe(config_name, overrides, folders)
-    values = OmegaConf.to_container(recipe, resolve=False)
-    assert isinstance(values, dict)
-    check_keys(values)
+    merged = _merge(config_name, overrides, config_dir)
+    if missing := sorted(OmegaConf.missing_keys(merged)):
+        raise UserError(f"recipe {config_name} leaves {missing[0]} open: give it as {missing[0]}=...")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if missing:
-            raise UserError(f"recipe {config_name} leaves {missing[0]} open: give it as {missing[0]}=...")
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -58,6 +55,45 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     return config
 
 
+def open_keys(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[str]:
+    """The mandatory keys that a recipe with overrides leaves without a value. Raises UserError as `compose` does."""
+    return sorted(OmegaConf.missing_keys(_merge(config_name, overrides, config_dir)))
+
+
+def files_of(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[tuple[Path, str]]:
+    """The files that Hydra composes a recipe of, in their order, each with the group that its keys lie in."""
+    folders = _folders(config_dir)
+    with _hydra(config_name, folders) as searchpath:
+        found = (
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list(config_name, [*searchpath, *map(_forced, overrides)], RunMode.RUN)
+        )
+    named = [(each.config_path, each.package or "") for each in found.defaults if each.config_path]
+    # Settings of Hydra itself come out of its own package.
+    return [
+        (next(file for folder in folders if (file := folder / f"{path}.yaml").is_file()), group)
+        for path, group in named
+        if not path.startswith("hydra/")
+    ]
+
+
+def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
+    """The recipe in the schema: every key is known and every value of its type; mandatory ones may be open."""
+    folders = _folders(config_dir)
+    with _hydra(config_name, folders) as searchpath:
+        recipe = hydra_compose(config_name, [*searchpath, *map(_forced, overrides)])
+    values = OmegaConf.to_container(recipe, resolve=False)
+    assert isinstance(values, dict)
+    check_keys(values)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in OWNED:
@@ -65,16 +101,20 @@ def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
     return check_options(options, f"{group}.")
 
 
-def _compose_recipe(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
-    """Compose the recipe with Hydra, not yet held against the schema."""
+def _folders(config_dir: str | None) -> list[Path]:
+    return [*([Path(config_dir).resolve()] if config_dir else []), recipes_folder()]
+
+
+@contextmanager
+def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
+    """Hydra at work on a recipe of these folders; yields the overrides that make it look in all of them."""
     first, *others = folders
     if not first.is_dir():
         raise UserError(f"--config-dir {first} is not a folder")
     search_path = ",".join(f"'file://{folder}'" for folder in others)
-    added = [f"hydra.searchpath=[{search_path}]"] if others else []
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(first)):
-            return hydra_compose(config_name, [*added, *map(_forced, overrides)])
+            yield [f"hydra.searchpath=[{search_path}]"] if others else []
     except MissingConfigException as error:
         if error.missing_cfg_file not in (config_name, f"{config_name}.yaml"):
             raise UserError(f"recipe {config_name}: {error.args[0].splitlines()[0]}") from error
@@ -105,7 +145,10 @@ def _forced(text: str) -> str:
         reason = str(error).splitlines()[0]
         raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
     changes_value = not override.is_delete() and not override.is_add() and not override.is_force_add()
-    # `algorithm=gspo` chooses a file of configs/algorithm/ in the place of the one that the recipe chose.
-    is_group = "/" in override.key_or_group or override.key_or_group in PRESETS
-    is_value = not is_group and "@" not in text.partition("=")[0]
-    return f"++{text}" if changes_value and is_value else text
+    return f"++{text}" if changes_value and not chooses_file(override) else text
+
+
+def chooses_file(override: Override) -> bool:
+    """Whether it chooses a file, as `algorithm=gspo` one of configs/algorithm/, in the place of giving a value."""
+    group = override.key_or_group
+    return "/" in group or group in PRESETS or override.package is not None

@@ -1,0 +1,115 @@
+"""Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
+
+Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. What is printed is a recipe
+again. --diff ends with 0 where two recipes are the same, with 1 where they differ; overrides count for both.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import UserError
+from megarl.cli import outcome
+from megarl.cli.recipe import assignments
+
+if TYPE_CHECKING:
+    from megarl.config.origins import Setting
+
+EXAMPLES = """examples:
+  megarl config --config-name gspo_qwen3_moe loop.steps=200 --tensor-model-parallel-size 8
+  megarl config --config-name grpo_deepseek_v3 --given
+  megarl config --config-name mine --config-dir ~/recipes --json
+  megarl config --diff grpo_qwen3_moe dapo_qwen3_moe
+  megarl config --diff grpo_qwen3_moe ~/recipes/mine.yaml
+"""
+TAKES_OVERRIDES = True
+EXIT_DIFFERENT = 1
+_COLUMN = 56
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; overrides and Megatron's flags are what remains."""
+    parser.usage = "megarl config (--config-name NAME | --diff A B) [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]"
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config-name", metavar="NAME", help="recipe: a file of configs/ without .yaml")
+    which.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="two recipes, by name or as a file that ends in .yaml"
+    )
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+    parser.add_argument("--given", action="store_true", help="leave out what is as the schema has it by default")
+    outcome.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print; 1 where two recipes differ."""
+    if options.diff:
+        return _diff(options)
+    from megarl.config.origins import DEFAULT
+
+    settings = _explain(options, options.config_name)
+    if options.given:
+        settings = {key: setting for key, setting in settings.items() if setting.origin != DEFAULT}
+    facts = {key: {"value": setting.value, "origin": setting.origin} for key, setting in settings.items()}
+    outcome.print_outcome(options, list(_yaml(settings)), {"configuration": facts})
+    return 0
+
+
+def _explain(options: argparse.Namespace, name: str) -> "dict[str, Setting]":
+    from megarl.config.origins import explain
+
+    file = Path(name)
+    if file.suffix != ".yaml":
+        return explain(name, assignments(options), options.config_dir)
+    if not file.is_file():
+        raise UserError(f"there is no file {file}; give the name of a recipe without .yaml, or a file")
+    return explain(file.stem, assignments(options), str(file.parent))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    a, b = (_explain(options, name) for name in options.diff)
+    # An empty group is no value where the other recipe has keys in it.
+    here = [{key: each for key, each in settings.items() if each.value != {}} for settings in (a, b)]
+    keys = sorted(key for key in {*here[0], *here[1]} if _of(here[0], key) != _of(here[1], key))
+    lines = [f"{key}: {_say(a.get(key))}, {_say(b.get(key))}" for key in keys]
+    same = "are the same configuration" if not keys else f"differ in {len(keys)} keys"
+    facts = {
+        key: [
+            None if (setting := each.get(key)) is None else {"value": setting.value, "origin": setting.origin}
+            for each in (a, b)
+        ]
+        for key in keys
+    }
+    outcome.print_outcome(options, [*lines, f"{options.diff[0]} and {options.diff[1]} {same}"], {"different": facts})
+    return EXIT_DIFFERENT if keys else 0
+
+
+def _of(settings: "Mapping[str, Setting]", key: str) -> tuple[Any, ...]:
+    return (settings[key].value,) if key in settings else ()
+
+
+def _say(setting: "Setting | None") -> str:
+    return "not set" if setting is None else f"{_value(setting.value)} ({setting.origin})"
+
+
+def _yaml(settings: "Mapping[str, Setting]") -> Iterator[str]:
+    """The lines of the recipe, each value with its origin behind it."""
+    groups: list[str] = []
+    for key, setting in settings.items():
+        *above, name = key.split(".")
+        common = 0
+        while common < min(len(above), len(groups)) and above[common] == groups[common]:
+            common += 1
+        for depth in range(common, len(above)):
+            yield f"{'  ' * depth}{above[depth]}:"
+        groups = above
+        line = f"{'  ' * len(above)}{name}: {_value(setting.value)}"
+        yield f"{line:<{_COLUMN}} # {setting.origin}"
+
+
+def _value(value: Any) -> str:
+    """`value` as YAML on one line."""
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,119 @@
+"""Where each value of a configuration comes from: a line of a file, an override, a flag, or the schema's default."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megarl.config.compose import chooses_file, compose, files_of, open_keys
+from megarl.config.folder import recipes_folder
+from megarl.schema import MegarlConfig
+
+DEFAULT = "default"
+OPEN = "???"
+"""Value, in OmegaConf's own word, of a mandatory key that nobody has given."""
+_STAND_IN = "to be given"
+_DEDUCED = "follows from other keys"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An override in Hydra's grammar, and where it was given."""
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of a key, and where it was given."""
+
+    value: Any
+    origin: str
+
+
+def explain(
+    config_name: str, assignments: Sequence[Assignment] = (), config_dir: str | None = None
+) -> dict[str, Setting]:
+    """Dotted key -> its value in the checked configuration and its origin; mandatory keys may be open.
+
+    Raises UserError as `compose` does.
+    """
+    overrides = [each.text for each in assignments]
+    open_ = open_keys(config_name, overrides, config_dir)
+    config = compose(config_name, [*overrides, *(f"{key}='{_STAND_IN}'" for key in open_)], config_dir)
+    given = _origins(config_name, assignments, config_dir)
+    settings = {}
+    for key, value in leaves(asdict(config)):
+        if key in open_:
+            settings[key] = Setting(OPEN, "open")
+            continue
+        origin = _origin(key, given)
+        if origin == DEFAULT and value != _defaults().get(key, value):
+            origin = _DEDUCED
+        settings[key] = Setting(value, origin)
+    return settings
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is not a group; lists and empty groups are values."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    return dict(leaves(asdict(MegarlConfig())))
+
+
+def _origin(key: str, given: Mapping[str, str]) -> str:
+    """The origin of the key, else that of the nearest group around it that was given as one value."""
+    while key:
+        if key in given:
+            return given[key]
+        key = key.rpartition(".")[0]
+    return DEFAULT
+
+
+def _origins(config_name: str, assignments: Sequence[Assignment], config_dir: str | None) -> dict[str, str]:
+    """Key -> where it was given last."""
+    found: dict[str, str] = {}
+    for file, group in files_of(config_name, [each.text for each in assignments], config_dir):
+        found |= {key: f"{_shown(file)}:{line}" for key, line in _lines_of_file(file, f"{group}." if group else "")}
+    for assignment in assignments:
+        override = OverridesParser.create().parse_override(assignment.text)
+        if chooses_file(override):
+            continue
+        key = override.key_or_group
+        value = None if override.is_delete() else override.value()
+        # A table is merged into what is there, key by key; a list takes its place.
+        given = dict(leaves(value, f"{key}.")) if isinstance(value, Mapping) and value else {key: value}
+        found |= dict.fromkeys(given, assignment.origin)
+    return found
+
+
+def _shown(file: Path) -> str:
+    home = recipes_folder()
+    return f"configs/{file.relative_to(home)}" if file.is_relative_to(home) else str(file)
+
+
+def _lines_of_file(file: Path, prefix: str) -> Iterator[tuple[str, int]]:
+    root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
+    return _lines(root, prefix) if isinstance(root, yaml.MappingNode) else iter(())
+
+
+def _lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]]:
+    for name, value in node.value:
+        key = f"{prefix}{name.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _lines(value, f"{key}.")
+        else:
+            yield key, name.start_mark.line + 1
