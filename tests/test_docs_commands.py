@@ -29,7 +29,7 @@ def training_commands(root: Path) -> Iterator[tuple[str, list[str]]]:
 def recipes_of_a_reader(root: Path, folder: Path) -> None:
     """Write the files that pages tell a reader to write in a folder `recipes`."""
     for text in pages(root).values():
-        for name, recipe in re.findall(r"```yaml\n# (recipes/[\w.]+)\n(.*?)```", text, re.DOTALL):
+        for name, recipe in re.findall(r"```(?:yaml|bash)\n# (recipes/[\w.]+)\n(.*?)```", text, re.DOTALL):
             write(folder, {name: recipe})
 
 

@@ -1,6 +1,6 @@
 """Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
 
-Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. What is printed is a recipe
+Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is a recipe
 again. --diff ends with 0 where two recipes are the same, with 1 where they differ; overrides count for both.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.cli import outcome
-from megarl.cli.recipe import assignments
+from megarl.cli.recipe import add_megatron_args, assignments
 
 if TYPE_CHECKING:
     from megarl.config.origins import Setting
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diff", nargs=2, metavar=("A", "B"), help="two recipes, by name or as a file that ends in .yaml"
     )
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+    add_megatron_args(parser)
     parser.add_argument("--given", action="store_true", help="leave out what is as the schema has it by default")
     outcome.add_json(parser)
 

@@ -1,41 +1,55 @@
 """From a command line to a configuration: a recipe, overrides of it, Megatron's flags."""
 
 import argparse
-import re
+import os
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.assignment import Assignment, override
 from megarl.output.lock import free_folder, sole_writer
 
+__all__ = ["add_megatron_args", "assignments", "folder_of_its_own", "override", "print_config", "read_config"]
+
 if TYPE_CHECKING:
-    from megarl.config.origins import Assignment
+    from megarl.config.foreign.megatron_script import MegatronScript
     from megarl.schema import MegarlConfig
 
-_PLAIN_VALUE = re.compile(r"[\w./:+\-]+|\[.*\]|\{.*\}|'.*'|\".*\"")
 
-
-def override(key: str, value: object) -> str:
-    """A Hydra override that gives `key` exactly this value."""
-    text = str(value)
-    if _PLAIN_VALUE.fullmatch(text):
-        return f"{key}={text}"
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+def add_megatron_args(parser: argparse.ArgumentParser) -> None:
+    """Declare `--megatron-args`."""
+    parser.add_argument(
+        "--megatron-args",
+        type=Path,
+        metavar="FILE",
+        help="take the arguments of a Megatron-LM script or YAML file; overrides and flags win over them",
+    )
 
 
 def read_config(options: argparse.Namespace) -> "MegarlConfig":
     """The configuration that a command line describes. Raises UserError for what is wrong in it."""
     from megarl.config.compose import compose
 
-    return compose(options.config_name, [each.text for each in assignments(options)], options.config_dir)
+    script = _read_script(options)
+    given = [*(script.assignments if script else []), *_words(options)]
+    config = compose(options.config_name, [each.text for each in given], options.config_dir)
+    if script and Path(config.model.path, "config.json").is_file():
+        from megarl.config.foreign.megatron_script import check_model
+
+        check_model(script.model, config.model.path)
+    return config
 
 
 def assignments(options: argparse.Namespace) -> "list[Assignment]":
-    """What a command line gives, in the order in which it counts: flags win over overrides."""
+    """Everything that a command line gives, in the order in which it counts: a script, overrides, flags."""
+    script = _read_script(options)
+    return [*(script.assignments if script else []), *_words(options)]
+
+
+def _words(options: argparse.Namespace) -> "list[Assignment]":
     from megarl.config.keys import flag_hints
-    from megarl.config.origins import Assignment
     from megatron_ext.arguments import parse_flags
 
     flags, overrides = parse_flags(options.overrides, flag_hints())
@@ -46,6 +60,19 @@ def assignments(options: argparse.Namespace) -> "list[Assignment]":
             for name, value in flags.items()
         ),
     ]
+
+
+def _read_script(options: argparse.Namespace) -> "MegatronScript | None":
+    """The script of --megatron-args, where the command has one; what is left out of it is said."""
+    file: Path | None = getattr(options, "megatron_args", None)
+    if file is None:
+        return None
+    from megarl.config.foreign.megatron_script import read_megatron_script
+
+    script = read_megatron_script(file, os.environ)
+    for note in script.notes():
+        print(f"megarl: {file}: {note}", file=sys.stderr)
+    return script
 
 
 def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> AbstractContextManager[Path]:

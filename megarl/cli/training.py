@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cli.outcome import table
-from megarl.cli.recipe import print_config, read_config
+from megarl.cli.recipe import add_megatron_args, print_config, read_config
 from megarl.output.lock import sole_writer
 from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY
 from megarl.process.loading import load
@@ -54,6 +54,7 @@ class TrainingCommand:
         name_help = "recipe: a file of configs/ without .yaml"
         parser.add_argument("--config-name", required=True, metavar="NAME", help=name_help)
         parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+        add_megatron_args(parser)
         parser.add_argument(
             "--print-config", action="store_true", help="print the whole configuration as YAML and stop"
         )

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from megarl.config.assignment import Assignment
 from megarl.config.compose import chooses_file, compose, files_of, open_keys
 from megarl.config.folder import recipes_folder
 from megarl.schema import MegarlConfig
@@ -18,14 +19,6 @@ OPEN = "???"
 """Value, in OmegaConf's own word, of a mandatory key that nobody has given."""
 _STAND_IN = "to be given"
 _DEDUCED = "follows from other keys"
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """An override in Hydra's grammar, and where it was given."""
-
-    text: str
-    origin: str
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.origins import DEFAULT, OPEN, Assignment, Setting, explain
+from megarl.config.assignment import Assignment
+from megarl.config.origins import DEFAULT, OPEN, Setting, explain
 
 RECIPES = {
     "base.yaml": "output_dir: out\nloop:\n  steps: 7\n  seed: 3\nmegatron: {lr: 1}\nrollout:\n  engine_args: {}\n",

@@ -1,0 +1,141 @@
+"""Arguments of a program, `--name value ...`, as they stand in a script or a YAML file."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from converters.errors import UserError
+from megarl.config.foreign.shell_script import ShellScript, Word, read_script
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument with its values."""
+
+    name: str
+    """Without dashes before it, and with underscores in it."""
+    values: tuple[Word, ...]
+    where: str
+    """File and line."""
+
+    @property
+    def flag(self) -> str:
+        """The argument as it is written."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def words(self) -> list[str]:
+        """The values. Raises UserError for one that is not known."""
+        return [value.known() for value in self.values]
+
+    @property
+    def unknown(self) -> str:
+        """The first value that only running the script would tell."""
+        return next((value.unknown for value in self.values if value.unknown), "")
+
+
+@dataclass(frozen=True)
+class ArgumentList:
+    """All arguments of a file."""
+
+    arguments: tuple[Argument, ...]
+    skipped: tuple[str, ...] = ()
+    """Places of arguments that the script may add or not."""
+
+
+def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
+    """The arguments in a YAML file or a shell script.
+
+    In a script they are those of the last Python program that it starts; where it starts none, the arrays, the
+    variables or the lines that hold arguments. Raises UserError for a file that cannot be read or has no argument.
+    """
+    if file.suffix in (".yaml", ".yml"):
+        found = ArgumentList(tuple(_arguments_of_yaml(file)))
+    else:
+        script = read_script(file, environment)
+        found = ArgumentList(tuple(_arguments(_words_of_program(script))), tuple(script.skipped))
+    if not found.arguments:
+        raise UserError(f"{file} has no arguments: name a script with --ARGUMENTS, or a YAML file")
+    return found
+
+
+def program_words(script: ShellScript) -> list[Word] | None:
+    """The words that the last Python program of a script is given, None where it starts none."""
+    for command in reversed(script.commands):
+        for number, word in enumerate(command):
+            is_module = number and command[number - 1].text == "-m" and not word.text.startswith("torch.distributed")
+            if word.text.endswith(".py") or is_module:
+                return command[number + 1 :]
+    return None
+
+
+def _words_of_program(script: ShellScript) -> Iterable[Word]:
+    if (words := program_words(script)) is not None:
+        return words
+    arrays = [array for array in script.arrays.values() if array and array[0].text.startswith("--")]
+    if arrays:
+        return [word for array in arrays for word in array]
+    lines = [command for command in script.commands if command and command[0].text.startswith("--")]
+    if lines:
+        return [word for line in lines for word in line]
+    return [
+        word for value in script.variables.values() if value.text.lstrip().startswith("--") for word in value.split()
+    ]
+
+
+def _arguments(words: Iterable[Word]) -> Iterator[Argument]:
+    """Cut the words at the flags. Raises UserError for words that belong to none."""
+    flag: Word | None = None
+    values: list[Word] = []
+    for word in words:
+        if not word.text.startswith("--"):
+            if flag is None:
+                raise UserError(f"{word.where}: {word.known()!r} belongs to no argument; arguments begin with --")
+            values.append(word)
+            continue
+        if flag:
+            yield _argument(flag, values)
+        flag, values = word, []
+    if flag:
+        yield _argument(flag, values)
+
+
+def _argument(flag: Word, values: Sequence[Word]) -> Argument:
+    name, equals, value = flag.text.partition("=")
+    first = (Word(value, flag.where),) if equals else ()
+    return Argument(name[2:].replace("-", "_"), (*first, *values), flag.where)
+
+
+def _arguments_of_yaml(file: Path) -> Iterator[Argument]:
+    try:
+        root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{file} has no arguments: YAML with NAME: VALUE belongs there")
+    yield from _leaves(root, file)
+
+
+def _leaves(node: yaml.MappingNode, file: Path) -> Iterator[Argument]:
+    """The leaves of nested groups, as Megatron-LM's --yaml-cfg and the configurations of its tests have them."""
+    for key, value in node.value:
+        # Variables of the environment are not arguments.
+        if isinstance(value, yaml.MappingNode) and key.value != "ENV_VARS":
+            yield from _leaves(value, file)
+        elif not isinstance(value, yaml.MappingNode):
+            yield from _of_value(key.value.removeprefix("--"), value, f"{file}:{key.start_mark.line + 1}")
+
+
+def _of_value(name: str, node: yaml.Node, where: str) -> Iterator[Argument]:
+    value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
+    name = name.replace("-", "_")
+    if value is None:
+        return
+    if value is False:
+        yield Argument(f"no_{name}", (), where)
+        return
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    yield Argument(name, tuple(Word(str(each), where) for each in values), where)

@@ -1,0 +1,273 @@
+"""The words that a shell script gives to programs, with variables in their places, read and never run."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from converters.errors import UserError
+from megarl.config.foreign.shell_scanner import Part, RawWord, ShellScanner, Statement
+
+_NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
+_PARAMETER = re.compile(r"(\w+|@|\*)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
+_DECLARATIONS = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_DEEPEST = 8
+"""Scripts that read each other, before it is said that they go round."""
+
+
+_UNKNOWN = re.compile("\0([^\0]*)\0")
+_PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word that a program is given."""
+
+    text: str
+    where: str
+    """File and line."""
+
+    @classmethod
+    def missing(cls, what: str, where: str) -> "Word":
+        """A word that only running the script would tell, and `what` it is in the script."""
+        return cls(f"\0{what}\0", where)
+
+    @property
+    def unknown(self) -> str:
+        """The first thing in it that only running the script would tell."""
+        found = _UNKNOWN.search(self.text)
+        return found[1] if found else ""
+
+    def split(self) -> "list[Word]":
+        """The word cut at its blanks."""
+        return [Word(piece, self.where) for piece in _PIECE.findall(self.text)]
+
+    def known(self) -> str:
+        """The text. Raises UserError where it is not known."""
+        if self.unknown:
+            raise UserError(
+                f"{self.where}: {self.unknown} has no value that can be read, and the script is not run: write the"
+                " value there, or export the variable"
+            )
+        return self.text
+
+
+@dataclass
+class ShellScript:
+    """Findings in a script."""
+
+    commands: list[list[Word]] = field(default_factory=list)
+    arrays: dict[str, list[Word]] = field(default_factory=dict)
+    variables: dict[str, Word] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Places where an array grows in a branch or a loop."""
+
+
+def read_script(file: Path, environment: Mapping[str, str]) -> ShellScript:
+    """Read the script; variables that it does not set are those of `environment`.
+
+    Raises UserError for a file that cannot be read, and for quotes and parentheses without end.
+    """
+    reader = _Reader(environment)
+    reader.read(file)
+    return reader.found
+
+
+class _Reader:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.found = ShellScript()
+        self._environment = environment
+        self._files: list[Path] = []
+        self._not_read: list[str] = []
+
+    def read(self, file: Path) -> None:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read as text ({error}); name a script") from error
+        if len(self._files) >= _DEEPEST:
+            raise UserError(f"{file} is read by scripts that read each other {_DEEPEST} deep; name one of them")
+        self._files.append(file)
+        for statement in ShellScanner(text, str(file)).statements():
+            self._take(statement)
+        self._files.pop()
+
+    def _take(self, statement: Statement) -> None:
+        words = statement.words
+        if words[0].start in _DECLARATIONS:
+            words = [word for word in words[1:] if not word.start.startswith("-")]
+        while words and (assignment := _NAME.match(words[0].start)):
+            self._assign(words[0], assignment, statement.conditional)
+            words = words[1:]
+        if not words or statement.words[0].start in _DECLARATIONS:
+            return
+        if words[0].start in ("source", ".") and len(words) > 1:
+            (path,) = self._expand(words[1]) or [Word("", "")]
+            if not path.unknown and Path(path.text).is_file():
+                self.read(Path(path.text))
+            else:
+                self._not_read.append(f"{path.where} reads {path.text or path.unknown}, which is not there")
+            return
+        self.found.commands.append([each for word in words for each in self._expand(word)])
+
+    def _assign(self, word: RawWord, assignment: re.Match[str], conditional: bool) -> None:
+        name, grows = assignment[1], assignment[2] == "+="
+        where = self._where(word)
+        if word.items is not None:
+            items = [each for item in word.items for each in self._expand(item)]
+            if conditional:
+                self.found.skipped.append(where)
+                self.found.arrays.setdefault(name, [])
+            else:
+                self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
+            return
+        value = self._joined(_without_start(word.parts, assignment.end()), where)
+        if conditional or (grows and name not in self.found.variables):
+            value = Word.missing(f"${name}", where)
+        elif grows:
+            value = Word(self.found.variables[name].text + value.text, where)
+        self.found.variables[name] = value
+
+    def _where(self, word: RawWord) -> str:
+        return f"{self._files[-1]}:{word.line}"
+
+    def _joined(self, parts: list[Part], where: str) -> Word:
+        """One word of parts, as an assignment takes them."""
+        return Word("".join(word.text for part in parts for word in self._values(part, where)), where)
+
+    def _expand(self, raw: RawWord) -> list[Word]:
+        """The words that a program sees of a word: none or many where it has an expansion outside of quotes."""
+        where = self._where(raw)
+        row = _Row(where)
+        has_array = any(_is_array(part) for part in raw.parts)
+        for part in raw.parts:
+            values = self._values(part, where)
+            for number, value in enumerate(values):
+                if number:
+                    row.end()
+                if part.quoted or part.kind == "text":
+                    # Empty quotes are a word, and an array of no items between quotes is none.
+                    row.add(value, is_word=not has_array or _is_array(part))
+                else:
+                    row.add_split(value)
+        row.end()
+        return row.words
+
+    def _values(self, part: Part, where: str) -> list[Word]:
+        if part.kind == "text":
+            return [Word(part.text, where)]
+        if part.kind == "arithmetic":
+            return [self._arithmetic(part.text, where)]
+        if part.kind == "command":
+            # How scripts find the folder that they lie in.
+            is_folder = "dirname" in part.text and ("BASH_SOURCE" in part.text or "$0" in part.text)
+            folder = self._files[-1].resolve().parent
+            above = folder.parents[part.text.count("..") - 1] if ".." in part.text else folder
+            return [Word(str(above), where) if is_folder else Word.missing(f"$({part.text})", where)]
+        return self._parameter(part.text, where)
+
+    def _parameter(self, text: str, where: str) -> list[Word]:
+        matched = _PARAMETER.fullmatch(text)
+        if matched is None:
+            return [Word.missing(f"${{{text}}}", where)]
+        name, array, operation, default = matched.groups()
+        if name in ("@", "*"):
+            return []  # the script's own arguments, of which there are none
+        if array:
+            if name not in self.found.arrays and not operation and self._not_read:
+                raise UserError(f"{where} uses the array {name}, and {self._not_read[-1]}: put that file there")
+            return self.found.arrays.get(name, [])
+        value = self._variable(name, where)
+        is_set = value is not None and bool(value.text)
+        if operation in ("-", ":-", "=", ":="):
+            return [value] if is_set and value else [self._default(default, where)]
+        if operation in ("+", ":+"):
+            return [self._default(default, where)] if is_set else []
+        return [value or Word.missing(f"${name}", where)]
+
+    def _variable(self, name: str, where: str) -> Word | None:
+        if name in self.found.variables:
+            return Word(self.found.variables[name].text, where)
+        if name in self.found.arrays:
+            return next(iter(self.found.arrays[name]), Word("", where))
+        return Word(self._environment[name], where) if name in self._environment else None
+
+    def _default(self, text: str, where: str) -> Word:
+        scanner = ShellScanner(text, where)
+        if not set(text) & set("'\"\\"):
+            return self._joined(scanner.quoted_parts(), where)
+        words = next((statement.words for statement in scanner.statements()), [])
+        return Word(" ".join(self._joined(word.parts, where).text for word in words), where)
+
+    def _arithmetic(self, text: str, where: str) -> Word:
+        unknown = f"$(({text}))"
+
+        def value(node: ast.AST) -> int:
+            if isinstance(node, ast.Expression):
+                return value(node.body)
+            if isinstance(node, ast.Constant) and type(node.value) is int:
+                return node.value
+            if isinstance(node, ast.Name) and (found := self._variable(node.id, where)):
+                return int(found.text)
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                return -value(node.operand)
+            if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            raise ValueError(text)
+
+        try:
+            return Word(str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip(), mode="eval"))), where)
+        except (ValueError, SyntaxError, ZeroDivisionError):
+            return Word.missing(unknown, where)
+
+
+@dataclass
+class _Row:
+    """Words as they come out of the parts of one."""
+
+    where: str
+    words: list[Word] = field(default_factory=list)
+    _text: str = ""
+    _place: str = ""
+    _begun: bool = False
+
+    def end(self) -> None:
+        """Finish the word that is under way."""
+        if self._begun:
+            self.words.append(Word(self._text, self._place or self.where))
+        self._text, self._place, self._begun = "", "", False
+
+    def add(self, value: Word, *, is_word: bool) -> None:
+        """Add to the word that is under way; nothing is a word where `is_word`."""
+        self._place = self._place or (value.where if value.text else "")
+        self._text += value.text
+        self._begun = self._begun or bool(value.text) or is_word
+
+    def add_split(self, value: Word) -> None:
+        """The same, cut at blanks."""
+        if value.text[:1].isspace():
+            self.end()
+        for number, piece in enumerate(value.split()):
+            if number:
+                self.end()
+            self.add(piece, is_word=True)
+        if value.text[-1:].isspace():
+            self.end()
+
+
+def _is_array(part: Part) -> bool:
+    return part.kind == "parameter" and ("[@]" in part.text or part.text == "@")
+
+
+def _without_start(parts: list[Part], count: int) -> list[Part]:
+    first, *others = parts
+    return [Part("text", first.text[count:], first.quoted), *others]

@@ -1,0 +1,122 @@
+"""A script that is read gives the words that bash gives; what only running it would tell is said by its name."""
+
+import shlex
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from converters.errors import UserError
+from megarl.config.foreign.shell_script import read_script
+
+ENVIRONMENT = {"HOME": "/root", "GIVEN": "from outside"}
+NAMES = ("A", "B", "ARGS", "GIVEN", "NEVER")
+
+texts = st.text(string.ascii_letters + string.digits + " .,:/-_=[]*+#'", max_size=8)
+expansions = st.sampled_from([f"${name}" for name in NAMES] + ["${A}", "${NEVER:-of old}", "${A:-x}", "${B:+set}"])
+pieces = st.one_of(
+    texts.map(shlex.quote),
+    st.text(string.ascii_letters + "-=.", min_size=1, max_size=5),
+    expansions,
+    st.lists(st.one_of(st.text(string.ascii_letters + " -='", max_size=5), expansions)).map(
+        lambda p: f'"{"".join(p)}"'
+    ),
+    st.tuples(st.integers(0, 50), st.sampled_from("+-*")).map(lambda p: f"$((N {p[1]} {p[0]} * (1 + 2)))"),
+)
+words = st.lists(pieces, min_size=1, max_size=3).map("".join).filter(lambda w: not w.startswith("="))
+word_lists = st.lists(words, max_size=4)
+blanks = st.sampled_from([" ", " \\\n   ", "  "])
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> str:
+    """Variables, arrays that grow, comments, and a program that takes some of it."""
+    items = st.lists(words, max_size=4).map(lambda found: "\n  # a comment\n  ".join(["", *found, ""]))
+    return "\n".join(
+        [
+            "N=7  # a number",
+            f"A={draw(words)}",
+            f"export B={draw(words)}; A+={draw(words)}",
+            f"ARGS=({draw(items)})",
+            f"ARGS+=( {draw(items)} )",
+            f'show {draw(blanks).join(draw(word_lists))} ${{ARGS[@]}} "${{ARGS[@]}}" > /dev/null 2>&1 || exit 1',
+        ]
+    )
+
+
+class EverythingIsSet(dict[str, str]):
+    """An environment with every name: bash takes nothing for one that is set nowhere, a reader says it is missing."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+def words_of_bash(script: str) -> list[str]:
+    show = "show() { printf '%s\\0' \"$@\" >&3; }"
+    done = subprocess.run(
+        ["bash", "--norc", "-fc", f"exec 3>&1\n{show}\n{script}"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert not done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
+@given(scripts())
+def test_the_words_are_those_of_bash(tmp_path_factory: pytest.TempPathFactory, script: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "script.sh"
+    file.write_text(script)
+    found = read_script(file, EverythingIsSet(ENVIRONMENT))
+    (command,) = [each for each in found.commands if each[0].text == "show"]
+    # printf writes one empty word where it is given none.
+    assert ([word.text for word in command[1:]] or [""]) == words_of_bash(script)
+
+
+def write(tmp_path: Path, text: str, name: str = "script.sh") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def test_a_variable_that_a_loop_computes_is_missing_by_its_name(tmp_path: Path) -> None:
+    text = "N=2\nfor ((i=0; i<N; i++)); do\n  arr+=(1)\ndone\n"
+    text += 'printf -v FREQ "[%s]" "${arr[*]}"\nprogram x"$FREQ"/y $(date)\n'
+    script = read_script(write(tmp_path, text), {})
+    frequency, date = script.commands[-1][1:]
+    assert (frequency.unknown, date.unknown) == ("$FREQ", "$(date)")
+    assert [place.rpartition(":")[2] for place in script.skipped] == ["3"]
+    with pytest.raises(UserError, match=r"script\.sh:6: \$FREQ has no value that can be read"):
+        frequency.known()
+
+
+def test_scripts_that_are_read_from_the_folder_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    write(tmp_path, "MODEL_ARGS=(--num-layers 4)\n", "models/tiny.sh")
+    head = 'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+    file = write(tmp_path, head + 'source "${SCRIPT_DIR}/models/tiny.sh"\nprogram ${MODEL_ARGS[@]}\n')
+    command = read_script(file, {}).commands[-1]
+    assert [word.text for word in command] == ["program", "--num-layers", "4"]
+    assert command[1].where == f"{tmp_path}/models/tiny.sh:1"
+    gone = write(tmp_path, head + 'source "${SCRIPT_DIR}/models/gone.sh"\nprogram ${MODEL_ARGS[@]}\n')
+    with pytest.raises(UserError, match=r":3 uses the array MODEL_ARGS, and .*:2 reads .*gone\.sh, which is not there"):
+        read_script(gone, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a\nb='c\n", "script.sh:2 opens a quote ' that is never closed"),
+        ('A=(\n--x "y', 'script.sh:2 opens a quote " that is never closed'),
+        ("A=(--x\n", "script.sh:1 begins an array that is never closed"),
+        ("\n\na $((1 + ", "script.sh:3 opens a parenthesis that is never closed"),
+        ("a ${B", "script.sh:1 opens a brace that is never closed"),
+        ("source script.sh\nsource $0\n. $(dirname $0)/script.sh", "read each other 8 deep"),
+    ],
+)
+def test_a_script_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_script(write(tmp_path, text), {})
+    assert says in str(caught.value)
