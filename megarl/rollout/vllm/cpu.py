@@ -26,6 +26,9 @@ ENVIRONMENT: Mapping[str, str] = {
 
 KV_CACHE_BYTES = 1024**3
 
+DRAWN = "drawn"
+"""In `extra_args` of vLLM's SamplingParams: how many of the prompt's last tokens were sampled, with the same seed."""
+
 
 def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of vLLM's EngineArgs on a CPU, for the model with this config.json."""
@@ -48,6 +51,7 @@ def install() -> None:
     multiply_routers_in_float32()
     rotate_split_heads_in_torch()
     expand_drafted_requests_in_torch()
+    continue_random_streams()
     unlink_worker_memory()
     exchange_tokens_of_experts()
     move_memory_of_sleepers()
@@ -66,6 +70,26 @@ def expand_drafted_requests_in_torch() -> None:
         return of_requests.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+def continue_random_streams() -> None:
+    """Have a request whose `extra_args` say how many tokens of its response were `DRAWN` before go on drawing there.
+
+    The sampler of vLLM 0.32.0 on a CPU draws one number for each token from a generator that a request begins anew; on
+    a GPU what it draws follows from the seed and the token's place. Drafted tokens draw more numbers: with these, the
+    rest of a response is another sample of the same distribution.
+    """
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    begin = CachedRequestState.__post_init__
+
+    def continue_stream(self: Any) -> None:
+        begin(self)
+        if self.generator is not None:
+            drawn = (self.sampling_params.extra_args or {}).get(DRAWN, 0)
+            torch.randint(2**31, (drawn,), generator=self.generator)
+
+    CachedRequestState.__post_init__ = continue_stream
 
 
 def keep_linear_weights() -> None:

@@ -66,6 +66,38 @@ def test_rotary_embeddings_of_split_heads(vllm_process):
     assert max(corrected) < 1e-5
 
 
+def _continuations():
+    """Tokens sampled with one seed: all at once, and the rest after cuts, stock and corrected."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    sampler, tokens, cuts = TopKTopPSampler("processed_logprobs"), 40, (0, 1, 2, 17, 39)
+    logits = torch.randn(tokens, 1, 500)
+
+    def sample(first, extra_args=None):
+        parameters = SamplingParams(seed=5, extra_args=extra_args)
+        state = CachedRequestState("0", [1], [], parameters, torch.Generator().manual_seed(5), ([],), 0, [])
+        return [int(sampler.forward_cpu(row, {0: state.generator}, None, None)[0]) for row in logits[first:]]
+
+    def state():
+        return sample(0), [sample(cut, {cpu.DRAWN: cut}) for cut in cuts]
+
+    stock = state()
+    cpu.continue_random_streams()
+    corrected = state()
+    # A greedy request has no generator.
+    CachedRequestState("0", [1], [], SamplingParams(temperature=0, extra_args={cpu.DRAWN: 3}), None, ([],), 0, [])
+    return cuts, stock, corrected
+
+
+def test_a_continued_response_draws_what_it_would_have_drawn(vllm_process):
+    cuts, (whole, stock), corrected = vllm_process(_continuations)
+    rests = [whole[cut:] for cut in cuts]
+    assert corrected == (whole, rests)
+    assert [rest == expected for rest, expected in zip(stock, rests, strict=True)] == [True] + [False] * 4
+
+
 def test_torch_cannot_wind_a_cpu_generator_back():
     assert not cpu.engine_arguments({})["enable_chunked_prefill"]
     with pytest.raises(RuntimeError, match="offset"):
