@@ -63,6 +63,8 @@ def small(folder: Path) -> MegarlConfig:
     config = make_config("qwen3", folder)
     config.loop.steps, config.loop.prompts_per_step, config.rollout.max_response_tokens = STEPS, 4, 8
     config.checkpoint.keep_last = STEPS
+    # All weights are trained: an adapter's gradients and state would fit beside the engine.
+    config.lora.rank = 0
     config.cluster.trainer_ranks, config.megatron["tensor_model_parallel_size"] = 1, 1
     config.rollout.engine_args["kv_cache_memory_bytes"] = 8 * MIB
     config.rollout.engine_args["block_size"] = 32
