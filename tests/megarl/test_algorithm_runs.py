@@ -117,6 +117,7 @@ RUNS = (
             "loop.prompts_per_step=16",
             "loop.steps=20",
         ),
+        marks=(pytest.mark.long,),
     ),
     Run(
         "quickstart_prime",

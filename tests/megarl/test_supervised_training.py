@@ -98,6 +98,7 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
 
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
+@pytest.mark.long
 def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
     settings = ("preference.steps=12", "preference.eval_every=6", "loop.max_tokens_per_micro_batch=512")
     steps = run("dpo", tmp_path, *given, *settings)
@@ -138,6 +139,7 @@ def assert_scores_are_those_of_transformers(folder: Path, pairs_file: Path, last
     assert last["preference/eval_accuracy"] == sum(margin > 0 for margin in margins) / len(margins)
 
 
+@pytest.mark.long
 def test_self_play_brings_the_policy_nearer_to_the_data(given, fine_tuned, tmp_path):
     folder, before = fine_tuned
     settings = (

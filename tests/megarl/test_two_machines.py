@@ -142,6 +142,7 @@ def check_step(metrics):
     assert 0 < metrics["refit/changed"] <= 1
 
 
+@pytest.mark.long
 def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(config, tmp_path):
     source, converted = write_tiny_model("qwen3", tmp_path / "other", seed=1), tmp_path / "converted"
     convert_checkpoint(

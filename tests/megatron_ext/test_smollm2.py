@@ -77,6 +77,7 @@ def test_its_file_is_read_once(folder: Path, reads: Counter[str]) -> None:
     assert reads == {"GGUFReader": 1, "get_tensor_name_map": 1}
 
 
+@pytest.mark.long
 def test_at_tp_3_pp_2_it_computes_what_transformers_does(folder: Path, megatron: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

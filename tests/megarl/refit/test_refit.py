@@ -65,6 +65,7 @@ def open_run(tmp_path):
     return make
 
 
+@pytest.mark.long
 def test_a_run_whose_engine_is_in_fp8(open_run):
     overrides = ("rollout.weights=fp8_block", "refit.delta=true", "megatron.lr=1e-4")
     with open_run(*overrides, fields=IN_BLOCKS["qwen3"]) as job:
@@ -189,6 +190,7 @@ def check_the_route(job):
         loader_path(job.trainer, job.engines, other, replace(job.config.refit, path="loader"))
 
 
+@pytest.mark.long
 def test_tokens_tell_what_no_checksum_saw_and_engines_that_die_again_end_the_run(open_run):
     says = r"=1 allows, the last time: the process of engine_1 died: the first time, the process of engine_0 died"
     with pytest.raises(WorkerFailed, match=rf"^engines died more .*{says}.*\n.*engine_0\.log"):
