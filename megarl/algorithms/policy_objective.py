@@ -73,10 +73,11 @@ class PolicyObjective:
         """Loss (a differentiable scalar) and metrics of one micro-batch of T' places.
 
         Fields [T']: `advantages`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
-        `rollout_log_probs` of the engine; `old_log_probs` of the policy before the step's first update, which without
-        this field is the present one; `reference_log_probs` where the loss needs them (the KL is reported wherever
-        they are); `chosen` where `needs_selection`. A value outside the trained tokens, even one that is not a
-        number, changes nothing. Raises UserError for a log-prob inside that is not a finite number.
+        `rollout_log_probs` of the engine; `on_kept_kv` where engines keep keys and values; `old_log_probs` of the
+        policy before the step's first update, which without this field is the present one; `reference_log_probs` where
+        the loss needs them (the KL is reported wherever they are); `chosen` where `needs_selection`. A value outside
+        the trained tokens, even one that is not a number, changes nothing. Raises UserError for a log-prob inside that
+        is not a finite number.
 
         Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
         the present policy to it.
@@ -91,6 +92,9 @@ class PolicyObjective:
         metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
         if self._knows_the_old_policy:
             metrics = metrics | _difference(compared - rollout)
+            if "on_kept_kv" in fields:
+                gap = (compared - rollout)[fields["on_kept_kv"]].abs()
+                metrics = metrics | Metrics(means={"staleness/kept_kv_gap": Mean.of(gap)})
         if self.algorithm.corrections:
             factor = correction_factor(self.algorithm.corrections, compared - rollout, tokens.ragged)
             loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)

@@ -34,7 +34,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
 from megarl.rollout.kind import Arguments
 from megarl.rollout.number_format import in_number_format
-from megarl.rollout.protocol import Engine, EngineMemory, PauseMode, Request
+from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMode, Request
 from megarl.schema import RolloutConfig
 from megatron_ext.device_memory import CountedMemory
 
@@ -179,9 +179,9 @@ class Engines:
         """Fence all engines until `commit_update`."""
         wait([handle.begin_update(version, names) for handle in self.handles], timeout_s)
 
-    def commit_update(self, version: int, timeout_s: float) -> None:
+    def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> None:
         """Lift the fence: from here on all engines serve `version`."""
-        committing = [(handle, handle.begin(Engine.commit_update, version)) for handle in self.handles]
+        committing = [(handle, handle.begin(Engine.commit_update, version, kv)) for handle in self.handles]
         deadline, failures = time.monotonic() + timeout_s, list[WorkerFailed]()
         for handle, call in committing:
             try:

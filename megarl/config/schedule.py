@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from converters.errors import UserError
+from megarl.rollout import engine_kind
 from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
 
 _TRUNCATED_AT = 2.0
@@ -41,6 +42,12 @@ def check_schedule(config: MegarlConfig) -> None:
         raise UserError(
             f"schedule.max_staleness={schedule.max_staleness} lets engines sample while the trainer learns, and "
             "cluster.pools has them take turns on the same GPUs: set max_staleness=0, or give them GPUs of their own"
+        )
+    kind = engine_kind(config.rollout.engine)
+    if schedule.in_flight == "keep" and not kind.keeps_kv:
+        raise UserError(
+            f"schedule.in_flight=keep has engines keep keys and values of older weights, and {kind.title} does not: "
+            "set it to recompute, or choose another rollout.engine"
         )
     if schedule.max_staleness > 1 and not _is_corrected(config.algorithm):
         raise UserError(

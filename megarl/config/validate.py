@@ -32,7 +32,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "rollout.engine": ENGINES,
     "rollout.weights": (AS_TRAINED, *NUMBER_FORMATS),
     "algorithm.router_replay": ("none", "rollout"),
-    "schedule.in_flight": ("wait", "recompute"),
+    "schedule.in_flight": ("wait", "recompute", "keep"),
     "refit.path": ("auto", "direct", "loader"),
     "refit.transport": ("auto", *TRANSPORTS),
     "refit.verify": ("checksum", "logprobs", "off"),

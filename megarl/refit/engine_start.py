@@ -99,6 +99,7 @@ class EngineStart:
             path,
             list(self._held.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
+            kv="keep" if self._config.schedule.in_flight == "keep" else "recompute",
             check=self._log_prob_check(),
             turns=self._turns,
         )

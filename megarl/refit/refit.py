@@ -9,6 +9,7 @@ from megarl.cluster.worker_group import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
 from megarl.resharding.moved import Moved
+from megarl.rollout.protocol import KeysAndValues
 
 
 class Refit:
@@ -28,14 +29,17 @@ class Refit:
         names: Sequence[str],
         *,
         timeout_s: float,
+        kv: KeysAndValues = "recompute",
         check: LogProbCheck | None = None,
         turns: Turns | None = None,
     ) -> None:
+        """`kv` says what becomes of keys and values of responses in flight."""
         self._trainer = trainer
         self._engines = engines
         self._path = path
         self._names = list(names)
         self._timeout_s = timeout_s
+        self._kv = kv
         self._check = check
         self._version = -1
         self._turns = turns or Turns()
@@ -92,5 +96,5 @@ class Refit:
             self._path = self._path.to(engines)
             engines.begin_update(version, self._names, self._timeout_s)
             moved += self._path.send(version)
-            engines.commit_update(version, self._timeout_s)
+            engines.commit_update(version, self._timeout_s, self._kv)
         return moved

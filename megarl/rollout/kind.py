@@ -98,6 +98,8 @@ class EngineKind:
     """With these arguments an engine can `sleep`."""
     float32_logits: Arguments
     """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
+    keeps_kv: bool = False
+    """Whether responses in flight can keep their keys and values when weights change (`WeightTarget.commit_update`)."""
     returning_experts: Arguments | None = None
     """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
     layout_versions: Sequence[str] = ()

@@ -13,7 +13,15 @@ from torch.profiler import record_function
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.protocol import EngineDiedError, EngineMemory, Event, PauseMode, Request, UpdateError
+from megarl.rollout.protocol import (
+    EngineDiedError,
+    EngineMemory,
+    Event,
+    KeysAndValues,
+    PauseMode,
+    Request,
+    UpdateError,
+)
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
@@ -164,7 +172,7 @@ class OwnedEngine(ABC):
         update.failed = False
 
     @by_owner
-    def commit_update(self, version: int) -> None:
+    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> None:
         """See `WeightTarget.commit_update`."""
         update = self._update_under_way("commit")
         update.check_version(version)
@@ -173,7 +181,10 @@ class OwnedEngine(ABC):
         if update.loads_by_name:
             self._finish_loading()
         self._finish_update(version)
-        self._forget()
+        if kv == "keep":
+            self._keep(version)
+        else:
+            self._forget()
         self._version = version
         self._update = None
         self._release()
@@ -203,6 +214,12 @@ class OwnedEngine(ABC):
     @abstractmethod
     def _forget(self) -> None:
         """Forget keys and values of earlier prompts, and compute anew those of what is served."""
+
+    def _keep(self, version: int) -> None:
+        """Let what is served go on with its keys and values; from now on nothing else meets them."""
+        raise UpdateError(
+            f"the {self.title} engine keeps no keys and values when weights change: commit {version} without"
+        )
 
     @abstractmethod
     def _load(self, bucket: Bucket) -> None:

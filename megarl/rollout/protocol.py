@@ -17,6 +17,8 @@ from megatron_ext.device_memory import CountedMemory
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 PauseMode = Literal["keep", "abort"]
+KeysAndValues = Literal["recompute", "keep"]
+"""Keys and values of responses in flight when weights change: computed anew, or those of the weights of their time."""
 EngineMemory = Literal["weights", "kv_cache"]
 """Memory that an engine holds on its GPUs, apart from what a step needs for itself."""
 
@@ -166,10 +168,12 @@ class WeightTarget(Protocol):
         the transfer is to be connected anew.
         """
 
-    def commit_update(self, version: int) -> None:
-        """Serve the new weights. Unfinished responses go on with them, their cached keys and values recomputed.
+    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> None:
+        """Serve the new weights. Unfinished responses go on with them, their keys and values computed anew or kept.
 
-        Raises UpdateError if `version` is not the one begun or if a tensor is missing.
+        Whatever has no token yet meets no keys and values of older weights, also where others keep theirs.
+        Raises UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" where the engine
+        cannot (`EngineKind.keeps_kv`).
         """
 
 

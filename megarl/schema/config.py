@@ -199,7 +199,8 @@ class ScheduleConfig:
     1 trains in the order of the draws. It adds ceil((window - 1) / prompts_per_step) to the staleness."""
     in_flight: str = "wait"
     """Responses that are being sampled when new weights come: wait lets them end first; recompute lets them go on with
-    the new weights, under which the engine computes their keys and values anew."""
+    the new weights, under which the engine computes their keys and values anew; keep lets them go on with the keys and
+    values that they have, of older weights: nothing is computed twice, and no policy is exactly that which sampled."""
     corrected: bool = True
     """With max_staleness above 0 and nothing else that corrects for it, turns on truncated importance weights in
     algorithm.corrections: token_importance up to 2, or sequence_importance for losses with one ratio per response."""

@@ -38,6 +38,14 @@ FIELDS = (
         ("policy",),
     ),
     Field(
+        "on_kept_kv",
+        np.bool_,
+        "whether the weights of now sampled it on keys and values of older ones",
+        "with_kept_kv",
+        "metrics of the policy loss",
+        ("policy",),
+    ),
+    Field(
         "routed_experts",
         np.void,
         "the engine's experts of the token, in bytes",

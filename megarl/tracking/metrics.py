@@ -186,6 +186,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/mean", "versions", "how many versions behind the newest weights a response's oldest token is"),
     Metric("staleness/max", "versions", "the same of the oldest response"),
     Metric(
+        "staleness/kept_kv_gap",
+        "nats",
+        "with schedule.in_flight=keep: mean |engine - trainer| log-prob of tokens that the newest weights sampled on "
+        "keys and values of older ones; null where there are none",
+    ),
+    Metric(
         "eval/accuracy",
         "",
         "mean reward of the responses to the held-out prompts (one greedy, or loop.eval_samples); only where evaluated",

@@ -121,6 +121,10 @@ class TransformersEngine(OwnedEngine):
     def _forget(self) -> None:
         self._batches.forget()
 
+    def _keep(self, version: int) -> None:
+        # Keys and values are of one request, and there are none before its first token.
+        pass
+
     def _load(self, bucket: Bucket) -> None:
         self._weights.load(views(bucket, self._segments[bucket.segment]).items())
         device.synchronize()

@@ -29,6 +29,7 @@ TRANSFORMERS = EngineKind(
     context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},
+    keeps_kv=True,
     returning_experts={"enable_return_routed_experts": True},
     packages={"cuda": "transformers", "cpu": "transformers"},
 )

@@ -109,7 +109,7 @@ class VllmEngine(OwnedEngine):
         return self._core
 
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
-        return self._sequences.add(requests, listener)
+        return self._sequences.add(requests, self._version, listener)
 
     def _can_step(self) -> bool:
         return bool(self._sequences) and not self._held
@@ -138,6 +138,9 @@ class VllmEngine(OwnedEngine):
         # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
         if not self._running().forget():
             raise RuntimeError("vLLM could not reset its prefix cache")
+
+    def _keep(self, version: int) -> None:
+        self._sequences.begin_anew(version)
 
     def _abandon_update(self) -> None:
         self._workers("abort_weight_update")

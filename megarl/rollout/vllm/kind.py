@@ -164,6 +164,7 @@ VLLM = EngineKind(
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
+    keeps_kv=True,
     returning_experts={"enable_return_routed_experts": True},
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),

@@ -21,6 +21,7 @@ from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 class _SequenceInFlight:
     request: RequestInFlight
     sample: int
+    asked: SampleRequest
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -50,21 +51,32 @@ class SequencesInFlight:
     def __bool__(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
-        """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served."""
+    def add(
+        self, requests: Sequence[Request], version: int, listener: Listener | None = None
+    ) -> list[Future[list[Turn]]]:
+        """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served.
+
+        They share keys and values with what was added under the same `version` of the weights, and with nothing else.
+        """
         prepared = [self._core_request(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
             samples = []
             for sample in range(request.sampling.samples):
                 sample_request = copy.copy(core_request)
-                sample_request.request_id = str(next(self._ids))
-                sample_request.external_req_id = sample_request.request_id
                 sample_request.sampling_params = _of_sample(core_request.sampling_params, request.sampling, sample)
-                self._sequences[sample_request.request_id] = _SequenceInFlight(in_flight, sample)
-                samples.append(sample_request)
+                samples.append(self._named(_SequenceInFlight(in_flight, sample, sample_request), version))
             self._core.add(samples)
         return [in_flight.future for in_flight in added]
+
+    def begin_anew(self, version: int) -> None:
+        """Let what has no token yet begin under `version`: it would read keys and values of older weights."""
+        unbegun = {name: sequence for name, sequence in self._sequences.items() if not sequence.token_ids}
+        self._core.abort(list(unbegun))
+        for name in unbegun:
+            del self._sequences[name]
+        for _, siblings in itertools.groupby(unbegun.values(), key=lambda sequence: id(sequence.request)):
+            self._core.add([self._named(sequence, version) for sequence in siblings])
 
     def collect(self, outputs: Sequence[SampleOutput], version: int) -> None:
         """Take over the tokens that the core gave, sampled with `version`."""
@@ -99,6 +111,14 @@ class SequencesInFlight:
         for request in {sequence.request for sequence in self._sequences.values()}:
             request.future.set_exception(error)
         self._sequences = {}
+
+    def _named(self, sequence: _SequenceInFlight, version: int) -> SampleRequest:
+        """The core's request, under a name of its own; the salt keeps caches of different versions apart."""
+        asked = sequence.asked = copy.copy(sequence.asked)
+        asked.request_id = asked.external_req_id = str(next(self._ids))
+        asked.cache_salt = str(version)
+        self._sequences[asked.request_id] = sequence
+        return asked
 
     def _core_request(self, request: Request) -> SampleRequest:
         from vllm.exceptions import VLLMValidationError

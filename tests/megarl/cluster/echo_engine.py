@@ -99,7 +99,7 @@ class EchoEngine:
     def reset_prefix_cache(self):
         pass_by("reset_prefix_cache")
 
-    def commit_update(self, version):
+    def commit_update(self, version, kv):
         pass_by("commit_update")
         with self._changed:
             self._version, self._is_fenced = version, False

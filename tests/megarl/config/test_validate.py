@@ -109,7 +109,11 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             ["schedule.max_staleness=1", "schedule.window=8", "loop.prompts_per_step=4"],
             r"schedule\.window=8 .* looks beyond the 8 prompts .*: set it to 5 at most, or raise max_staleness",
         ),
-        (["schedule.in_flight=keep"], r"schedule\.in_flight=keep is none of recompute, wait"),
+        (["schedule.in_flight=drop"], r"schedule\.in_flight=drop is none of keep, recompute, wait"),
+        (
+            ["schedule.in_flight=keep", "rollout.engine=sglang"],
+            r"schedule\.in_flight=keep .* and SGLang does not: set it to recompute",
+        ),
         (
             ["schedule.max_staleness=2", "schedule.corrected=false"],
             r"trains on tokens that are several versions old, and nothing corrects for it: set algorithm\.corrections",

@@ -110,11 +110,11 @@ class Served:
         # The engine must have taken what it needs: the segment belongs to the next bucket now.
         self._memories[bucket.segment].fill_(255)
 
-    def update(self, weights, version):
+    def update(self, weights, version, kv="recompute"):
         self.engine.begin_update(version, weights.names)
         for bucket in weights.buckets:
             self.write(weights, bucket)
-        self.engine.commit_update(version)
+        self.engine.commit_update(version, kv)
 
     def greedy(self, prompt):
         return self.engine.generate([Request(prompt, GREEDY)])[0][0]
