@@ -12,9 +12,12 @@ from megarl.process.errors import RunFailed
 class OutputLost(RunFailed):
     """Standard output takes nothing any more: no OSError, since those of files mean something else, or are ignored."""
 
+    may_resume = False
+
     def __init__(self, error: OSError) -> None:
         super().__init__()
-        self.sentence = f"the output was not taken any more ({error.strerror}): what is above is not all"
+        self.happened = f"the output was not taken any more ({error.strerror})"
+        self.sentence = f"{self.happened}: what is above is not all"
         self.details = ""
 
 

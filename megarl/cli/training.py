@@ -73,7 +73,8 @@ class TrainingCommand:
             with phase("loading the program"):
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
-            program(config)
+                from megarl.run.resumption import run_to_its_end
+            run_to_its_end(program, config)
         print_places(Path(config.output_dir))
         return 0
 

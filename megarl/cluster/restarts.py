@@ -151,6 +151,7 @@ def _one_too_many(first: WorkerFailed, many: int, last: str) -> WorkerGone:
     ended = f"engines died more often than cluster.max_engine_restarts={many} allows, the last time: {last}"
     failure = WorkerGone(ended, f"the first time, {first.reason}", first.log)
     failure.details = first.details
+    failure.may_resume = False  # with others in their place they die just so
     return failure
 
 

@@ -35,6 +35,7 @@ class RayNotStarted(RunFailed):
         "Ray's processes were not up after its 30 seconds: this machine is too busy, or short of memory; free it, and "
         "start the run again"
     )
+    happened = "Ray's processes were not up after its 30 seconds"
     details = ""
 
 

@@ -15,7 +15,7 @@ from converters.errors import UserError
 from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
 from megarl.cluster.worker_actor import SocketAddress, WorkerActor
-from megarl.process.errors import RunFailed
+from megarl.process.errors import Resumable, RunFailed
 
 R = TypeVar("R", covariant=True)
 
@@ -24,13 +24,12 @@ _CONSEQUENCES_S = 5.0
 _GOES_ON = "the same command continues from the last checkpoint"
 
 
-class WorkerFailed(RuntimeError):  # noqa: N818 - says what happened
+class WorkerFailed(Resumable, RuntimeError):  # noqa: N818 - says what happened
     """A call failed in a worker, for a `reason`; `details` are the end of its log, `error` is what was raised there."""
 
     def __init__(self, reason: str, log: Path, error: BaseException | None = None) -> None:
         self.reason, self.error, self.log = reason, error, log
         self.happened = reason
-        """The reason without what to do."""
         self.details = f"The end of {log}:\n{last_lines(log)}"
         super().__init__(f"{reason}\n{self.details}")
 

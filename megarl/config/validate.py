@@ -74,6 +74,7 @@ _AT_LEAST: Mapping[str, int] = {
     "cluster.trainer_ranks": 1,
     "cluster.engine_threads": 1,
     "cluster.max_engine_restarts": 0,
+    "cluster.max_restarts": 0,
     "cluster.rendezvous_port": 0,
     "cluster.device_memory_bytes": 1,
     "checkpoint.every": 0,

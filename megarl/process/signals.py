@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from megarl.process.errors import Resumable
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REQUEUEING = (signal.SIGTERM, signal.SIGHUP)
 """Sent by what takes the machine away, and not by somebody who has changed their mind."""
@@ -95,7 +97,7 @@ class StopRequest:
 def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
     """If it `waits`, SIGTERM and SIGHUP take effect at the end of what is inside, which has been asked to end soon.
 
-    The second one takes effect at once.
+    The second one takes effect at once. A failure ends what was asked to end.
     """
     request = StopRequest()
     if not waits or threading.current_thread() is not threading.main_thread():
@@ -107,8 +109,13 @@ def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
         _install(before)
         request(number, frame)
 
-    with _handled(list(before), once):
-        yield request
+    try:
+        with _handled(list(before), once):
+            yield request
+    except Resumable as failure:
+        if request:
+            failure.may_resume = False
+        raise
     request.obey()
 
 

@@ -270,7 +270,11 @@ class ClusterConfig:
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
     max_engine_restarts: int = 3
     """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
-    0, and engines of a shared pool: the first ends it."""
+    With 0, and in a shared pool, a death is a failure of the run as any other: see `max_restarts`."""
+    max_restarts: int = 10
+    """How many times a run whose rank, engine or machine fails goes on by itself from its last checkpoint; the next
+    failure ends it, as do three in a row without a checkpoint between them. A cluster of thousands of GPUs has a few
+    failures a day, so more than ten want somebody who looks. 0: the first ends it."""
 
     @property
     def engine_restarts(self) -> int:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.checkpoint_folder import complete_iterations
 
+T = TypeVar("T")
 CHECKPOINT, LAST_STEP = 3, 5
 # Metrics that may differ between two runs of the same numbers.
 TIMINGS = ("seconds/", "throughput/")
@@ -112,6 +114,53 @@ def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_number
     assert max(line["experts/gap_replayed"] for line in again[1:]) < 1e-5
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_of_which_processes_are_killed_goes_on_by_itself_to_the_same_numbers(command, tmp_path, spawned):
+    output, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    run = start([*command(output), f"loop.steps={LAST_STEP + 1}"], spawned)
+    kept = output / "metrics.1.jsonl"
+    wait_for_line(output, run, 1)
+    segments = len(leftovers(run.pid))
+    # A rank of the critic before there is a checkpoint, one of the policy after it.
+    writer_of(output / "logs/critic_0.log", run).kill()
+    first = wait_until(lambda: kept.exists() and lines(output), run)
+    assert first[0]["step"] == 0
+    wait_until(lambda: complete_iterations(output / "checkpoints"), run)
+    assert len(leftovers(run.pid)) == segments
+    writer_of(output / "logs/trainer_1.log", run).kill()
+    _, errors = run.communicate(timeout=START_TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert "the process of critic_0 died; the run has no checkpoint and begins anew (restart 1 of 10)" in errors
+    assert f"died; the run goes on from the checkpoint of step {CHECKPOINT} (restart 2 of 10)" in errors
+    assert leftovers(run.pid) == []
+    start([*command(undisturbed), f"loop.steps={LAST_STEP + 1}"], spawned).communicate(timeout=START_TIMEOUT_S)
+    assert len(lines(output)) == LAST_STEP + 2
+    assert numbers(lines(output)) == numbers(lines(undisturbed))
+    weights = "huggingface/model.safetensors"
+    assert (output / weights).read_bytes() == (undisturbed / weights).read_bytes()
+
+
+def writer_of(log: Path, run: subprocess.Popen) -> psutil.Process:
+    """The process of a run that writes to a log and has no parent that does."""
+    (found,) = (
+        process
+        for process in psutil.Process(run.pid).children(recursive=True)
+        if os.readlink(f"/proc/{process.pid}/fd/1") == str(log)
+    )
+    return found
+
+
+def wait_until(told: Callable[[], T], run: subprocess.Popen) -> T:
+    """The first answer of `told` that is anything."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (answer := told()):
+        assert run.poll() is None, run.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return answer
+
+
 def check_that_it_ends_cleanly(
     run: subprocess.Popen, signals: list[signal.Signals], code: int, *, saves: bool = False
 ) -> None:
@@ -145,12 +194,10 @@ def start(arguments: list[str], spawned: list[subprocess.Popen]) -> subprocess.P
 
 def wait_for_line(output: Path, run: subprocess.Popen, step: int, earlier: Sequence[dict] = ()) -> None:
     """Return when the metrics of `step` are written, other than those of an `earlier` run."""
-    deadline = time.monotonic() + START_TIMEOUT_S
     metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and any(line["step"] == step and line not in earlier for line in lines(output))):
-        assert run.poll() is None, run.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(
+        lambda: metrics.exists() and any(line["step"] == step and line not in earlier for line in lines(output)), run
+    )
 
 
 def kill_tree(pid: int) -> None:

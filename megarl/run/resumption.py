@@ -1,0 +1,87 @@
+"""A run that goes on by itself after a failure: from its last checkpoint, a bounded number of times."""
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from megarl.cluster.restarts import say
+from megarl.process.errors import Resumable, RunFailed
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.schema import MegarlConfig
+from megatron_ext.checkpoint_folder import complete_iterations
+
+MOST_IN_VAIN = 3
+"""Failures in a row, without a checkpoint between them, after which a run is given up: it comes no further."""
+
+
+class GivenUp(RunFailed):
+    """A run failed too often: a sentence and the end of a log."""
+
+    may_resume = False
+
+    def __init__(self, sentence: str, details: str) -> None:
+        super().__init__(sentence)
+        self.sentence = self.happened = sentence
+        self.details = details
+
+
+def run_to_its_end(program: Callable[[MegarlConfig], None], config: MegarlConfig) -> None:
+    """Run `program`; where it fails of something that may pass, again, from the last checkpoint or else the start.
+
+    Everything that a try has started ends with it. Raises GivenUp after `cluster.max_restarts` restarts, or where
+    failures follow each other without a checkpoint between them; a fault of the program is then raised as it is.
+    """
+    failures = _Failures(config)
+    while True:
+        try:
+            program(config)
+        except Resumable as failure:
+            if not failure.may_resume or config.cluster.max_restarts == 0:
+                raise
+            failures.add(failure)
+        else:
+            return
+        # Here nobody refers to the failed try any more, whose processes are gone: its memory goes, too.
+        gc.collect()
+        # The checkpoints are this run's own, also where it was to find none.
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+class _Failures:
+    """Counts the failures of a run."""
+
+    def __init__(self, config: MegarlConfig) -> None:
+        self._most, self._checkpoints = config.cluster.max_restarts, checkpoints_folder(config)
+        self._restarts = self._in_vain = 0
+        self._first: tuple[str, str] | None = None
+        self._saved = complete_iterations(self._checkpoints)[-1:]
+
+    def add(self, failure: Resumable) -> None:
+        """Say that the run goes on after a failure. Raises GivenUp, or the failure, if it does not."""
+        self._first = self._first or (failure.happened, failure.details)
+        saved = complete_iterations(self._checkpoints)[-1:]
+        self._in_vain = self._in_vain + 1 if saved == self._saved else 1
+        self._saved = saved
+        if self._in_vain == MOST_IN_VAIN:
+            row = f"the run failed {MOST_IN_VAIN} times in a row without a checkpoint between, the last time"
+            self._give_up(failure, row, _sentence(failure), failure.details)
+        if self._restarts == self._most:
+            happened, details = self._first
+            often = f"the run failed more often than cluster.max_restarts={self._most} allows, the last time"
+            self._give_up(failure, often, f"{failure.happened}; the first time: {happened}", details)
+        self._restarts += 1
+        goes_on = f"goes on from the checkpoint of step {saved[0]}" if saved else "has no checkpoint and begins anew"
+        say(f"{failure.happened}; the run {goes_on} (restart {self._restarts} of {self._most})")
+        print(failure.details, file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _give_up(failure: Resumable, why: str, what: str, details: str) -> None:
+        if isinstance(failure, RunFailed):
+            raise GivenUp(f"{why}: {what}", details) from None
+        failure.add_note(f"{why}: {what}")
+        raise failure
+
+
+def _sentence(failure: Resumable) -> str:
+    return failure.sentence if isinstance(failure, RunFailed) else failure.happened

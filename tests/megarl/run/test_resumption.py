@@ -1,0 +1,153 @@
+"""Runs that fail go on by themselves, and end where that does not help."""
+
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from converters.errors import UserError
+from megarl.cluster.runtime import RayNotStarted
+from megarl.cluster.worker_group import WorkerFailed, WorkerGone
+from megarl.process.signals import asked_to_stop, interruption
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.run.resumption import MOST_IN_VAIN, GivenUp, run_to_its_end
+from megarl.schema import MegarlConfig
+from megatron_ext import checkpoint_folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> MegarlConfig:
+    made = MegarlConfig()
+    made.output_dir, made.cluster.max_restarts = str(tmp_path / "run"), 4
+    made.checkpoint.resume = "never"
+    return made
+
+
+class Program:
+    """Each try saves the checkpoint of a step, if there is one, and then fails, if there is something."""
+
+    def __init__(self, *tries: tuple[int | None, BaseException | None]) -> None:
+        self.resumes: list[str] = []
+        self._tries = iter(tries)
+
+    def __call__(self, config: MegarlConfig) -> None:
+        self.resumes.append(config.checkpoint.resume)
+        step, failure = next(self._tries)
+        if step is not None:
+            root = checkpoints_folder(config)
+            checkpoint_folder.begin(root, step)
+            checkpoint_folder.commit(root, step, {"step": step}, keep=1)
+        if failure is not None:
+            raise failure
+
+    @property
+    def is_over(self) -> bool:
+        return next(self._tries, None) is None
+
+
+def gone(rank: int, folder: Path) -> WorkerGone:
+    log = folder / f"trainer_{rank}.log"
+    log.write_text(f"the last words of rank {rank}\n")
+    return WorkerGone(f"the process of trainer_{rank} died", "see to it", log)
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_and_is_told_so(config, tmp_path, capsys):
+    program = Program((None, gone(0, tmp_path)), (20, RayNotStarted()), (40, gone(1, tmp_path)), (60, None))
+    run_to_its_end(program, config)
+    assert program.is_over
+    # The checkpoints that it finds after a failure are its own.
+    assert program.resumes == ["never", "auto", "auto", "auto"]
+    said = [line[9:] for line in capsys.readouterr().err.splitlines()]
+    log = tmp_path / "trainer_1.log"
+    assert said[0] == "the process of trainer_0 died; the run has no checkpoint and begins anew (restart 1 of 4)"
+    assert said[3].startswith(
+        "Ray's processes were not up after its 30 seconds; the run goes on from the checkpoint of"
+    )
+    assert said[5] == "the process of trainer_1 died; the run goes on from the checkpoint of step 40 (restart 3 of 4)"
+    assert said[6:] == [f"The end of {log}:"[9:], "the last words of rank 1"[9:]]
+
+
+def test_the_first_cause_stands_in_the_end_of_a_run_that_fails_too_often(config, tmp_path):
+    program = Program(*((step, gone(step, tmp_path)) for step in range(1, 6)))
+    with pytest.raises(GivenUp) as caught:
+        run_to_its_end(program, config)
+    assert program.is_over
+    assert caught.value.sentence == (
+        "the run failed more often than cluster.max_restarts=4 allows, the last time: the process of trainer_5 died; "
+        "the first time: the process of trainer_1 died"
+    )
+    assert caught.value.details.endswith("the last words of rank 1")
+
+
+@pytest.mark.parametrize("saved_first", [None, 7])
+def test_failures_in_a_row_without_a_checkpoint_between_end_a_run_with_the_last(saved_first, config, tmp_path):
+    tries = [(saved_first if number == 0 else None, gone(number, tmp_path)) for number in range(MOST_IN_VAIN)]
+    program = Program(*tries)
+    with pytest.raises(GivenUp, match=rf"failed {MOST_IN_VAIN} times in a row .*: the process of trainer_2 died: see"):
+        run_to_its_end(program, config)
+    assert program.is_over
+
+
+def test_a_checkpoint_between_failures_is_progress(config, tmp_path):
+    config.cluster.max_restarts = 10
+    saves: Sequence[int | None] = (None, None, 5, None, 10, None, None)
+    program = Program(*((step, gone(number, tmp_path)) for number, step in enumerate(saves)))
+    with pytest.raises(GivenUp, match="in a row"):
+        run_to_its_end(program, config)
+    assert program.is_over
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [lambda folder: UserError("no such data"), lambda folder: KeyboardInterrupt(), lambda folder: ZeroDivisionError()],
+)
+def test_what_does_not_pass_ends_a_run_at_once(failure: Callable[[Path], BaseException], config, tmp_path):
+    program, error = Program((None, failure(tmp_path))), type(failure(tmp_path))
+    with pytest.raises(error):
+        run_to_its_end(program, config)
+
+
+def test_without_restarts_the_first_failure_ends_a_run_as_it_is(config, tmp_path):
+    config.cluster.max_restarts, failure = 0, gone(0, tmp_path)
+    with pytest.raises(WorkerGone) as caught:
+        run_to_its_end(Program((20, failure)), config)
+    assert caught.value is failure
+
+
+def test_a_fault_in_a_rank_may_pass_and_flies_where_it_does_not(config, tmp_path):
+    failures = [WorkerFailed(f"RuntimeError: NCCL error {number}", tmp_path / "log") for number in range(MOST_IN_VAIN)]
+    run_to_its_end(Program((20, failures[0]), (40, None)), config)
+    with pytest.raises(WorkerFailed, match="NCCL error 2") as caught:
+        run_to_its_end(Program(*((None, failure) for failure in failures)), config)
+    assert caught.value.__notes__[0].startswith(f"the run failed {MOST_IN_VAIN} times in a row")
+
+
+def test_a_run_that_was_told_to_end_is_not_begun_again(config, tmp_path):
+    def program(_: MegarlConfig) -> None:
+        with asked_to_stop(waits=True) as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop
+            raise gone(0, tmp_path)
+
+    with interruption(), pytest.raises(WorkerGone):
+        run_to_its_end(program, config)
+
+
+def test_nothing_of_a_failed_try_is_held_by_the_next(config, tmp_path):
+    class Held:
+        pass
+
+    held: list[weakref.ref] = []
+
+    def program(_: MegarlConfig) -> None:
+        if held:
+            assert held[0]() is None
+            return
+        mine = Held()
+        mine.itself = mine  # as what holds a run does: a circle
+        held.append(weakref.ref(mine))
+        raise gone(0, tmp_path)
+
+    run_to_its_end(program, config)
