@@ -25,7 +25,7 @@ from megarl.data.stretches import (
 from megarl.rewards.scoring import Score
 
 FinishReason = Literal["stop", "length", "abort"]
-Failure = Literal["failed", "timed_out"]
+Failure = Literal["failed", "timed_out", "lost"]
 """Reasons for which a reward function gives no score."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

@@ -88,6 +88,7 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
         "reward/min": float(rewards.min()),
         "reward/dropped": float(len(failures)),
         "reward/timed_out": float(failures.count("timed_out")),
+        "reward/lost": float(failures.count("lost")),
         **{f"reward/source/{name}/mean": float(np.mean(values)) for name, values in sources.items()},
         **{f"reward/part/{name}": float(np.mean(values)) for name, values in parts.items()},
     }

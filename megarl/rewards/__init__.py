@@ -2,7 +2,15 @@
 
 from megarl.rewards.registry import REWARDS, load_reward
 from megarl.rewards.scorer import Batch, Outcome, Scorer
-from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardResult, RewardSample, RewardTimedOut, Score
+from megarl.rewards.scoring import (
+    RewardFailed,
+    RewardFunction,
+    RewardLost,
+    RewardResult,
+    RewardSample,
+    RewardTimedOut,
+    Score,
+)
 from megarl.rewards.terms import OVERLONG
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "Outcome",
     "RewardFailed",
     "RewardFunction",
+    "RewardLost",
     "RewardResult",
     "RewardSample",
     "RewardTimedOut",

@@ -9,8 +9,19 @@ from typing import Any, Protocol
 
 from megarl.rewards.event_loop import EventLoop
 from megarl.rewards.registry import GIVEN, GIVEN_IF_NAMED, Builtin, Calling
-from megarl.rewards.scoring import RewardFailed, RewardFunction, RewardSample, RewardTimedOut, Score, as_score
-from megarl.rewards.worker import WorkerLost, WorkerPool
+from megarl.rewards.scoring import (
+    RewardFailed,
+    RewardFunction,
+    RewardLost,
+    RewardSample,
+    RewardTimedOut,
+    Score,
+    as_score,
+)
+from megarl.rewards.worker import WorkerKilled, WorkerLost, WorkerPool
+
+MOST_TRIES = 3
+"""How many processes a sample may cost."""
 
 
 class TimeLeft:
@@ -53,11 +64,27 @@ class InProcess:
         self._index, self._calling, self._builtin, self._pool = index, calling, builtin, pool
 
     async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
-        """The function's score; a built-in one's may be what its entry says of an end by force."""
+        """The function's score; a built-in one's may be what its entry says of an end by force.
+
+        A process that was killed is no fault of the sample's, which another then scores, in all the time that there was
+        before. Raises RewardLost where that comes again and again.
+        """
+        seconds = time_left.seconds
+        for _ in range(MOST_TRIES):
+            time_left.seconds = seconds
+            try:
+                return await self._try(sample, time_left)
+            except WorkerKilled as error:
+                killed = error
+        raise RewardLost(sample, f"{killed}, {MOST_TRIES} times") from killed
+
+    async def _try(self, sample: RewardSample, time_left: TimeLeft) -> Score:
         builtin = self._builtin
         limit_s = min(time_left.seconds, (builtin and builtin.limit_s) or math.inf)
         try:
             return await self._ask(sample, limit_s, time_left)
+        except WorkerKilled:
+            raise
         except (TimeoutError, WorkerLost) as error:
             if builtin is not None and builtin.undecided is not None:
                 return as_score(builtin.undecided)

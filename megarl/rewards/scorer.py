@@ -14,6 +14,7 @@ from megarl.rewards.runners import InLoop, InProcess, Runner, TimeLeft
 from megarl.rewards.scoring import (
     LONGEST_SCORED_CHARACTERS,
     RewardFailed,
+    RewardLost,
     RewardSample,
     RewardTimedOut,
     Score,
@@ -188,6 +189,8 @@ class Batch:
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:
+    if isinstance(result, RewardLost):
+        return False
     if isinstance(result, RewardTimedOut):
         return config.on_timeout == "stop"
     return config.on_error == "stop"

@@ -83,6 +83,12 @@ class RewardTimedOut(RewardFailed):
     remedy = "make the function faster, raise reward.timeout_s, or set reward.on_timeout to drop or zero"
 
 
+class RewardLost(RewardFailed):
+    """Every process that scored the sample was killed: it is left out, whatever `reward.on_error` says."""
+
+    remedy = "see who kills the processes that score; the kernel does it where memory runs out (dmesg tells)"
+
+
 def as_score(result: object) -> Score:
     """The score that a reward function's result stands for.
 

@@ -31,6 +31,10 @@ class WorkerLost(Exception):  # noqa: N818 - says what happened
     """A function ended its process, left it without memory, or made its answers worthless."""
 
 
+class WorkerKilled(WorkerLost):
+    """Somebody killed the process by force: the kernel, for want of memory, or whoever may."""
+
+
 class Worker:
     """One process with all functions loaded; it answers one question at a time.
 
@@ -85,7 +89,8 @@ class Worker:
         except ValueError as error:  # no line ends within the limit
             raise WorkerLost(_FORGED) from error
         if not line.endswith(b"\n"):
-            raise WorkerLost(_manner(await asyncio.to_thread(self._process.wait)))
+            code = await asyncio.to_thread(self._process.wait)
+            raise (WorkerKilled if code == -signal.SIGKILL else WorkerLost)(_manner(code))
         return _reply(line, number)
 
     async def end(self) -> None:

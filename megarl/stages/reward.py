@@ -9,7 +9,7 @@ from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
-from megarl.rewards import OVERLONG, Outcome, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards import OVERLONG, Outcome, RewardLost, RewardSample, RewardTimedOut, Score, Scorer
 from megarl.rewards.scorer import Batch
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
@@ -128,7 +128,7 @@ def _with_outcome(
     if isinstance(outcome, Score):
         scored = replace(trajectory, score=outcome)
     elif not isinstance(outcome, RewardTimedOut):
-        return replace(trajectory, failure="failed")
+        return replace(trajectory, failure="lost" if isinstance(outcome, RewardLost) else "failed")
     elif config.on_timeout == "zero":
         scored = replace(trajectory, score=Score(0.0), failure="timed_out")
     else:
@@ -149,9 +149,9 @@ def check_any_scored(groups: Sequence[PromptGroup]) -> None:
     """Raise UserError if no response has a score."""
     members = [each for group in groups for each in group.members]
     if all(each.score is None for each in members):
-        timed_out = sum(each.failure == "timed_out" for each in members)
+        timed_out, lost = (sum(each.failure == how for each in members) for how in ("timed_out", "lost"))
         raise UserError(
-            f"the reward function failed for all {len(members)} responses ({timed_out} took too long), and "
-            "reward.on_error=drop and reward.on_timeout=drop leave none: repair it (with stop, the first failure is "
-            "shown)"
+            f"the reward function failed for all {len(members)} responses ({timed_out} took too long, the processes of "
+            f"{lost} were killed), and reward.on_error=drop and reward.on_timeout=drop leave none: repair it (with "
+            "stop, the first failure is shown)"
         )

@@ -22,6 +22,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/source/<name>/mean", "", "mean reward of the responses to the prompts of one data source"),
     Metric("reward/dropped", "responses", "left out because the reward function failed (reward.on_error=drop)"),
     Metric("reward/timed_out", "responses", "scoring took longer than reward.timeout_s (see reward.on_timeout)"),
+    Metric("reward/lost", "responses", "left out because every process that scored them was killed"),
     Metric("reward/part/<name>", "", "mean of a number that the reward function gave beside its score"),
     Metric("response_length/mean", "tokens", "mean length of a response, its end token included"),
     Metric("response_length/max", "tokens", "longest response"),

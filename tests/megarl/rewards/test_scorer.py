@@ -11,7 +11,8 @@ from eventually import eventually
 from outcomes import failures, values
 
 from converters.errors import UserError
-from megarl.rewards import RewardFailed, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards import RewardFailed, RewardLost, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards.runners import MOST_TRIES
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
 from megarl.schema import RewardConfig
 
@@ -104,7 +105,7 @@ DIES = {
     "os._exit": ("os._exit(3)", "it ended its process with exit code 3"),
     "a quiet os._exit": ("os._exit(0)", "it ended its process with exit code 0"),
     "a crash": ("ctypes.string_at(0)", "ended by SIGSEGV"),
-    "a killed process": ("os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    "a termination": ("os.kill(os.getpid(), 15)", "ended by SIGTERM"),
     "endless memory": ("memory_hog()", "it raised MemoryError"),
     "recursion": ("deep()", "it raised RecursionError"),
     "an exception": ("1 / 0", "it raised ZeroDivisionError: division by zero"),
@@ -142,6 +143,21 @@ def test_what_ends_its_process_fails_with_the_manner_of_its_end_and_the_others_a
         scored = scorer.score([sample(text) for text in ("1.5", "os._exit(3)", "2.5", "1 / 0")])
     assert values(scored) == [1.5, None, 2.5, None]
     assert failures(scored) == (2, 0)
+
+
+@pytest.mark.parametrize("victim", ["the process that scores", "the one that watches it"])
+def test_a_sample_whose_process_is_killed_is_scored_by_another(victim, file, tmp_path):
+    pid = {"the process that scores": "os.getpid()", "the one that watches it": "os.getppid()"}[victim]
+    tried = str(tmp_path / "tried")
+    killed = f"(open({tried!r}, 'a').write('x'), len(open({tried!r}).read()) < 3 and (os.kill({pid}, 9), forever()))"
+    with scorer_of(file, "act") as scorer:
+        # As long as two kill it, it has a third; then it is left out, also where failures stop a run.
+        scored = scorer.score([sample("1.5"), sample(f"{killed} and 2.5"), sample("os.kill(os.getpid(), 9)")])
+    assert (tmp_path / "tried").read_text() == "x" * MOST_TRIES
+    assert values(scored) == [1.5, 2.5, None]
+    assert isinstance(scored[2], RewardLost)
+    assert "SIGKILL, 3 times" in scored[2].reason
+    assert processes() == {}
 
 
 def test_after_a_failure_no_further_sample_is_begun(file, tmp_path):

@@ -65,7 +65,9 @@ def test_what_fails_has_no_score_or_stops():
     assert scored.only_scored().rewards == [1.0, 2.0]
     with pytest.raises(RewardFailed, match="could not convert"):
         score_all([responses])
-    with pytest.raises(UserError, match=r"failed for all 1 responses \(0 took too long\)"):
+    with pytest.raises(
+        UserError, match=r"failed for all 1 responses \(0 took too long, the processes of 0 were killed\)"
+    ):
         score_all([group("x")], on_error="drop")
 
 
@@ -133,16 +135,17 @@ def test_metrics_of_rewards():
         return group(data_source=source).with_members([replace(one, score=Score(value, {"half": value / 2}))])
 
     groups = [scored("a", 1.0), scored("b", 3.0), scored("any", 5.0)]
-    (failed, timed_out) = (replace(response(""), failure=failure) for failure in ("failed", "timed_out"))
-    groups[0] = groups[0].with_members([*groups[0].trajectories, failed, timed_out])
+    unscored = [replace(response(""), failure=failure) for failure in ("failed", "timed_out", "lost")]
+    groups[0] = groups[0].with_members([*groups[0].trajectories, *unscored])
     assert reward_metrics(groups) == pytest.approx(
         {
             "reward/mean": 3.0,
             "reward/std": (8 / 3) ** 0.5,
             "reward/max": 5.0,
             "reward/min": 1.0,
-            "reward/dropped": 2.0,
+            "reward/dropped": 3.0,
             "reward/timed_out": 1.0,
+            "reward/lost": 1.0,
             "reward/source/a/mean": 1.0,
             "reward/source/b/mean": 3.0,
             "reward/source/any/mean": 5.0,
