@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 .PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-checkpoint benchmark-collectives clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-long [ARGS=...]   the tests that take longest: further algorithms, two machines, drafts"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
@@ -96,7 +96,8 @@ docs: setup
 
 quickstart: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang)
 	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
-		$(if $(ENGINE),--engine $(ENGINE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
+		$(if $(ENGINE),--engine $(ENGINE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) \
+		$(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
 
 benchmark: benchmark-setup
 	$(PYTHON) benchmarks/step.py

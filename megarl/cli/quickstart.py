@@ -15,10 +15,12 @@ EXAMPLES = """examples:
   megarl quickstart --model smollm2
   megarl quickstart --engine transformers
   megarl quickstart --weights fp8_block
+  megarl quickstart --schedule async
   megarl quickstart --model deepseek_v3 --steps 20 --output-dir runs/mine
 """
 TAKES_OVERRIDES = False
 MODELS = ("qwen3_moe", "qwen3", "deepseek_v3", "smollm2")
+SCHEDULES = ("sync", "async")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="as_trained",
         help="what the engine holds the weights in: as_trained, or fp8_block, int8_channel or mxfp8, for which the tiny"
         " models are a little larger and in bf16 (%(default)s)",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default=SCHEDULES[0],
+        help="sync samples and learns in turn; async samples the next step meanwhile, with weights one version old"
+        " (%(default)s)",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="steps of GRPO (default: those of the recipe)")
     parser.add_argument(

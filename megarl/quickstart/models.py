@@ -12,6 +12,12 @@ from megarl.quickstart.questions import QuestionFiles, write_questions
 from megarl.quickstart.smollm2 import write_smollm2
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "sync": (),
+    "async": ("schedule.max_staleness=1", "schedule.in_flight=recompute"),
+}
+"""By the names that `megarl quickstart --schedule` takes, the overrides: async is one version ahead."""
+
 
 @dataclass(frozen=True)
 class WarmUp:

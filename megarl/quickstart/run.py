@@ -23,10 +23,11 @@ from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
-from megarl.quickstart.models import MODELS, QuickstartModel
+from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
+from megarl.run.resumption import run_to_its_end
 from megarl.schema import MegarlConfig, RolloutConfig
 from megarl.sft import sft
 from megarl.tracking import read_history
@@ -66,10 +67,10 @@ def _run(options: argparse.Namespace, output: Path) -> int:
         if warm_up is not None:
             told = "supervised, until about a third of the held-out answers are right"
             with _phase(console, seconds, "warm-up", told):
-                sft(warm_up)
+                run_to_its_end(sft, warm_up)
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             validate(job, "train")
-            train(job)
+            run_to_its_end(train, job)
         with _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"):
             confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
     return _report(console, job, output, confirmed, seconds)
@@ -126,6 +127,7 @@ def _job_config(
             *chosen.overrides,
             *overrides_for(device.gpus(), engine),
             *chosen.in_format(options.weights),
+            *SCHEDULES[options.schedule],
             f"rollout.engine={engine}",
             f"output_dir='{output}'",
             f"model.path='{model}'",

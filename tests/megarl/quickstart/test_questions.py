@@ -2,7 +2,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.cli import quickstart
-from megarl.quickstart.models import MODELS
+from megarl.quickstart.models import MODELS, SCHEDULES
 from megarl.quickstart.questions import LARGEST, SMALLEST, WORDINGS, split_pairs, write_questions
 from megarl.rewards.text_match import numeric_match
 
@@ -46,5 +46,6 @@ def test_the_split_follows_the_seed():
     assert set(split_pairs(1)[1]) != set(split_pairs(2)[1])
 
 
-def test_the_command_knows_the_models_that_there_are():
+def test_the_command_knows_the_models_and_schedules_that_there_are():
     assert set(quickstart.MODELS) == set(MODELS)
+    assert set(quickstart.SCHEDULES) == set(SCHEDULES)

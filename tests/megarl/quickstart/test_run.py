@@ -10,7 +10,9 @@ from megarl.quickstart.run import main, named_for
 
 
 def test_an_engine_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    options = Namespace(model="qwen3", engine="tgi", weights="as_trained", steps=None, output_dir=str(tmp_path / "run"))
+    options = Namespace(
+        model="qwen3", engine="tgi", weights="as_trained", schedule="sync", steps=None, output_dir=str(tmp_path / "run")
+    )
     with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of sglang, transformers, vllm"):
         main(options)
     assert not (tmp_path / "run").exists()
