@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -34,6 +34,9 @@ help:
 	@echo "make benchmark-packing [ARGS=...]      how evenly sequences are dealt to ranks, beside Karmarkar-Karp"
 	@echo "make benchmark-train-step [ARGS=...]   log-probs and an update, with shared prefixes and beside transformers"
 	@echo "make benchmark-schedules [ARGS=...]    schedules that sample ahead, in virtual time"
+	@echo "make benchmark-schedules-real [ARGS=...]   the same in runs, with a core for the engine and one for the trainer"
+	@echo "make benchmark-controller [ARGS=...]   the controller's time and memory with thousands of trajectories in flight"
+	@echo "make benchmark-faults [ARGS=...]   runs of which processes are killed at random moments"
 	@echo "make benchmark-collectives [ARGS=...]  bytes that a rank sends under TP, CP, EP and PP, beside the formula"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 	@echo "make benchmark-checkpoint [ARGS=...]   how long a run waits for a checkpoint, and for one that is written in the background"
@@ -47,7 +50,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-collectives: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -149,6 +152,15 @@ benchmark-train-step: setup
 
 benchmark-schedules: setup
 	$(PYTHON) benchmarks/schedules.py $(ARGS)
+
+benchmark-schedules-real: setup
+	$(PYTHON) benchmarks/schedules_real.py $(ARGS)
+
+benchmark-controller: setup
+	$(PYTHON) benchmarks/controller.py $(ARGS)
+
+benchmark-faults: setup
+	$(PYTHON) benchmarks/faults.py $(ARGS)
 
 benchmark-collectives: setup
 	$(PYTHON) benchmarks/collectives.py $(ARGS)

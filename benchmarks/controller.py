@@ -1,0 +1,155 @@
+"""The controller at the size of a large run: thousands of trajectories in flight on engines that answer by a script.
+
+The processes of the engines, the requests, the events and the scores are those of a run; there is no model, and
+nothing is trained. The CPU time is that of all threads of the controller.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+from machine import at_least_one, describe
+
+import megarl.rollout
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.turns import Turns
+from megarl.data import Prompt, PromptSampler
+from megarl.quickstart.tiny_models import make_tokenizer
+from megarl.rewards import Scorer
+from megarl.rollout.kind import EngineKind, EngineSizes
+from megarl.rollout.schedule import Schedule
+from megarl.run.rollouts import Rollouts, Served
+from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
+from megarl.tracking.clock import Clock
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINES, SAMPLES = 4, 8
+REWARD = Path(__file__).with_name("length_reward.py")
+SCRIPTED = EngineKind(
+    title="scripted",
+    engine_class=("scripted_engine", "ScriptedEngine"),
+    argument_class=("scripted_engine", "ScriptedEngine"),
+    refused={},
+    tested={},
+    sizes=lambda _arguments: EngineSizes(1, None, "bf16"),
+    context_argument="context",
+    workers=lambda _arguments: 1,
+    nodes=lambda _arguments: 1,
+    part_class=None,
+    part_arguments=lambda _number, _first: {},
+    loopback_environment=MappingProxyType({"PYTHONPATH": ":".join(sys.path)}),
+    without_weights={},
+    float32_logits={},
+    layout_versions=(),
+    packages={},
+)
+
+
+@contextmanager
+def controller(config: MegarlConfig) -> Iterator[Rollouts]:
+    """As much of a run as samples."""
+    loop, schedule = config.loop, config.schedule
+    prompts = [Prompt(index, "any", [index % 100] * 32, "1", {}) for index in range(4096)]
+    with (
+        ray_cluster(config.cluster, object_store_bytes=2 * 1024**3),
+        reserve([engine_role(config.cluster, config.rollout)], config.cluster) as seats,
+        tempfile.TemporaryDirectory() as logs,
+        Scorer(config.reward) as scorer,
+        EngineGroup(config.rollout, seats[ENGINE], Path(logs)) as engines,
+    ):
+        engines.wait_started(engines.begin_start(Path("model"), load_weights=True))
+        yield Rollouts(
+            config,
+            prompts,
+            PromptSampler(len(prompts), shuffle=True, seed=0),
+            Schedule(loop.prompts_per_step, schedule.max_staleness),
+            Served(engines, scorer, None, Turns(), make_tokenizer(), ()),
+        )
+
+
+def run_of(prompts: int, staleness: int, steps: int, **arguments: Any) -> MegarlConfig:
+    """The configuration of a run with engines that take `arguments`."""
+    return MegarlConfig(
+        loop=LoopConfig(steps=steps, prompts_per_step=prompts, samples_per_prompt=SAMPLES),
+        schedule=ScheduleConfig(max_staleness=staleness, in_flight="recompute"),
+        rollout=RolloutConfig(engine="scripted", replicas=ENGINES, max_response_tokens=16384, engine_args=arguments),
+        reward=RewardConfig(function=f"{REWARD}:score"),
+        cluster=ClusterConfig(engine_cpus=0.1),
+    )
+
+
+def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> str:
+    """Keep so many trajectories in flight until so many groups are sampled: CPU time of a group, and memory."""
+    slots, prompts = in_flight // SAMPLES, 32
+    config = run_of(prompts, slots // prompts - 1, 10**9, pace_s=pace_s * ENGINES, median_tokens=median_tokens)
+    with controller(config) as rollouts:
+        clock, own, memory = Clock(), psutil.Process(), []
+        for step in range(groups // prompts):
+            rollouts.take(clock)
+            rollouts.release()
+            if step == slots // prompts:
+                began, cpu = time.monotonic(), time.process_time()
+            if step >= slots // prompts and step % 8 == 0:
+                gc.collect()
+                memory.append(own.memory_info().rss)
+        counted = (groups // prompts - slots // prompts - 1) * prompts
+        cpu, seconds = time.process_time() - cpu, time.monotonic() - began
+    third = max(1, len(memory) // 3)
+    middle, late = (max(part) / 1e6 for part in (memory[third : 2 * third], memory[2 * third :]))
+    return (
+        f"| {in_flight:,} | {counted:,} | {median_tokens:.0f} | {counted / seconds:.0f} | {cpu / counted * 1e3:.2f} | "
+        f"{cpu / counted / SAMPLES * 1e3:.3f} | {memory[0] / 1e6:.0f}, {middle:.0f}, {late:.0f} |"
+    )
+
+
+def checkpoint(groups: int, median_tokens: float) -> str:
+    """Save with so many groups finished and as many in flight: seconds and bytes."""
+    each = groups // ENGINES
+    config = run_of(groups, 1, 10**9, pace_s=0.0, median_tokens=median_tokens, only=each)
+    with controller(config) as rollouts, tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        rollouts._admit()
+        rollouts._wait(lambda: len(rollouts._schedule.waiting) == groups)
+        tokens = sum(each.sampled_tokens for group in rollouts._finished.values() for each in group.trajectories)
+        seconds = []
+        for number in range(3):
+            target = Path(folder) / str(number)
+            target.mkdir()
+            began = time.monotonic()
+            state = rollouts.save(target)
+            seconds.append(time.monotonic() - began)
+        size = sum(path.stat().st_size for path in target.iterdir())
+    assert len(state["schedule"]["draws"]) == 2 * groups
+    return f"| {groups} | {groups} | {tokens / 1e6:.2f} | {size / 1e6:.0f} | {min(seconds):.2f} | {max(seconds):.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=at_least_one, default=4096, help="trajectories")
+    parser.add_argument("--groups", type=at_least_one, default=10_000, help="sampled in all")
+    parser.add_argument("--saved", type=at_least_one, default=512, help="groups that are finished when it is saved")
+    parser.add_argument("--median-tokens", type=float, default=1097.0)
+    parser.add_argument("--pace-ms", type=float, default=5.0, help="between two answers of all engines together")
+    arguments = parser.parse_args()
+    megarl.rollout.ENGINES["scripted"] = SCRIPTED  # type: ignore[index]
+    print(f"{describe(ROOT)}\n")
+    print("| in flight | groups | median tokens | groups/s | CPU ms a group | CPU ms a trajectory | MB: first, ... |")
+    print("|---:|---:|---:|---:|---:|---:|---|", flush=True)
+    print(events(arguments.in_flight, arguments.groups, arguments.median_tokens, arguments.pace_ms / 1e3), flush=True)
+    print("\n| groups finished | in flight | million tokens | MB | s, best | s, worst |")
+    print("|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(checkpoint(arguments.saved, arguments.median_tokens), flush=True)
+
+
+if __name__ == "__main__":
+    main()

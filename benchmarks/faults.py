@@ -1,0 +1,333 @@
+"""Runs of a tiny model, in each of which a process of a random kind is killed at a random moment.
+
+A run whose controller is killed is started again with the same command; all others have to go on by themselves. Each
+is compared with a run that nobody disturbs: where the schedule repeats itself, all metrics and the exported weights
+have to be those, bit for bit; everywhere each draw is trained on once, no token is older than the schedule allows, and
+nothing is left.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from faults_run import NOTES
+from machine import at_least_one, describe, give_out
+from transformers.utils import logging
+from workload import environment
+
+from megarl.output.places import EXPORT
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.tracking import read_history
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, PROMPTS, SAVED_EVERY = 6, 8, 2
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "S=0": (),
+    "S=1, wait": ("schedule.max_staleness=1", "schedule.in_flight=wait"),
+    "S=2, recompute": ("schedule.max_staleness=2", "schedule.in_flight=recompute"),
+}
+BOUNDS = {"S=0": 0, "S=1, wait": 1, "S=2, recompute": 2}
+REPEATING = ("S=0", "S=1, wait")
+"""Schedules whose numbers do not depend on the clock."""
+KINDS = ("controller", "engine", "trainer rank", "reward worker")
+OF_THE_CLOCK = ("seconds/", "throughput/", "engines/", "schedule/", "memory/", "refit/")
+"""Metrics that a fault, or the clock, may change."""
+LIMIT_S = 600.0
+_POLL_S = 0.02
+_GONE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run with one fault; `moment` is a share of the time that an undisturbed run takes."""
+
+    engine: str
+    schedule: str
+    kind: str
+    moment: float
+    seed: int
+
+
+@dataclass
+class Outcome:
+    """The end of a run."""
+
+    seconds: float
+    code: int
+    output: Path
+    said: list[str] = field(default_factory=list)
+    """Lines about deaths and restarts."""
+    step: int | None = None
+    """Steps that were done at the fault; None where there was nobody to kill any more."""
+    left: list[str] = field(default_factory=list)
+    """Processes and segments that have outlived the run."""
+
+    def batches(self) -> dict[int, dict[str, Any]]:
+        """The batch of each step that counts: the last one, where a step was done again."""
+        notes = [json.loads(line) for line in (self.output / "notes.jsonl").read_text().splitlines()]
+        return {note["step"]: note for note in notes}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All that does not depend on the clock."""
+        return [
+            {name: value for name, value in line.items() if not name.startswith(OF_THE_CLOCK)}
+            for line in read_history(self.output)
+        ]
+
+    def weights(self) -> bytes:
+        """The exported weights."""
+        return b"".join(path.read_bytes() for path in sorted((self.output / EXPORT).glob("*.safetensors")))
+
+
+class Lab:
+    """A tiny model and its data, and runs on them."""
+
+    def __init__(self, folder: Path) -> None:
+        logging.disable_progress_bar()
+        self._folder = folder
+        model, files = write_tiny_model("qwen3", folder / "model"), write_arithmetic(folder / "data", held_out=16)
+        self._arguments = (
+            *("train", "--config-name", "quickstart", f"model.path={model}", f"data.train_files=[{files.train}]"),
+            *("megatron.expert_model_parallel_size=1", "rollout.replicas=2", "rollout.max_response_tokens=96"),
+            *("rollout.engine_args.max_model_len=128", f"loop.steps={STEPS}", f"loop.prompts_per_step={PROMPTS}"),
+            *("loop.samples_per_prompt=4", f"checkpoint.every={SAVED_EVERY}", "tracking.loggers=[jsonl]"),
+            f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
+            "cluster.engine_threads=1",
+        )
+        self._undisturbed: dict[tuple[str, str], Outcome] = {}
+
+    def undisturbed(self, engine: str, schedule: str) -> Outcome:
+        """A run without a fault, of which there is one for all to be compared with."""
+        key = (engine, schedule)
+        if key not in self._undisturbed:
+            made = self._undisturbed[key] = self._run(f"undisturbed {engine} {schedule}", engine, schedule, None)
+            if made.code != 0:
+                raise SystemExit("\n".join(["a run without a fault failed:", *made.said]))
+        return self._undisturbed[key]
+
+    def disturbed(self, number: int, case: Case) -> Outcome:
+        """A run with a fault."""
+        return self._run(f"{number} {case.kind}", case.engine, case.schedule, case)
+
+    def _run(self, name: str, engine: str, schedule: str, case: Case | None) -> Outcome:
+        output = self._folder / name.replace(" ", "_").replace(",", "").replace("=", "")
+        output.mkdir()
+        command = [
+            *(sys.executable, str(Path(__file__).with_name("faults_run.py")), *self._arguments),
+            *(f"rollout.engine={engine}", *SCHEDULES[schedule], f"output_dir={output / 'run'}"),
+        ]
+        outcome = Outcome(0.0, 0, output / "run")
+        family: set[psutil.Process] = set()
+        began = time.monotonic()
+        started = [_start(command, output)]
+        try:
+            if case is not None:
+                moment = case.moment * self.undisturbed(engine, schedule).seconds
+                outcome.step = _kill(case, started[0], output / "run", began + moment, family)
+                if case.kind == "controller" and outcome.step is not None:
+                    _wait_gone(family)
+                    started.append(_start(command, output))
+            outcome.code = _watch(started[-1], began + LIMIT_S, family)
+        finally:
+            for run in started:
+                with suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
+        outcome.seconds = time.monotonic() - began
+        outcome.said = [
+            line for line in (output / "errors.log").read_text().splitlines() if "restart" in line or "megarl:" in line
+        ]
+        outcome.left = [*_wait_gone(family, 5.0), *_segments(run.pid for run in started)]
+        return outcome
+
+
+def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    (folder / "run").mkdir(exist_ok=True)
+    notes = {NOTES: str(folder / "run" / "notes.jsonl")}
+    with (folder / "errors.log").open("ab") as errors:
+        return subprocess.Popen(
+            command,
+            env={**environment(threads=1), **notes},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def _watch(run: subprocess.Popen[bytes], deadline: float, family: set[psutil.Process]) -> int:
+    """The exit code; -1 for a run that does not end. Its processes come into the `family`."""
+    while run.poll() is None:
+        if time.monotonic() > deadline:
+            return -1
+        family.update(_descendants(run.pid))
+        time.sleep(0.2)
+    return run.returncode
+
+
+def _kill(
+    case: Case, run: subprocess.Popen[bytes], output: Path, moment: float, family: set[psutil.Process]
+) -> int | None:
+    """Kill a process of the kind at the moment, or as soon as there is one. The steps that were done by then."""
+    chance = random.Random(case.seed)
+    while run.poll() is None:
+        if time.monotonic() >= moment and (found := list(_of_kind(case.kind, run.pid, output))):
+            family.update(_descendants(run.pid))
+            with suppress(psutil.NoSuchProcess):
+                chance.choice(found).kill()
+                return max((line["step"] for line in read_history(output)), default=0) if _has_begun(output) else 0
+        time.sleep(_POLL_S)
+    return None
+
+
+def _has_begun(output: Path) -> bool:
+    return (output / "metrics.jsonl").exists()
+
+
+def _of_kind(kind: str, controller: int, output: Path) -> Iterator[psutil.Process]:
+    if kind == "controller":
+        yield psutil.Process(controller)
+        return
+    role = {"engine": "engine", "trainer rank": "trainer"}.get(kind)
+    for process in _descendants(controller):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            if role is None:
+                if any("worker_main" in word for word in process.cmdline()):
+                    yield process
+            elif Path(os.readlink(f"/proc/{process.pid}/fd/1")).match(f"{output}/logs/{role}_*.log"):
+                yield process
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _wait_gone(family: set[psutil.Process], seconds: float = _GONE_S) -> list[str]:
+    """Wait until the processes are gone; those that stay."""
+    _, alive = psutil.wait_procs(list(family), timeout=seconds)
+    return [f"process {each.pid}" for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def _segments(pids: Iterator[int]) -> list[str]:
+    return [path.name for pid in pids for path in Path("/dev/shm").glob(f"megarl-{pid}-*")]
+
+
+def cases(count: int, engines: Sequence[str], seed: int) -> list[Case]:
+    """All kinds and schedules in turn, at random moments; each fourth with the last engine."""
+    chance = random.Random(seed)
+    schedules = list(SCHEDULES)
+    return [
+        Case(
+            engine=engines[-1] if number % 4 == 3 else engines[0],
+            schedule=schedules[(number + number // len(KINDS)) % len(schedules)],
+            kind=KINDS[(number + number // len(schedules) // len(KINDS)) % len(KINDS)],
+            moment=chance.uniform(0.02, 0.95),
+            seed=chance.randrange(2**31),
+        )
+        for number in range(count)
+    ]
+
+
+def judged(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
+    """All that is wrong with a run."""
+    if outcome.code != 0:
+        return [f"exit code {outcome.code}" if outcome.code > 0 else f"no end within {LIMIT_S:g} s"]
+    wrong, batches = list(outcome.left), outcome.batches()
+    ordinals = sorted(ordinal for batch in batches.values() for ordinal in batch["ordinals"])
+    if ordinals != list(range(STEPS * PROMPTS)):
+        wrong.append("a draw was lost, or trained on twice")
+    if max(batch["age"] for batch in batches.values()) > BOUNDS[case.schedule]:
+        wrong.append("a token older than the schedule allows")
+    if case.schedule in REPEATING and (gap := difference(outcome, reference)) > 0:
+        wrong.append(f"metrics differ by {gap:.1e}")
+    return wrong
+
+
+def difference(outcome: Outcome, reference: Outcome) -> float:
+    """The largest relative difference of any metric of any step; infinite for other steps, names or batches."""
+    ours, theirs = outcome.metrics(), reference.metrics()
+    if outcome.batches() != reference.batches() or [set(line) for line in ours] != [set(line) for line in theirs]:
+        return math.inf
+    gaps = [
+        abs(line[name] - value) / max(abs(value), 1e-9)
+        for line, other in zip(ours, theirs, strict=True)
+        for name, value in other.items()
+        if isinstance(value, int | float) and line[name] != value
+    ]
+    bytes_differ = outcome.weights() != reference.weights()
+    return max([*gaps, *([1e-9] if bytes_differ else [])], default=0.0)
+
+
+HEAD = (
+    "| run | engine | schedule | killed | after s | steps done | restarts | s more | found |\n"
+    "|---:|---|---|---|---:|---:|---|---:|---|"
+)
+
+
+def row(number: int, case: Case, outcome: Outcome, reference: Outcome) -> str:
+    """A line of the table."""
+    wrong = judged(case, outcome, reference)
+    equal = "bit for bit" if case.schedule in REPEATING else "each draw once"
+    done = "had ended" if outcome.step is None else str(outcome.step)
+    restarts = "; ".join(_short(line) for line in outcome.said) or (
+        "by hand" if case.kind == "controller" and outcome.step is not None else "none needed"
+    )
+    found = f"**{', '.join(wrong)}**" if wrong else equal
+    cells = (
+        *(str(number), case.engine, case.schedule, case.kind, f"{case.moment * reference.seconds:.1f}", done),
+        *(restarts, f"{outcome.seconds - reference.seconds:+.0f}", found),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _short(line: str) -> str:
+    if "the run goes on" in line or "begins anew" in line:
+        return "run, from step " + (line.partition("of step ")[2].split(" ")[0] if "of step" in line else "0")
+    return "engine" if "is started again" in line else line[:80]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=at_least_one, default=24)
+    parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"], help="each fourth run has the last")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for the runs, which else go")
+    parser.add_argument("--output", type=Path, help="file for the page; each row is also printed")
+    arguments = parser.parse_args()
+    page = [describe(ROOT), "", HEAD]
+    print("\n".join(page), flush=True)
+    wrong, killed = 0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        lab = Lab(arguments.keep or Path(scratch))
+        for number, case in enumerate(cases(arguments.runs, arguments.engines, arguments.seed)):
+            reference = lab.undisturbed(case.engine, case.schedule)
+            outcome = lab.disturbed(number, case)
+            killed += outcome.step is not None
+            wrong += bool(judged(case, outcome, reference))
+            page.append(row(number, case, outcome, reference))
+            print(page[-1], flush=True)
+    page += ["", f"{killed} processes killed in {arguments.runs} runs; {wrong} runs with something wrong."]
+    print("\n".join(page[-2:]), flush=True)
+    if arguments.output:
+        give_out("\n".join([*page, ""]), arguments.output)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

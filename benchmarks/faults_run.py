@@ -1,0 +1,37 @@
+"""`megarl`, with a note of every batch that is trained on: its draws, and how old their oldest token is."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from megarl.cli.main import main
+from megarl.data.stretches import here
+from megarl.run.rollouts import Rollouts, Sampled
+from megarl.tracking.clock import Clock
+
+NOTES = "FAULTS_NOTES"
+"""Environment variable: the file that notes go to."""
+
+_take = Rollouts.take
+
+
+def _noted(self: Rollouts, clock: Clock) -> Sampled:
+    batch = _take(self, clock)
+    version = self._schedule.version
+    trajectories = [each for group in batch.groups for each in group.trajectories]
+    oldest = min(int(here(turn.versions).min()) for each in trajectories for turn in each.turns)
+    note = {
+        "step": version + 1,
+        "ordinals": [group.ordinal for group in batch.sampled],
+        "age": version - oldest,
+        "tokens": sum(each.sampled_tokens for each in trajectories),
+    }
+    with Path(os.environ[NOTES]).open("a") as file:
+        file.write(f"{json.dumps(note)}\n")
+    return batch
+
+
+if __name__ == "__main__":
+    Rollouts.take = _noted  # type: ignore[method-assign]
+    sys.exit(main(sys.argv[1:]))

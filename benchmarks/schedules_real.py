@@ -1,0 +1,95 @@
+"""The gain of sampling ahead, really: steps a second of whole runs, with a core for the engine and one for the trainer.
+
+Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
+of its own; what is counted are the steps after the first ones. Both sides compute for about as long, so that at most
+twice as many steps could be made.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from machine import at_least_one, describe
+from observation import Window, observe
+from schedules_run import tokens_of
+from transformers.utils import logging
+from workload import environment
+
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "S=0": (),
+    "S=1, wait": ("schedule.max_staleness=1", "schedule.in_flight=wait"),
+    "S=1": ("schedule.max_staleness=1", "schedule.in_flight=recompute"),
+    "S=2": ("schedule.max_staleness=2", "schedule.in_flight=recompute"),
+}
+LONGEST, PROMPTS = 224, 16
+
+
+def workload(folder: Path, engine: str) -> list[str]:
+    """The command line of a run, but for its schedule, length and folder."""
+    logging.disable_progress_bar()
+    model = endless(write_tiny_model("qwen3", folder / "model", fields={"vocab_size": 63, "num_hidden_layers": 4}))
+    files = write_arithmetic(folder / "data", held_out=16)
+    return [
+        *(sys.executable, str(Path(__file__).with_name("schedules_run.py")), "train", "--config-name", "quickstart"),
+        *(f"model.path={model}", f"data.train_files=[{files.train}]", "megatron.expert_model_parallel_size=1"),
+        *("cluster.trainer_ranks=1", "cluster.engine_threads=1", f"rollout.engine={engine}"),
+        *(f"rollout.max_response_tokens={LONGEST}", "rollout.engine_args.max_model_len=256"),
+        *(f"loop.prompts_per_step={PROMPTS}", "loop.samples_per_prompt=4", "loop.max_tokens_per_micro_batch=1024"),
+        *("checkpoint.every=0", "tracking.loggers=[jsonl]", "algorithm.train_on_truncated_responses=true"),
+        f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
+    ]
+
+
+def endless(model: Path) -> Path:
+    """The model with an end token that is beyond its vocabulary."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    last, number = max(vocabulary.items(), key=lambda each: each[1])
+    ends = {"config.json": number, "generation_config.json": number, "tokenizer_config.json": last}
+    for name, end in ends.items():
+        key = "eos_token" if end == last else "eos_token_id"
+        held = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**held, key: end}))
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=16, help="that are counted")
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    arguments = parser.parse_args()
+    window = Window(4, arguments.steps)
+    drawn = sorted(tokens_of(ordinal, LONGEST) for ordinal in range(PROMPTS * arguments.steps))
+    middle, tail = drawn[len(drawn) // 2], drawn[-len(drawn) // 20]
+    print(f"{describe(ROOT)}; {middle} tokens at the median, {tail} at the 95th percentile, {drawn[-1]} at most\n")
+    print("| round | schedule | s a step | steps/s, of S=0 | rollout s | advantage s | update s | refit s |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    gains: dict[str, list[float]] = {name: [] for name in arguments.schedules}
+    with tempfile.TemporaryDirectory() as scratch:
+        command = workload(Path(scratch), arguments.engine)
+        for number in range(arguments.rounds):
+            first = 0.0
+            for name in arguments.schedules:
+                output = Path(scratch) / f"{number}_{len(gains[name])}_{arguments.schedules.index(name)}"
+                run = [*command, *SCHEDULES[name], f"loop.steps={window.run_steps}", f"output_dir={output}"]
+                seen = observe(run, environment(threads=1), output, window)
+                first = first or seen.wall_seconds_per_step
+                gains[name].append(first / seen.wall_seconds_per_step)
+                stages = (f"{seen.stage_seconds[stage]:.2f}" for stage in ("rollout", "advantage", "update", "refit"))
+                cells = (str(number), name, f"{seen.wall_seconds_per_step:.2f}", f"{gains[name][-1]:.2f}", *stages)
+                print(f"| {' | '.join(cells)} |", flush=True)
+    medians = ", ".join(f"{name} {median(each):.2f}" for name, each in gains.items())
+    print(f"\nMedians of {arguments.rounds} rounds: {medians}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
