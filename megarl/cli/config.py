@@ -1,10 +1,12 @@
 """Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
 
 Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is a recipe
-again. --diff ends with 0 where two recipes are the same, with 1 where they differ; overrides count for both.
+again. --from-verl prints the recipe that a command of verl is here, with what has no counterpart. --diff ends with 0
+where two recipes are the same, with 1 where they differ; overrides count for both.
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,8 @@ EXAMPLES = """examples:
   megarl config --config-name mine --config-dir ~/recipes --json
   megarl config --diff grpo_qwen3_moe dapo_qwen3_moe
   megarl config --diff grpo_qwen3_moe ~/recipes/mine.yaml
+  megarl config --from-verl run_qwen3_moe_30b.sh > recipes/mine.yaml
+  megarl config --from-verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5
 """
 TAKES_OVERRIDES = True
 EXIT_DIFFERENT = 1
@@ -30,11 +34,20 @@ _COLUMN = 56
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; overrides and Megatron's flags are what remains."""
-    parser.usage = "megarl config (--config-name NAME | --diff A B) [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]"
+    parser.usage = (
+        "megarl config (--config-name NAME | --diff A B) [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]\n"
+        "       megarl config --from-verl FILE|KEY=VALUE ..."
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config-name", metavar="NAME", help="recipe: a file of configs/ without .yaml")
     which.add_argument(
         "--diff", nargs=2, metavar=("A", "B"), help="two recipes, by name or as a file that ends in .yaml"
+    )
+    which.add_argument(
+        "--from-verl",
+        nargs="+",
+        metavar="FILE|KEY=VALUE",
+        help="a script that runs verl, a YAML file, or its overrides",
     )
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
     add_megatron_args(parser)
@@ -46,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     """Print; 1 where two recipes differ."""
     if options.diff:
         return _diff(options)
+    if options.from_verl:
+        return _translate(options)
     from megarl.config.origins import DEFAULT
 
     settings = _explain(options, options.config_name)
@@ -53,6 +68,20 @@ def run(options: argparse.Namespace) -> int:
         settings = {key: setting for key, setting in settings.items() if setting.origin != DEFAULT}
     facts = {key: {"value": setting.value, "origin": setting.origin} for key, setting in settings.items()}
     outcome.print_outcome(options, list(_yaml(settings)), {"configuration": facts})
+    return 0
+
+
+def _translate(options: argparse.Namespace) -> int:
+    from megarl.config.foreign.from_verl import from_verl
+    from megarl.config.foreign.recipe import check
+
+    if options.overrides:
+        raise UserError(f"megarl config --from-verl does not take {options.overrides[0]}: give settings of verl alone")
+    recipe = from_verl(options.from_verl, os.environ)
+    check(recipe)
+    facts = {"recipe": recipe.values, "no_counterpart": recipe.absent, "so_in_any_case": recipe.always}
+    title = f"Translated from verl: {' '.join(options.from_verl)}"
+    outcome.print_outcome(options, [recipe.yaml(title).rstrip()], facts)
     return 0
 
 

@@ -17,7 +17,6 @@ from megarl.schema import MegarlConfig
 DEFAULT = "default"
 OPEN = "???"
 """Value, in OmegaConf's own word, of a mandatory key that nobody has given."""
-_STAND_IN = "to be given"
 _DEDUCED = "follows from other keys"
 
 
@@ -36,9 +35,7 @@ def explain(
 
     Raises UserError as `compose` does.
     """
-    overrides = [each.text for each in assignments]
-    open_ = open_keys(config_name, overrides, config_dir)
-    config = compose(config_name, [*overrides, *(f"{key}='{_STAND_IN}'" for key in open_)], config_dir)
+    config, open_ = compose_open(config_name, [each.text for each in assignments], config_dir)
     given = _origins(config_name, assignments, config_dir)
     settings = {}
     for key, value in leaves(asdict(config)):
@@ -50,6 +47,19 @@ def explain(
             origin = _DEDUCED
         settings[key] = Setting(value, origin)
     return settings
+
+
+def compose_open(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> tuple[MegarlConfig, list[str]]:
+    """The configuration with stand-ins for the keys that are open, and these keys. Raises UserError as `compose`."""
+    open_ = open_keys(config_name, overrides, config_dir)
+    stand_ins = [f"{key}={_stand_in(_defaults().get(key, OPEN))}" for key in open_]
+    return compose(config_name, [*overrides, *stand_ins], config_dir), open_
+
+
+def _stand_in(default: Any) -> str:
+    return "[]" if isinstance(default, list) else "to_be_given" if isinstance(default, str) else "1"
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -168,6 +168,8 @@ class _Reader:
         if part.kind == "arithmetic":
             return [self._arithmetic(part.text, where)]
         if part.kind == "command":
+            if part.text.strip() == "pwd":
+                return self._parameter("PWD", where)
             # How scripts find the folder that they lie in.
             is_folder = "dirname" in part.text and ("BASH_SOURCE" in part.text or "$0" in part.text)
             folder = self._files[-1].resolve().parent

@@ -1,0 +1,62 @@
+"""A recipe that is made of the settings of another program, and what could not be translated."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from megarl.config.composition import check_composition
+from megarl.config.megatron import megatron_options
+from megarl.config.origins import OPEN, compose_open
+from megarl.config.pools import check_pools
+from megarl.config.schedule import check_schedule
+
+__all__ = ["OPEN", "TranslatedRecipe", "check"]
+
+
+@dataclass
+class TranslatedRecipe:
+    """Nested keys of megarl, and what is to be said about the rest."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    always: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> settings that are so here in any case."""
+    absent: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> settings without a counterpart."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Give a dotted key a value."""
+        *groups, name = key.split(".")
+        place = self.values
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        place: Any = self.values
+        for name in key.split("."):
+            if name not in place:
+                return default
+            place = place[name]
+        return place
+
+    def yaml(self, title: str) -> str:
+        """The recipe, with what could not be translated before it."""
+        lines = [f"# {title}"]
+        for heading, notes in (("No counterpart", self.absent), ("So in any case", self.always)):
+            lines += [f"# {heading}: {' '.join(settings)}: {why}." for why, settings in sorted(notes.items())]
+        return "\n".join([*lines, yaml.safe_dump(self.values, sort_keys=False, width=110)])
+
+
+def check(recipe: TranslatedRecipe) -> None:
+    """Raise UserError where the recipe could not run, whatever the run gives for its open keys."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "translated.yaml").write_text(recipe.yaml("A recipe"))
+        config, _ = compose_open("translated", (), folder)
+    megatron_options(config)
+    check_pools(config)
+    check_composition(config)
+    check_schedule(config)

@@ -1,0 +1,309 @@
+"""Keys of verl and what becomes of each here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULTS: Mapping[str, Any] = {
+    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.optim.clip_grad": 1.0,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.lam": 1.0,
+    "critic.cliprange_value": 0.5,
+    "critic.optim.lr": 1e-5,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.train_batch_size": 1024,
+    "trainer.experiment_name": "gsm8k",
+    "trainer.logger": ["console", "wandb"],
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "trainer.project_name": "verl_examples",
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.total_epochs": 30,
+}
+"""Key -> verl's default, where it counts for the recipe."""
+
+ALIASES: Mapping[str, str] = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_manager.name": "reward_model.reward_manager",
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "actor_rollout_ref.actor"
+    ".ulysses_sequence_parallel_size",
+    "actor_rollout_ref.model.lora.": "lora.",
+    "actor_rollout_ref.actor.lora.": "lora.",
+    "actor_rollout_ref.model.lora_rank": "lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "lora.alpha",
+    "actor_rollout_ref.model.target_modules": "lora.target_modules",
+    "actor_rollout_ref.model.lora_adapter_path": "lora.adapter_path",
+    "data.gen_batch_size": "data.gen_batch_size",
+}
+"""How a key is called in one version of verl -> in another; names that end in a dot are beginnings."""
+
+SAME: Mapping[str, str] = {
+    "data.prompt_key": "data.prompt_column",
+    "data.shuffle": "data.shuffle",
+    "data.seed": "loop.seed",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coefficient",
+    "actor_rollout_ref.actor.checkpoint.async_save": "checkpoint.async_save",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.val_kwargs.n": "loop.eval_samples",
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "model.freeze_moe_router",
+    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
+    "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
+    "reward.num_workers": "reward.workers",
+    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",
+    "trainer.val_before_train": "loop.eval_at_start",
+    "trainer.project_name": "tracking.project",
+    "trainer.experiment_name": "tracking.run_name",
+    "lora.rank": "lora.rank",
+    "lora.alpha": "lora.alpha",
+    "lora.adapter_path": "lora.path",
+    "ray_kwargs.ray_init.address": "cluster.address",
+}
+"""Key of verl -> key of megarl that takes the same value."""
+
+OPTIMIZER = (
+    *("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_init", "lr_decay_style", "lr_wsd_decay_style"),
+    "weight_decay_incr_style",
+)
+"""Below `optim`: options that Megatron calls so, too."""
+COUNTED_IN_STEPS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+"""The same, in rollouts; Megatron counts optimizer steps."""
+PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "use_distributed_optimizer",
+)
+"""Below `megatron`: options that Megatron calls so, too."""
+OVERRIDES = ("override_transformer_config.", "override_ddp_config.", "override_optimizer_config.")
+"""Below these everything is an option of Megatron."""
+
+ADVANTAGES: Mapping[str, str] = {
+    **{
+        name: name
+        for name in (
+            "gae",
+            "grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "opo",
+            "gpg",
+        )
+    },
+    "grpo_passk": "grpo_pass_k",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "gdpo": "gdpo",
+    "optimal_token_baseline": "optimal_token_baseline",
+}
+POLICY_LOSSES: Mapping[str, str] = {
+    "vanilla": "clip",
+    "geo_mean": "gmpo",
+    "gpg": "policy_gradient",
+    **{name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl")},
+}
+KL_ESTIMATORS: Mapping[str, str] = {
+    **dict.fromkeys(("kl", "k1"), "k1"),
+    **dict.fromkeys(("mse", "k2"), "k2"),
+    **dict.fromkeys(("low_var_kl", "k3"), "k3"),
+    **dict.fromkeys(("kl+", "k1+"), "k1+"),
+    **dict.fromkeys(("low_var_kl+", "k3+"), "k3+"),
+    "abs": "abs",
+    "abs+": "abs+",
+}
+AGGREGATIONS: Mapping[str, str] = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+}
+CORRECTIONS: Mapping[str, str] = {"token": "token_importance", "sequence": "sequence_importance"}
+DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
+LOGGERS = ("console", "wandb", "mlflow", "tensorboard")
+FILTERS: Mapping[str, str] = {"acc": "outcome", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}
+
+POLICY_LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "sapo": {
+        "actor_rollout_ref.actor.tau_pos": "temperature_positive",
+        "actor_rollout_ref.actor.tau_neg": "temperature_negative",
+    },
+    "clip_cov": {
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": "covariance_fraction",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb": "covariance_low",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub": "covariance_high",
+    },
+    "kl_cov": {
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": "covariance_fraction",
+        "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": "covariance_kl_coefficient",
+    },
+}
+"""Policy loss -> key of verl -> option of the loss."""
+CLIPPED = ("clip", "gspo", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+"""Policy losses with a lower and an upper clip."""
+DUAL_CLIPPED = ("clip",)
+
+REWARDS: Mapping[str, tuple[str, ...]] = {
+    "gsm8k": ("openai/gsm8k",),
+    "math": (
+        *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "math"),
+        *("math_dapo_reasoning", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
+        *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
+    ),
+}
+"""Reward -> values of data_source for which verl's own function computes the same."""
+
+_TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
+_PACKED = "micro-batches are always packed, without padding, by tokens"
+_TRAINER = "the trainer is always Megatron-core"
+_SAME_SIZES = "the reference has the policy's parallel sizes and its micro-batches"
+_REFIT = "every refit moves the new weights before the next rollout"
+_LOG_PROBS = "engines always say the log-probs of what they sample"
+
+ALWAYS: Mapping[str, str] = {
+    "actor_rollout_ref.hybrid_engine": _TURNS,
+    "actor_rollout_ref.rollout.free_cache_engine": _TURNS,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": _TURNS,
+    "actor_rollout_ref.actor.fsdp_config": _TRAINER,
+    "actor_rollout_ref.ref.fsdp_config": _TRAINER,
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SAME_SIZES,
+    "actor_rollout_ref.ref": _SAME_SIZES,
+    "actor_rollout_ref.actor.strategy": _TRAINER,
+    "actor_rollout_ref.actor.optim.optimizer": "the optimizer is Adam with decoupled weight decay",
+    "actor_rollout_ref.actor.megatron.param_offload": _TURNS,
+    "actor_rollout_ref.actor.megatron.grad_offload": _TURNS,
+    "actor_rollout_ref.actor.megatron.optimizer_offload": _TURNS,
+    "actor_rollout_ref.actor.megatron.sequence_parallel": "it is on exactly where tensor parallelism is",
+    "actor_rollout_ref.actor.megatron.use_mbridge": "weights are read and written as HuggingFace has them",
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge": "weights are read and written as HuggingFace has them",
+    "actor_rollout_ref.actor.megatron.use_dist_checkpointing": "weights are read and written as HuggingFace has them",
+    "actor_rollout_ref.actor.megatron.use_remove_padding": _PACKED,
+    "actor_rollout_ref.actor.use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.actor.ppo_micro_batch_size": _PACKED,
+    "actor_rollout_ref.actor.use_torch_compile": _TRAINER,
+    "actor_rollout_ref.actor.checkpoint.save_contents": "a checkpoint holds model, optimizer and all random states",
+    "actor_rollout_ref.actor.checkpoint.load_contents": "a checkpoint holds model, optimizer and all random states",
+    "actor_rollout_ref.model.use_remove_padding": _PACKED,
+    "actor_rollout_ref.model.use_fused_kernels": "log-probs are always computed a part of the vocabulary at a time",
+    "actor_rollout_ref.model.fused_kernel_options": "log-probs are always computed a part of the vocabulary at a time",
+    "actor_rollout_ref.rollout.layered_summon": _REFIT,
+    "critic.megatron.use_dist_checkpointing": "weights are read and written as HuggingFace has them",
+    "critic.megatron.dist_checkpointing_path": "weights are read and written as HuggingFace has them",
+    "actor_rollout_ref.actor.megatron.dist_checkpointing_path": "weights are read and written as HuggingFace has them",
+    "actor_rollout_ref.actor.profiler": "tracking.profile=STEP writes a timeline of all processes",
+    "critic.profiler": "tracking.profile=STEP writes a timeline of all processes",
+    "actor_rollout_ref.nccl_timeout": "processes that fail are noticed at once",
+    "actor_rollout_ref.model.use_shm": _REFIT,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": _PACKED,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _PACKED,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _PACKED,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.rollout.calculate_log_probs": _LOG_PROBS,
+    "actor_rollout_ref.rollout.mode": "requests are always served as they come",
+    "actor_rollout_ref.rollout.load_format": _REFIT,
+    "actor_rollout_ref.rollout.dtype": "engines hold what model.dtype or rollout.weights says",
+    "actor_rollout_ref.rollout.do_sample": "rollouts are always sampled",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "one response to a prompt is greedy, several are not",
+    "actor_rollout_ref.rollout.checkpoint_engine": _REFIT,
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": _REFIT,
+    "actor_rollout_ref.rollout.agent.num_workers": "one process asks the engines for everything",
+    "actor_rollout_ref.rollout.disable_log_stats": "it is set by the engine's own start",
+    "critic.enable": "a critic is kept where the advantage needs one",
+    "critic.strategy": _TRAINER,
+    "critic.fsdp": _TRAINER,
+    "critic.model.fsdp_config": _TRAINER,
+    "critic.model.use_remove_padding": _PACKED,
+    "critic.model.enable_gradient_checkpointing": "the critic recomputes as the policy does",
+    "critic.use_dynamic_bsz": _PACKED,
+    "critic.ppo_micro_batch_size": _PACKED,
+    "critic.ppo_micro_batch_size_per_gpu": _PACKED,
+    "critic.ppo_max_token_len_per_gpu": _PACKED,
+    "critic.forward_max_token_len_per_gpu": _PACKED,
+    "critic.forward_micro_batch_size_per_gpu": _PACKED,
+    "critic.ppo_mini_batch_size": "the critic has the policy's mini-batches",
+    "critic.megatron.param_offload": _TURNS,
+    "critic.megatron.grad_offload": _TURNS,
+    "critic.megatron.optimizer_offload": _TURNS,
+    "critic.megatron.sequence_parallel": "it is on exactly where tensor parallelism is",
+    "critic.megatron.use_mbridge": "weights are read and written as HuggingFace has them",
+    "critic.ulysses_sequence_parallel_size": "the critic has the policy's context parallelism",
+    "data.return_raw_chat": "prompts are always chats",
+    "data.reward_fn_key": "the column is always data_source",
+    "data.val_batch_size": "all held-out prompts are sampled at once",
+    "data.gen_batch_size": "with dynamic_sampling, prompts are drawn one by one as they are needed",
+    "data.dataloader_num_workers": "prompts are tokenised before the run",
+    "data.filter_overlong_prompts_workers": "prompts are tokenised before the run",
+    "data.trust_remote_code": "only architectures that are converted are read",
+    "actor_rollout_ref.model.trust_remote_code": "only architectures that are converted are read",
+    "reward_model.enable": "a reward model is used where reward_model.path names one",
+    "reward_model.reward_manager": "each response is scored as it comes",
+    "reward_model.launch_reward_fn_async": "each response is scored as it comes",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.log": "the penalty is always logged",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "the penalty is on where its buffer is above 0",
+    "reward_model.reward_kwargs.max_resp_len": "the penalty counts from rollout.max_response_tokens",
+    "trainer.balance_batch": "sequences are always dealt evenly",
+    "trainer.device": "the device is the one that there is",
+    "trainer.use_legacy_worker_impl": _TRAINER,
+    "trainer.rollout_data_dir": "trajectories are always written into output_dir",
+    "trainer.log_val_generations": "evaluations are always written into output_dir",
+    "trainer.use_v1": _TRAINER,
+    "model_engine": _TRAINER,
+}
+"""Key of verl, or the beginning of one -> why nothing needs to be said of it here."""
+
+ABSENT: Mapping[str, str] = {
+    "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once; more algorithm.updates_per_step are the"
+    " nearest",
+    "actor_rollout_ref.rollout.multi_turn": "environments of several turns are written as players",
+    "actor_rollout_ref.rollout.agent": "environments of several turns are written as players",
+    "actor_rollout_ref.actor.router_replay": "only the experts of the rollout are replayed (R3)",
+    "actor_rollout_ref.actor.freeze_vision_tower": "models of images are not trained",
+    "data.image_key": "models of images are not trained",
+    "data.video_key": "models of images are not trained",
+    "data.custom_cls": "data is read from parquet files",
+    "data.sampler": "prompts are drawn in a random order or as they lie",
+    "data.truncation": "a prompt is never cut: it is refused, or dropped",
+    "algorithm.use_pf_ppo": "there is no such preference",
+    "reward_model": "a reward model is trained by megarl reward-model and named in reward_model.path",
+    "reward.sandbox_fusion": "code runs in a sandbox of this machine",
+    "global_profiler": "tracking.profile=STEP writes a timeline",
+    "trainer.resume_from_path": "a run continues from the latest checkpoint of its output_dir",
+    "distillation": "teachers are given as teachers.NAME.path",
+}
+"""Key of verl, or the beginning of one, without a counterpart -> what there is in its place."""
+
+
+def reason(table: Mapping[str, str], key: str) -> str:
+    """The text of a table for the key or for the longest beginning of it; empty where there is none."""
+    while key:
+        if key in table:
+            return table[key]
+        key = key.rpartition(".")[0]
+    return ""

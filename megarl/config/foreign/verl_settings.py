@@ -1,0 +1,95 @@
+"""The overrides of a verl command, out of a script, a YAML file or words."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from converters.errors import UserError
+from megarl.config.foreign.arguments import program_words
+from megarl.config.foreign.recipe import OPEN
+from megarl.config.foreign.shell_script import Word, read_script
+from megarl.config.foreign.verl_keys import ALIASES
+from megarl.config.origins import leaves
+
+_MAY_BE_OPEN = (
+    *("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir"),
+    *("trainer.project_name", "trainer.experiment_name", "critic.model.path"),
+)
+"""Keys that a recipe leaves to the run where only running a script would tell their values."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that only running a script would tell, and that matters only where somebody asks for it."""
+
+    word: Word
+
+    def __str__(self) -> str:
+        return self.word.unknown
+
+
+def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Key of verl -> value, of one file or of overrides.
+
+    Raises UserError for a file without a command of verl, and for an override without a value.
+    """
+    if len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml"):
+        settings = dict(leaves(_read_yaml(Path(given[0]))))
+    elif len(given) == 1 and "=" not in given[0]:
+        words = program_words(read_script(Path(given[0]), environment)) or []
+        settings = dict(_overrides(words))
+    else:
+        settings = dict(_overrides(Word(text, "the command line") for text in given))
+    if not settings:
+        raise UserError(f"{given[0]} has no settings of verl: name a script that runs verl, a YAML file, or KEY=VALUE")
+    return {_name_of_now(key): value for key, value in settings.items()}
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")
+    return values
+
+
+def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
+    for word in words:
+        if word.text.startswith("~"):
+            raise UserError(
+                f"{word.where}: {word.text} takes a setting of verl away; give the value that it is to have"
+            )
+        key, equals, value = word.text.partition("=")
+        # `--config-name NAME` and the like choose files of verl's own defaults.
+        if not equals or key.startswith(("-", "hydra")):
+            continue
+        if word.unknown:
+            yield key.lstrip("+~"), OPEN if key in _MAY_BE_OPEN else Unknown(word)
+            continue
+        try:
+            override = OverridesParser.create().parse_override(word.text)
+        except HydraException:
+            # A value that a shell had in quotes, and Hydra would want in quotes of its own.
+            yield key.lstrip("+~"), value
+            continue
+        if override.is_sweep_override():
+            raise UserError(f"{word.where}: {word.text} gives several values; write one")
+        given = override.value()
+        if isinstance(given, dict) and given:
+            yield from leaves(given, f"{override.key_or_group}.")
+        else:
+            yield override.key_or_group, given
+
+
+def _name_of_now(key: str) -> str:
+    for old, new in ALIASES.items():
+        if key == old or (old.endswith(".") and key.startswith(old)):
+            return new + key.removeprefix(old)
+    return key

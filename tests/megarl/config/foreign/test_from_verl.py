@@ -1,0 +1,186 @@
+"""Commands of verl become recipes that do the same; settings without a counterpart are said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl_scripts
+import yaml
+
+from converters.errors import UserError
+from megarl.cli.main import main
+from megarl.config.compose import compose
+from megarl.config.foreign.from_verl import from_verl
+from megarl.config.foreign.recipe import TranslatedRecipe, check
+from megarl.config.origins import leaves
+
+SHARED = {"nodes": 1, "shared": True}
+
+
+def translated(folder: Path, script: str) -> TranslatedRecipe:
+    file = folder / "run.sh"
+    file.write_text(script)
+    return from_verl([str(file)], {"HOME": "/root"})
+
+
+def values(recipe: TranslatedRecipe, *groups: str) -> dict[str, Any]:
+    return {key: value for key, value in leaves(recipe.values) if key.startswith(groups)}
+
+
+def said(notes: dict[str, list[str]]) -> list[str]:
+    return [each for settings in notes.values() for each in settings]
+
+
+def test_grpo_with_megatron(tmp_path: Path) -> None:
+    recipe = translated(tmp_path, verl_scripts.GRPO)
+    assert values(recipe, "algorithm.", "loop.", "megatron.", "cluster.", "data.", "model.", "output_dir") == {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "clip",
+        "algorithm.policy_loss_options.clip_low": 0.2,
+        "algorithm.policy_loss_options.clip_high": 0.2,
+        "algorithm.policy_loss_options.dual_clip": 3.0,
+        "algorithm.aggregation": "token_mean",
+        "algorithm.kl_coefficient": 0.001,
+        "algorithm.kl_estimator": "k3",
+        "algorithm.updates_per_step": 2,
+        "algorithm.entropy_coefficient": 0,
+        "loop.prompts_per_step": 8,
+        "loop.samples_per_prompt": 4,
+        "loop.max_tokens_per_micro_batch": 4 * (16 + 8),
+        "loop.steps": 2,
+        "loop.eval_every": 5,
+        "megatron.tensor_model_parallel_size": 2,
+        "megatron.lr": 1e-3,
+        "megatron.weight_decay": 0.01,
+        "megatron.clip_grad": 1.0,
+        "cluster.trainer_ranks": 2,
+        "cluster.pools.all.roles": ["trainer", "engine"],
+        "cluster.pools.all.nodes": 1,
+        "cluster.pools.all.shared": True,
+        "data.train_files": ["/root/data/train.parquet"],
+        "data.eval_files": ["/root/data/test.parquet"],
+        "data.max_prompt_tokens": 16,
+        "data.overlong_prompts": "drop",
+        "model.path": "/root/models/tiny",
+        "model.dtype": "fp32",
+        "output_dir": "checkpoints/verl_example/tiny_megatron",
+    }
+    assert recipe.get("rollout.replicas") == 2
+    assert recipe.get("reward.function") == "reward.py:begins_with_a_digit"
+    assert recipe.get("tracking.loggers") == ["jsonl", "console"]
+    assert list(recipe.absent.values()) == [["swanlab"]]
+    assert "actor_rollout_ref.model.use_fused_kernels=True" in said(recipe.always)
+
+
+def test_dapo(tmp_path: Path) -> None:
+    recipe = translated(tmp_path, verl_scripts.DAPO)
+    assert values(recipe, "algorithm.", "reward.overlong", "megatron.", "loop.max_tokens", "loop.eval_at") == {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "clip",
+        "algorithm.policy_loss_options.clip_low": 0.2,
+        "algorithm.policy_loss_options.clip_high": 0.28,
+        "algorithm.policy_loss_options.dual_clip": 10.0,
+        "algorithm.aggregation": "token_mean",
+        "algorithm.dynamic_sampling": True,
+        "algorithm.filter_on": "outcome",
+        "algorithm.max_refills": 10,
+        "algorithm.updates_per_step": 4,
+        "reward.overlong_buffer_tokens": 4,
+        "reward.overlong_penalty": 0.5,
+        "megatron.lr": 1e-3,
+        # verl counts rollouts, Megatron optimizer steps.
+        "megatron.lr_warmup_steps": 40,
+        "megatron.weight_decay": 0.1,
+        "megatron.clip_grad": 1.0,
+        "loop.max_tokens_per_micro_batch": 48,
+        "loop.eval_at_start": False,
+    }
+    assert "data.truncation=left" in said(recipe.absent)
+
+
+def test_ppo_with_megatron(tmp_path: Path) -> None:
+    recipe = translated(tmp_path, verl_scripts.PPO)
+    assert values(recipe, "critic.", "algorithm.adv", "algorithm.kl", "megatron.", "rollout.") == {
+        "algorithm.advantage": "gae",
+        "algorithm.advantage_options.gamma": 1.0,
+        "algorithm.advantage_options.gae_lambda": 0.95,
+        "algorithm.kl_in": "reward",
+        "algorithm.kl_coefficient": 0.01,
+        "algorithm.kl_estimator": "k1",
+        "megatron.pipeline_model_parallel_size": 2,
+        "megatron.recompute_granularity": "full",
+        "megatron.recompute_method": "uniform",
+        "megatron.recompute_num_layers": 1,
+        "megatron.lr": 1e-3,
+        "megatron.weight_decay": 0.01,
+        "megatron.clip_grad": 1.0,
+        # verl's critic is not cut as the policy is, where nothing is said.
+        "critic.megatron.pipeline_model_parallel_size": 1,
+        "critic.megatron.lr": 1e-2,
+        "critic.value_clip": 0.5,
+        "critic.warmup_steps": 1,
+        "rollout.engine": "vllm",
+        "rollout.replicas": 1,
+        "rollout.max_response_tokens": 8,
+        "rollout.engine_args.tensor_parallel_size": 2,
+        "rollout.engine_args.gpu_memory_utilization": 0.5,
+        "rollout.engine_args.max_model_len": 32,
+        "rollout.engine_args.dtype": "float32",
+        "rollout.engine_args.block_size": 32,
+        "rollout.engine_args.kv_cache_memory_bytes": 8388608,
+    }
+    assert recipe.get("cluster.pools.all.roles") == ["trainer", "engine", "critic"]
+
+
+@pytest.mark.parametrize("name", verl_scripts.SCRIPTS)
+def test_the_output_of_the_command_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / "run.sh").write_text(verl_scripts.SCRIPTS[name])
+    assert main(["config", "--from-verl", str(tmp_path / "run.sh")]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    config = compose("mine", (), str(tmp_path))
+    assert (config.loop.steps, config.cluster.pools["all"].shared) == (2, True)
+
+
+def test_overrides_and_yaml_are_taken_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=5", "trainer.total_training_steps=3"]
+    assert main(["config", "--from-verl", *overrides, "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    groups = {"algorithm": {"adv_estimator": "rloo"}, "actor_rollout_ref": {"rollout": {"n": 5}}}
+    file = tmp_path / "verl.yaml"
+    file.write_text(yaml.safe_dump({**groups, "trainer": {"total_training_steps": 3}}))
+    assert from_verl([str(file)], {}).values == recipe
+    assert recipe["algorithm"]["advantage"] == "rloo"
+    assert recipe["loop"]["samples_per_prompt"] == 5
+    # verl's own default.
+    assert recipe["loop"]["prompts_per_step"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["algorithm.adv_estimator=grp"], r"algorithm\.adv_estimator=grp has no counterpart.*did you mean grpo\?"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], "1024 cannot be cut into mini-batches of"),
+        (["actor_rollout_ref.rollout.name=hf"], "is none of the engines"),
+        (["trainer.n_gpus_per_node=3"], "3 GPUs cannot be shared out among engines of 2"),
+        (["~trainer.logger"], "~trainer.logger"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_sentence(overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        from_verl([*overrides, "data.seed=1"], {})
+
+
+def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: Path) -> None:
+    script = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$1 trainer.unknown=$(date) "
+    recipe = translated(tmp_path, script)
+    assert recipe.get("model.path") == "???"
+    assert said(recipe.absent) == ["trainer.unknown=$(date)"]
+    check(recipe)
+    with pytest.raises(UserError, match=r"run\.sh:1: \$RANKS has no value"):
+        translated(tmp_path, f"{script} trainer.nnodes=$RANKS")
+
+
+def test_a_recipe_that_could_not_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="compares the responses to one prompt"):
+        check(from_verl(["algorithm.adv_estimator=grpo"], {}))
