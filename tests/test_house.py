@@ -27,6 +27,7 @@ ENGINES_NAMED = {
     "megarl/schema/config.py": "the engine that is used where a recipe names none",
     "megarl/config/renamed_keys.py": "keys of other frameworks are told what they are called here",
     "megarl/config/foreign/engine_arguments.py": "the names that other frameworks have for an engine's arguments",
+    "megarl/config/foreign/slime_flags.py": "an argument of slime that begins with the name of its engine",
     "megarl/config/foreign/verl_keys.py": "the engine of verl where it is not named",
 }
 """Files that name an engine, with the reason; of all others, only those in the engine's own folder do."""

@@ -1,8 +1,8 @@
 """Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
 
 Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is a recipe
-again. --from-verl prints the recipe that a command of verl is here, with what has no counterpart. --diff ends with 0
-where two recipes are the same, with 1 where they differ; overrides count for both.
+again. --from-verl and --from-slime print the recipe that a command of verl or a script of slime is here, with what has
+no counterpart. --diff ends with 0 where two recipes are the same, with 1 where they differ; overrides count for both.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; overrides and Megatron's flags are what remains."""
     parser.usage = (
         "megarl config (--config-name NAME | --diff A B) [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]\n"
-        "       megarl config --from-verl FILE|KEY=VALUE ..."
+        "       megarl config (--from-verl FILE|KEY=VALUE ... | --from-slime FILE)"
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config-name", metavar="NAME", help="recipe: a file of configs/ without .yaml")
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|KEY=VALUE",
         help="a script that runs verl, a YAML file, or its overrides",
     )
+    which.add_argument("--from-slime", type=Path, metavar="FILE", help="a script that runs slime")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
     add_megatron_args(parser)
     parser.add_argument("--given", action="store_true", help="leave out what is as the schema has it by default")
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     """Print; 1 where two recipes differ."""
     if options.diff:
         return _diff(options)
-    if options.from_verl:
+    if options.from_verl or options.from_slime:
         return _translate(options)
     from megarl.config.origins import DEFAULT
 
@@ -72,16 +73,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _translate(options: argparse.Namespace) -> int:
+    from megarl.config.foreign.from_slime import from_slime
     from megarl.config.foreign.from_verl import from_verl
     from megarl.config.foreign.recipe import check
 
     if options.overrides:
-        raise UserError(f"megarl config --from-verl does not take {options.overrides[0]}: give settings of verl alone")
-    recipe = from_verl(options.from_verl, os.environ)
+        raise UserError(f"{options.overrides[0]} cannot be given beside what is translated: override the recipe itself")
+    if options.from_verl:
+        title, recipe = " ".join(options.from_verl), from_verl(options.from_verl, os.environ)
+    else:
+        title, recipe = str(options.from_slime), from_slime(options.from_slime, os.environ)
     check(recipe)
     facts = {"recipe": recipe.values, "no_counterpart": recipe.absent, "so_in_any_case": recipe.always}
-    title = f"Translated from verl: {' '.join(options.from_verl)}"
-    outcome.print_outcome(options, [recipe.yaml(title).rstrip()], facts)
+    outcome.print_outcome(options, [recipe.yaml(f"Translated: {title}").rstrip()], facts)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Arguments of a program, `--name value ...`, as they stand in a script or a YAML file."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
         found = ArgumentList(tuple(_arguments_of_yaml(file)))
     else:
         script = read_script(file, environment)
-        found = ArgumentList(tuple(_arguments(_words_of_program(script))), tuple(script.skipped))
+        words, arrays = _words_of_program(script)
+        found = ArgumentList(tuple(_arguments(words)), script.skipped(arrays))
     if not found.arguments:
         raise UserError(f"{file} has no arguments: name a script with --ARGUMENTS, or a YAML file")
     return found
@@ -72,18 +73,18 @@ def program_words(script: ShellScript) -> list[Word] | None:
     return None
 
 
-def _words_of_program(script: ShellScript) -> Iterable[Word]:
+def _words_of_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:
+    """The words that count, and the arrays that they are from."""
     if (words := program_words(script)) is not None:
-        return words
-    arrays = [array for array in script.arrays.values() if array and array[0].text.startswith("--")]
+        return words, script.used
+    arrays = {name: words for name, words in script.arrays.items() if words and words[0].text.startswith("--")}
     if arrays:
-        return [word for array in arrays for word in array]
+        return [word for words in arrays.values() for word in words], arrays
     lines = [command for command in script.commands if command and command[0].text.startswith("--")]
     if lines:
-        return [word for line in lines for word in line]
-    return [
-        word for value in script.variables.values() if value.text.lstrip().startswith("--") for word in value.split()
-    ]
+        return [word for line in lines for word in line], ()
+    variables = [value for value in script.variables.values() if value.text.lstrip().startswith("--")]
+    return [word for value in variables for word in value.split()], ()
 
 
 def _arguments(words: Iterable[Word]) -> Iterator[Argument]:

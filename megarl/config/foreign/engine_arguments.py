@@ -27,3 +27,6 @@ EXPERT_PARALLEL: Mapping[str, tuple[str, bool]] = {
     "sglang": ("ep_size", False),
 }
 """Engine -> its argument for expert parallelism, and whether that is a switch."""
+
+OF_SLIME = ("sglang", "sglang_")
+"""slime's engine, and how the names of its arguments begin there."""

@@ -114,7 +114,7 @@ def _megatron(t: _Translation, group: str, prefix: str) -> None:
             if name not in fields:
                 t.absent(f"{prefix}{override}{name}", "the installed megatron-core has no such option")
             elif value is not None:
-                t.recipe.set(f"{group}.{name}", value)
+                t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{override}{name}={value}")
 
 
 def _data(t: _Translation) -> None:

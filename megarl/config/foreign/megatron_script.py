@@ -44,7 +44,7 @@ def read_megatron_script(file: Path, environment: Mapping[str, str]) -> Megatron
     found = read_arguments(file, environment)
     script = MegatronScript(skipped=found.skipped)
     for argument in found.arguments:
-        _translate(argument, found.arguments, script)
+        translate(argument, found.arguments, script)
     return script
 
 
@@ -63,7 +63,8 @@ def check_model(arguments: Iterable[Argument], model_path: str) -> None:
             )
 
 
-def _translate(argument: Argument, others: Iterable[Argument], script: MegatronScript) -> None:
+def translate(argument: Argument, others: Iterable[Argument], script: MegatronScript) -> None:
+    """Add one argument to the `script`; `others` are those beside it. Raises UserError as `read_megatron_script`."""
     name, fields = argument.name, megatron_fields()
     positive = name.removeprefix("no_")
     if positive in MODEL:

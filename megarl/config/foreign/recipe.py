@@ -12,6 +12,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.origins import OPEN, compose_open
 from megarl.config.pools import check_pools
 from megarl.config.schedule import check_schedule
+from megatron_ext.supported_options import REFUSED
 
 __all__ = ["OPEN", "TranslatedRecipe", "check"]
 
@@ -33,6 +34,14 @@ class TranslatedRecipe:
         for group in groups:
             place = place.setdefault(group, {})
         place[name] = value
+
+    def set_option(self, key: str, value: Any, shown: str) -> None:
+        """Give an option of Megatron a value, or say under `shown` why it cannot have it."""
+        refusal = REFUSED.get(key.rpartition(".")[2])
+        if refusal and refusal.covers(value):
+            self.absent.setdefault(refusal.reason, []).append(shown)
+        else:
+            self.set(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key."""

@@ -3,7 +3,7 @@
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,8 +68,14 @@ class ShellScript:
     commands: list[list[Word]] = field(default_factory=list)
     arrays: dict[str, list[Word]] = field(default_factory=dict)
     variables: dict[str, Word] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    """Places where an array grows in a branch or a loop."""
+    grown: dict[str, list[str]] = field(default_factory=dict)
+    """Array -> places where it grows in a branch or a loop, which do not count."""
+    used: set[str] = field(default_factory=set)
+    """Arrays that a command takes."""
+
+    def skipped(self, arrays: Collection[str]) -> tuple[str, ...]:
+        """Places where one of the arrays grows in a branch or a loop."""
+        return tuple(place for name, places in self.grown.items() if name in arrays for place in places)
 
 
 def read_script(file: Path, environment: Mapping[str, str]) -> ShellScript:
@@ -125,7 +131,7 @@ class _Reader:
         if word.items is not None:
             items = [each for item in word.items for each in self._expand(item)]
             if conditional:
-                self.found.skipped.append(where)
+                self.found.grown.setdefault(name, []).append(where)
                 self.found.arrays.setdefault(name, [])
             else:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
@@ -187,6 +193,7 @@ class _Reader:
         if array:
             if name not in self.found.arrays and not operation and self._not_read:
                 raise UserError(f"{where} uses the array {name}, and {self._not_read[-1]}: put that file there")
+            self.found.used.add(name)
             return self.found.arrays.get(name, [])
         value = self._variable(name, where)
         is_set = value is not None and bool(value.text)

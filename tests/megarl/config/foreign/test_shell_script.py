@@ -87,7 +87,7 @@ def test_a_variable_that_a_loop_computes_is_missing_by_its_name(tmp_path: Path) 
     script = read_script(write(tmp_path, text), {})
     frequency, date = script.commands[-1][1:]
     assert (frequency.unknown, date.unknown) == ("$FREQ", "$(date)")
-    assert [place.rpartition(":")[2] for place in script.skipped] == ["3"]
+    assert [place.rpartition(":")[2] for place in script.skipped(["arr"])] == ["3"]
     with pytest.raises(UserError, match=r"script\.sh:6: \$FREQ has no value that can be read"):
         frequency.known()
 

@@ -1,0 +1,234 @@
+"""`megarl config --from-slime`: a recipe that does what a script of slime does, and what has no counterpart."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from converters.errors import UserError, did_you_mean
+from megarl.config.foreign import slime_flags as slime
+from megarl.config.foreign.arguments import Argument, read_arguments
+from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
+from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
+from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
+from megarl.rollout import ENGINES
+
+
+def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
+    """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
+    found = read_arguments(file, environment)
+    translation = _Translation({argument.name: argument for argument in found.arguments})
+    for part in (_algorithm, _kl, _batch, _data, _engines, _cluster, _rest):
+        part(translation)
+    for place in found.skipped:
+        translation.recipe.absent.setdefault("it stands in a branch or a loop of the script", []).append(place)
+    return translation.recipe
+
+
+class _Translation:
+    """Arguments of slime that are taken one by one, and the recipe that comes of them."""
+
+    def __init__(self, given: Mapping[str, Argument]) -> None:
+        self.given = given
+        self.recipe = TranslatedRecipe()
+        self.taken: set[str] = set()
+
+    def take(self, name: str) -> Any:
+        """The value of an argument, else slime's default; true for one without a value."""
+        self.taken.add(name)
+        if name not in self.given:
+            return slime.DEFAULTS.get(name)
+        words = self.given[name].words
+        return number_or_text(words[0]) if words else True
+
+    def absent(self, name: str, why: str) -> None:
+        """Say that a given argument has no counterpart."""
+        self.taken.add(name)
+        self.recipe.absent.setdefault(why, []).append(shown(self.given[name]))
+
+
+def number_or_text(word: str) -> Any:
+    """The word as a number where it is one."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def shown(argument: Argument) -> str:
+    """The argument as it stands in the script."""
+    values = " ".join(value.unknown or value.text for value in argument.values)
+    return f"{argument.flag} {values}".rstrip()
+
+
+def _algorithm(t: _Translation) -> None:
+    if t.take("loss_type") == "sft_loss":
+        raise UserError(
+            "--loss-type sft_loss is supervised fine-tuning, which is megarl sft here: only RL is translated"
+        )
+    name = t.take("advantage_estimator")
+    if name not in slime.ADVANTAGES:
+        raise UserError(
+            f"--advantage-estimator {name} has no counterpart, there are {', '.join(slime.ADVANTAGES)}"
+            f"{did_you_mean(str(name), slime.ADVANTAGES)}; change it, then translate again"
+        )
+    advantage, loss = slime.ADVANTAGES[name]
+    t.recipe.set("algorithm.advantage", advantage)
+    t.recipe.set("algorithm.policy_loss", loss)
+    gamma, lambd = t.take("gamma"), t.take("lambd")
+    if advantage == "gae":
+        t.recipe.set("algorithm.advantage_options", {"gamma": gamma, "gae_lambda": lambd})
+        t.recipe.set("critic.value_clip", t.take("value_clip"))
+        t.recipe.set("critic.warmup_steps", t.take("num_critic_only_steps"))
+    elif advantage == "reinforce_plus_plus":
+        t.recipe.set("algorithm.advantage_options", {"gamma": gamma})
+    elif advantage == "grpo" and t.take("disable_grpo_std_normalization"):
+        t.recipe.set("algorithm.advantage_options", {"normalize_by_std": False})
+    low = t.take("eps_clip")
+    high = t.take("eps_clip_high")
+    options = {"clip_low": low, "clip_high": low if high is None else high}
+    if (dual := t.take("eps_clip_c")) is not None and loss == "clip":
+        options["dual_clip"] = dual
+    t.recipe.set("algorithm.policy_loss_options", options)
+    per_token = t.take("calculate_per_token_loss")
+    t.recipe.set("algorithm.aggregation", "token_mean" if per_token else "seq_mean_token_mean")
+    high = t.take("tis_clip")
+    if t.take("use_tis") and loss == "gspo":
+        t.absent(
+            "use_tis", "a loss with one ratio per response has corrections of whole responses: sequence_importance"
+        )
+    elif t.take("use_tis"):
+        low = t.take("tis_clip_low")
+        bounds = {"high": high} if not low else {"low": low, "high": high}
+        t.recipe.set("algorithm.corrections", [{"kind": "token_importance", **bounds}])
+    if path := t.take("dynamic_sampling_filter_path"):
+        if str(path).endswith("check_reward_nonzero_std"):
+            t.recipe.set("algorithm.dynamic_sampling", True)
+        else:
+            t.absent("dynamic_sampling_filter_path", "algorithm.filter_on, filter_low and filter_high say which groups")
+
+
+def _kl(t: _Translation) -> None:
+    in_loss, in_reward, kind = t.take("kl_loss_coef"), t.take("kl_coef"), t.take("kl_loss_type")
+    in_loss = in_loss if t.take("use_kl_loss") else 0.0
+    if not in_loss and not in_reward:
+        return
+    t.recipe.set("algorithm.kl_coefficient", in_loss or in_reward)
+    t.recipe.set("algorithm.kl_in", "loss" if in_loss else "reward")
+    t.recipe.set("algorithm.kl_estimator", slime.KL_ESTIMATORS.get(kind, kind))
+
+
+def _batch(t: _Translation) -> None:
+    responses = (t.take("rollout_batch_size") or 0) * t.take("n_samples_per_prompt")
+    batch, updates = t.take("global_batch_size"), t.take("num_steps_per_rollout")
+    if batch and responses % batch:
+        raise UserError(
+            f"{responses} responses of --rollout-batch-size x --n-samples-per-prompt cannot be cut into batches of"
+            f" --global-batch-size {batch}: change one of them"
+        )
+    t.recipe.set("algorithm.updates_per_step", updates or (responses // batch if batch else 1))
+    context = t.given.get("context_parallel_size")
+    parts = int(context.words[0]) if context else 1
+    longest = (t.take("rollout_max_prompt_len") or 1024) + (t.take("rollout_max_response_len") or 1024)
+    tokens = (t.take("max_tokens_per_gpu") or 0) * parts
+    t.recipe.set("loop.max_tokens_per_micro_batch", max(tokens, longest))
+
+
+def _data(t: _Translation) -> None:
+    for name, key in (("prompt_data", "data.train_files"), ("eval_prompt_data", "data.eval_files")):
+        if name not in t.given:
+            continue
+        files = [word for word in t.given[name].words if "/" in word or "." in word]
+        if all(file.endswith(".parquet") for file in files):
+            t.taken.add(name)
+            t.recipe.set(key, files)
+        else:
+            t.recipe.set(key, OPEN)
+            t.absent(name, slime.ABSENT["label_key"])
+    reward = t.take("rm_type")
+    if reward in slime.REWARDS:
+        t.recipe.set("reward.function", slime.REWARDS[reward])
+    elif reward:
+        t.recipe.set("reward.function", OPEN)
+        t.absent("rm_type", slime.ABSENT["rm_type"])
+    if t.take("use_wandb"):
+        t.recipe.set("tracking.loggers", ["console", "jsonl", "tensorboard", "wandb"])
+
+
+def _engines(t: _Translation) -> None:
+    engine, prefix = OF_SLIME
+    t.recipe.set("rollout.engine", engine)
+    t.recipe.set(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}", t.take("rollout_num_gpus_per_engine"))
+    for name in [each for each in t.given if each.startswith(prefix) and not each.startswith(f"{prefix}router")]:
+        argument = t.given[name]
+        if argument.unknown:
+            t.absent(name, "its value is computed by the script")
+            continue
+        values = [number_or_text(word) for word in argument.words]
+        t.taken.add(name)
+        value = True if not values else values[0] if len(values) == 1 else values
+        try:
+            ENGINES[engine].check({(own := name.removeprefix(prefix)): value})
+        except UserError as error:
+            t.absent(name, error.sentence)
+        else:
+            t.recipe.set(f"rollout.engine_args.{own}", value)
+
+
+def _cluster(t: _Translation) -> None:
+    nodes, gpus = t.take("actor_num_nodes"), t.take("actor_num_gpus_per_node")
+    size = t.recipe.get(f"rollout.engine_args.{TENSOR_PARALLEL[OF_SLIME[0]]}")
+    t.recipe.set("cluster.trainer_ranks", nodes * gpus)
+    colocated = t.take("colocate")
+    engines = nodes * gpus if colocated else t.take("rollout_num_gpus") or nodes * gpus
+    if engines % size:
+        raise UserError(f"{engines} GPUs cannot be shared out among engines of {size}: change one of the two")
+    t.recipe.set("rollout.replicas", engines // size)
+    if colocated:
+        roles = ["trainer", "engine", *(["critic"] if t.recipe.get("algorithm.advantage") == "gae" else [])]
+        t.recipe.set("cluster.pools.all", {"roles": roles, "nodes": nodes, "shared": True})
+
+
+def _rest(t: _Translation) -> None:
+    """All arguments that mean the same here, and Megatron's."""
+    script = MegatronScript()
+    for name, argument in t.given.items():
+        if (key := slime.SAME.get(name)) is not None:
+            t.taken.add(name)
+            may_be_open = key in ("model.path", "output_dir", "tracking.project", "tracking.run_name")
+            t.recipe.set(key, OPEN if argument.unknown and may_be_open else t.take(name))
+        elif name in slime.LISTS:
+            t.recipe.set(slime.LISTS[name], [number_or_text(word) for word in argument.words])
+        elif name in slime.SWITCHES:
+            t.recipe.set(*slime.SWITCHES[name])
+        elif name in t.taken:
+            continue
+        elif why := slime.ALWAYS.get(name) or slime.ALWAYS.get(name.removeprefix("disable_").removeprefix("no_")):
+            t.recipe.always.setdefault(why, []).append(shown(argument))
+        elif why := slime.ABSENT.get(name) or _beginning(name):
+            t.absent(name, why)
+        else:
+            translate(argument, t.given.values(), script)
+    t.recipe.set("megatron.lr", slime.DEFAULTS["lr"])
+    for assignment in script.assignments:
+        override = OverridesParser.create().parse_override(assignment.text)
+        t.recipe.set_option(override.key_or_group, override.value(), assignment.origin.split()[-1])
+    for why, flags in script.left_out.items():
+        t.recipe.always.setdefault(why, []).extend(flags)
+    _compare(t, script.model)
+
+
+def _beginning(name: str) -> str:
+    return next((why for start, why in slime.ABSENT_BEGINNINGS.items() if name.startswith(start)), "")
+
+
+def _compare(t: _Translation, model: list[Argument]) -> None:
+    """Compare what the script says of the model with config.json, where it is there."""
+    path = t.recipe.get("model.path", OPEN)
+    if path != OPEN and Path(path, "config.json").is_file():
+        check_model(model, path)
+    if model:
+        t.recipe.always.setdefault("config.json says what the model is", []).extend(each.flag for each in model)

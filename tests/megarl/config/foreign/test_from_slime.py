@@ -1,0 +1,167 @@
+"""Scripts of slime become recipes that do the same; arguments without a counterpart are said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.errors import UserError
+from megarl.cli.main import main
+from megarl.config.compose import compose
+from megarl.config.folder import recipes_folder
+from megarl.config.foreign.from_slime import from_slime
+from megarl.config.foreign.recipe import TranslatedRecipe
+from megarl.config.origins import leaves
+
+MODEL = """MODEL_ARGS=(
+   --disable-bias-linear --swiglu --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
+   --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm
+   --norm-epsilon 1e-6 --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}" --num-experts 128 --moe-router-topk 8
+   --moe-layer-freq [1]*94 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0
+)
+"""
+RUN = """#!/bin/bash
+# for rerun the task
+pkill -9 sglang
+set -ex
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/moe.sh"
+CKPT_ARGS=(
+   --hf-checkpoint $BASE/model
+   --ref-load $BASE/model_torch_dist
+   --save $BASE/out
+   --save-interval 20
+)
+ROLLOUT_ARGS=(
+   --prompt-data $BASE/train.parquet
+   --input-key prompt --apply-chat-template --rollout-shuffle --rm-type deepscaler
+   --num-rollout 300 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
+   --rollout-temperature 0.8
+   --global-batch-size 64
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+)
+EVAL_ARGS=(--eval-interval 10 --eval-prompt-data aime $BASE/aime.jsonl --n-samples-per-eval-prompt 16)
+PERF_ARGS=(
+   --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --context-parallel-size 2
+   --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+   --use-dynamic-batch-size --max-tokens-per-gpu 8192
+)
+GRPO_ARGS=(
+   --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.00
+   --eps-clip 0.2 --eps-clip-high 0.28 --use-tis
+)
+OPTIMIZER_ARGS=(--optimizer adam --lr 2e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.98
+   --optimizer-cpu-offload)
+SGLANG_ARGS=(--rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-bs 1 2 $(seq 4 8 256)
+   --sglang-ep-size 8)
+MISC_ARGS=(--attention-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32)
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{}" -- python3 train.py \\
+   --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate \\
+   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${EVAL_ARGS[@]} ${PERF_ARGS[@]} ${GRPO_ARGS[@]} \\
+   ${OPTIMIZER_ARGS[@]} ${SGLANG_ARGS[@]} ${MISC_ARGS[@]}
+"""
+
+
+def script(folder: Path, before: str = "", after: str = "") -> Path:
+    assert before in RUN
+    (folder / "models").mkdir(exist_ok=True)
+    (folder / "models" / "moe.sh").write_text(MODEL)
+    (folder / "run.sh").write_text(RUN.replace(before, after) if before else RUN)
+    return folder / "run.sh"
+
+
+def values(recipe: TranslatedRecipe, *groups: str) -> dict[str, Any]:
+    return {key: value for key, value in leaves(recipe.values) if key.startswith(groups)}
+
+
+def test_a_script_becomes_a_recipe(tmp_path: Path) -> None:
+    recipe = from_slime(script(tmp_path), {"BASE": "/b"})
+    assert values(recipe, "algorithm.", "loop.", "megatron.", "rollout.", "data.", "cluster.", "output_dir") == {
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss": "clip",
+        "algorithm.policy_loss_options.clip_low": 0.2,
+        "algorithm.policy_loss_options.clip_high": 0.28,
+        # slime's mean over the tokens of each response, where nothing else is said.
+        "algorithm.aggregation": "seq_mean_token_mean",
+        "algorithm.corrections": [{"kind": "token_importance", "high": 2.0}],
+        "algorithm.dynamic_sampling": True,
+        "algorithm.kl_coefficient": 0.001,
+        "algorithm.kl_in": "loss",
+        "algorithm.kl_estimator": "k3",
+        "algorithm.updates_per_step": 4,
+        "algorithm.entropy_coefficient": 0.0,
+        "loop.max_tokens_per_micro_batch": 16384,
+        "loop.steps": 300,
+        "loop.prompts_per_step": 32,
+        "loop.samples_per_prompt": 8,
+        "loop.eval_every": 10,
+        "loop.eval_samples": 16,
+        "megatron.tensor_model_parallel_size": 4,
+        "megatron.pipeline_model_parallel_size": 2,
+        "megatron.context_parallel_size": 2,
+        "megatron.expert_model_parallel_size": 8,
+        "megatron.expert_tensor_parallel_size": 1,
+        "megatron.recompute_granularity": "full",
+        "megatron.recompute_method": "uniform",
+        "megatron.recompute_num_layers": 1,
+        "megatron.optimizer": "adam",
+        "megatron.lr": 2e-6,
+        "megatron.lr_decay_style": "constant",
+        "megatron.weight_decay": 0.1,
+        "megatron.adam_beta2": 0.98,
+        "megatron.grad_reduce_in_fp32": True,
+        "megatron.moe_aux_loss_coeff": 0,
+        "megatron.moe_grouped_gemm": True,
+        "megatron.moe_token_dispatcher_type": "alltoall",
+        "rollout.engine": "sglang",
+        "rollout.engine_args.tp_size": 8,
+        "rollout.engine_args.mem_fraction_static": 0.7,
+        "rollout.engine_args.ep_size": 8,
+        "rollout.replicas": 2,
+        "rollout.max_response_tokens": 8192,
+        "rollout.temperature": 0.8,
+        "data.train_files": ["/b/train.parquet"],
+        "data.eval_files": "???",
+        "data.prompt_column": "prompt",
+        "data.shuffle": True,
+        "cluster.trainer_ranks": 16,
+        "cluster.pools.all.roles": ["trainer", "engine"],
+        "cluster.pools.all.nodes": 2,
+        "cluster.pools.all.shared": True,
+        "output_dir": "/b/out",
+    }
+    assert sorted(flag.split()[0] for flags in recipe.absent.values() for flag in flags) == [
+        *("--eval-prompt-data", "--optimizer-cpu-offload", "--sglang-cuda-graph-bs"),
+    ]
+    assert "--ref-load /b/model_torch_dist" in [flag for flags in recipe.always.values() for flag in flags]
+
+
+def test_the_command_prints_it_and_compares_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    config_json = (recipes_folder() / "models" / "qwen3_235b.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(config_json)
+    monkeypatch.setenv("BASE", str(tmp_path))
+    assert main(["config", "--from-slime", str(script(tmp_path))]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert compose("mine", ["data.eval_files=[]"], str(tmp_path)).rollout.replicas == 2
+    (tmp_path / "model" / "config.json").write_text(config_json.replace("4096", "2048"))
+    assert main(["config", "--from-slime", str(script(tmp_path))]) == 2
+    assert "--hidden-size says 4096, and config.json in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("--advantage-estimator grpo", "--advantage-estimator gspoo", "gspoo has no counterpart.*did you mean gspo?"),
+        ("--global-batch-size 64", "--global-batch-size 60", "256 responses .* cannot be cut into batches of"),
+        ("--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 5", "16 GPUs cannot be shared out"),
+        ("--use-tis", "--use-tiss", "--use-tiss is known neither"),
+        ("--use-tis", "--loss-type sft_loss", "which is megarl sft here"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_sentence(tmp_path: Path, before: str, after: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        from_slime(script(tmp_path, before, after), {"BASE": "/b"})
