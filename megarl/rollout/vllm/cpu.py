@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.rollout.vllm.cpu_linear import linear, with_enough_rows
 from megarl.rollout.worker_memory import WorkerMemory
 from megatron_ext import device
 
@@ -49,6 +50,7 @@ def install() -> None:
     keep_linear_weights()
     keep_expert_weights()
     multiply_routers_in_float32()
+    give_output_layers_enough_rows()
     rotate_split_heads_in_torch()
     expand_drafted_requests_in_torch()
     continue_random_streams()
@@ -93,14 +95,14 @@ def continue_random_streams() -> None:
 
 
 def keep_linear_weights() -> None:
-    """Multiply linear layers by their raw weight.
+    """Multiply linear layers by their raw weight, each row as if it were alone (`cpu_linear`).
 
     vLLM 0.32.0 packs the weight for oneDNN and leaves a parameter of shape (0,), which no loader can fill again.
     """
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, **_: Any) -> None:
-        layer.cpu_linear = F.linear
+        layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
@@ -136,9 +138,24 @@ def multiply_routers_in_float32() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         if self.out_dtype != torch.float32 or self.bias is not None:
             return original(self, x)
-        return self._return(F.linear(x.float(), self.weight.float()))
+        return self._return(linear(x.float(), self.weight.float()))
 
     GateLinear.forward = forward
+
+
+def give_output_layers_enough_rows() -> None:
+    """Have an output layer in another type than the model, too, give a row the same bits in any batch (`cpu_linear`).
+
+    vLLM 0.32.0 does not ask the layer then: it converts, and multiplies by itself.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    original = LogitsProcessor._apply_head
+
+    def apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Any:
+        return original(self, lm_head, with_enough_rows(hidden_states), embedding_bias)[: len(hidden_states)]
+
+    LogitsProcessor._apply_head = apply_head
 
 
 def rotate_split_heads_in_torch() -> None:
@@ -330,8 +347,8 @@ def _multiply_by_experts(
     for expert, count in enumerate(counts[1:]):
         if count:
             gate_up, down = weights_of(expert)
-            gate, up = F.linear(rows[start : start + count], gate_up).chunk(2, -1)
-            expanded[start : start + count] = F.linear(F.silu(gate) * up, down)
+            gate, up = linear(rows[start : start + count], gate_up).chunk(2, -1)
+            expanded[start : start + count] = linear(F.silu(gate) * up, down)
             start += count
     unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights

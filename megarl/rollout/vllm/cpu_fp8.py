@@ -8,11 +8,11 @@ multiplication; activations are not quantised. It is slow and right, and the sam
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from converters.fp8 import dequantise
 from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
+from megarl.rollout.vllm.cpu_linear import linear
 
 
 def install() -> None:
@@ -70,7 +70,7 @@ def codes_are_kept() -> bool:
 
 def _multiply(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
     """`CPUFp8BlockScaledMMKernel.apply_weights`."""
-    return F.linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
+    return linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
 
 
 _apply = multiply_by_decoded_experts(dequantise)

@@ -6,11 +6,11 @@ every multiplication; activations are not quantised.
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from converters.number_formats import INT8_CHANNEL, MXFP8
 from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
+from megarl.rollout.vllm.cpu_linear import linear
 
 
 def install() -> None:
@@ -96,12 +96,12 @@ def codes_are_kept() -> bool:
 
 def _multiply_int8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """`CPUInt8ScaledMMLinearKernel.apply_weights`."""
-    return F.linear(x, INT8_CHANNEL.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+    return linear(x, INT8_CHANNEL.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
 
 
 def _multiply_mxfp8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """`EmulationMxfp8LinearKernel.apply_weights`."""
-    return F.linear(x, MXFP8.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+    return linear(x, MXFP8.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
 
 
 _apply_int8 = multiply_by_decoded_experts(INT8_CHANNEL.dequantise)

@@ -38,12 +38,13 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.rollout.tracing import trace_load_weights
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
+from megarl.rollout.vllm.cpu_linear import linear
 from megarl.rollout.vllm.kind import VLLM
 
 
 def _multiplies_raw_weight(module: Any) -> str | None:
     # Stock vLLM on a CPU multiplies by a copy that it packed.
-    packed = getattr(module, "cpu_linear", F.linear) is not F.linear
+    packed = getattr(module, "cpu_linear", linear) not in (linear, F.linear)
     return "the CPU backend multiplies by a packed copy of it" if packed else None
 
 

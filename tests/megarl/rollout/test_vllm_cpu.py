@@ -1,7 +1,8 @@
 """The corrections of vLLM on a CPU, each beside what vLLM does without it.
 
-Their purpose is tested on whole models in test_vllm_models.py (weights, rotary), test_vllm_sampling.py (seeds) and
-test_vllm_parallel.py (experts of data-parallel ranks), test_sleep.py (memory of sleepers).
+Their purpose is tested on whole models in test_vllm_models.py (weights, rotary), test_vllm_sampling.py (seeds),
+test_vllm_same_bits.py (linear layers), test_vllm_parallel.py (experts of data-parallel ranks), test_sleep.py (memory of
+sleepers).
 """
 
 import multiprocessing
@@ -38,6 +39,29 @@ def test_linear_weights_stay(vllm_process):
     stock_shape, product = vllm_process(_linear_weights)
     assert stock_shape == (0,)
     assert product == [[128.0] * 32]
+
+
+def _rows_of_an_output_layer():
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    processor = SimpleNamespace(head_dtype=torch.float32)
+    head = SimpleNamespace(
+        weight=torch.randn(256, 1024, dtype=torch.bfloat16), quant_method=UnquantizedEmbeddingMethod()
+    )
+    hidden = torch.randn(64, 1024, dtype=torch.bfloat16)
+
+    def logits(rows):
+        return LogitsProcessor._apply_head(processor, head, hidden[:rows], None)
+
+    stock = [logits(rows) for rows in (1, 64)]
+    cpu.give_output_layers_enough_rows()
+    corrected = [logits(rows) for rows in (1, 64)]
+    return [torch.equal(one[0], all_rows[0]) for one, all_rows in (stock, corrected)], corrected[0].shape
+
+
+def test_a_row_of_an_output_layer_in_float32_has_the_same_bits_in_any_batch(vllm_process):
+    assert vllm_process(_rows_of_an_output_layer) == ([False, True], (1, 256))
 
 
 def _rotary():
