@@ -87,11 +87,6 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
 
     from megarl.rollout.vllm.weight_transfer import BACKEND
 
-    if given.get("enable_sleep_mode") and (given.get("data_parallel_size") or 1) > 1:
-        raise UserError(
-            "rollout.engine_args.data_parallel_size is above 1, and such an engine cannot take turns with the trainer:"
-            " leave shared out of cluster.pools, or take rollout.replicas engines"
-        )
     if device.backend() == "gloo":
         given = cpu_routed_experts.without_argument(cpu.without_sleep_mode(given))
         cpu_fp8.take_float32_activations()

@@ -42,6 +42,7 @@ class DataParallelCore:
             self._end_loop()
             raise
         self._ranks = self._client.resources.engine_manager
+        self._is_held = False
 
     def supported_tasks(self) -> Sequence[str]:
         """See `Core.supported_tasks`."""
@@ -65,10 +66,12 @@ class DataParallelCore:
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""
+        self._is_held = True
         return self._wait(self._hold())
 
     def release(self) -> None:
         """See `Core.release`."""
+        self._is_held = False
         self._wait(self._client.resume_scheduler_async())
 
     def forget(self) -> bool:
@@ -76,11 +79,16 @@ class DataParallelCore:
         return self._wait(self._client.reset_prefix_cache_async(reset_running_requests=True))
 
     def sleep(self) -> None:
-        """See `Core.sleep`: no engine with data-parallel ranks is made able to (`make_engine_config`)."""
-        raise NotImplementedError("data-parallel ranks do not sleep")
+        """See `Core.sleep`."""
+        # As `InProcessCore.sleep`. From its agreement on, no rank steps.
+        self._wait(self._client.sleep_async(1))
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
-        """See `Core.wake_up`: nothing is away."""
+        """See `Core.wake_up`."""
+        is_awake = self._wait(self._client.wake_up_async(list(parts)))
+        # With the last part vLLM goes on by itself.
+        if is_awake and self._is_held:
+            self.hold()
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """See `Core.call_workers`; those of the first rank come first."""

@@ -75,8 +75,10 @@ class VllmEngine(OwnedEngine):
     @by_owner
     def sleep(self) -> None:
         """See `Sleeper.sleep`."""
-        self._sequences.abort()
+        self._hold()
+        self._abort()
         self._running().sleep()
+        self._release()
         self._away = frozenset(get_args(EngineMemory))
 
     @by_owner

@@ -99,7 +99,7 @@ def check_that_it_listens_here_alone(engines):
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt):
+def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt, tmp_path):
     arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
     assert VLLM.workers(arguments) == 2
     # A rank's process and its worker's are one, and the first block of a prompt is full enough to be kept.
@@ -117,6 +117,7 @@ def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_gr
     requests = [Request(prompt, GREEDY) for prompt in (BLOCK, *PROMPTS)]
     check_greedy(engine, requests, folders[0], 1, assert_greedy)
     check_an_update_in_the_middle(engine, trainer, folders, pool, endless_prompt, assert_greedy)
+    check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_the_fence(served, pool, assert_greedy)
     with pytest.raises(UserError, match="do not fit the engine's"):
         engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
@@ -133,9 +134,12 @@ def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
 
 
 def check_greedy(engine, requests, folder, version, assert_greedy):
-    for request, (turn,) in zip(requests, engine.generate(requests), strict=True):
+    together = engine.generate(requests)
+    for request, (turn,) in zip(requests, together, strict=True):
         assert_greedy(folder, request.prompt_token_ids, turn)
         assert set(here(turn.versions).tolist()) == {version}
+    # To the last bit, also where one of the ranks has nothing.
+    assert [engine.generate([request])[0] for request in requests] == together
 
 
 def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert_greedy):
@@ -165,8 +169,11 @@ def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert
 
 
 def check_the_fence(served, pool, assert_greedy):
-    """While the path of the loader fills all ranks."""
+    """While the path of the loader fills all ranks, which were asleep when it began."""
+    served.engine.sleep()
     served.engine.begin_update(3, served.first.names)
+    served.engine.wake_up(["weights"])
+    served.engine.wake_up(["kv_cache"])
     generating = pool.submit(served.greedy, PROMPTS[1])
     for bucket in served.first.buckets:
         served.write(served.first, bucket)
