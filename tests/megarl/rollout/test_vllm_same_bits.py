@@ -19,7 +19,7 @@ class Case:
     block: int
     """Tokens whose keys and values are kept together; a model with latent attention has it from vLLM."""
     blocks: int
-    """Of these, fewer than the `CROWD` needs."""
+    """Room for so many: fewer than the `CROWD` needs."""
     exact: bool = True
     """Whether even the last bits are the same: latent attention multiplies by other kernels."""
 
