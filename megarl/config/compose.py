@@ -36,13 +36,11 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     does not exist, a value of the wrong type, or a mandatory key without a value.
     """
     merged = _merge(config_name, overrides, config_dir)
-    if missing := sorted(OmegaConf.missing_keys(merged)):
+    if missing := _open(merged):
         raise UserError(f"recipe {config_name} leaves {missing[0]} open: give it as {missing[0]}=...")
-    try:
+    with _named():
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
     assert isinstance(config, MegarlConfig)
     config.megatron = _check_megatron("megatron", config.megatron)
     config.critic.megatron = _check_megatron("critic.megatron", config.critic.megatron)
@@ -57,7 +55,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 
 def open_keys(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[str]:
     """The mandatory keys that a recipe with overrides leaves without a value. Raises UserError as `compose` does."""
-    return sorted(OmegaConf.missing_keys(_merge(config_name, overrides, config_dir)))
+    return _open(_merge(config_name, overrides, config_dir))
 
 
 def files_of(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[tuple[Path, str]]:
@@ -86,12 +84,24 @@ def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -
     values = OmegaConf.to_container(recipe, resolve=False)
     assert isinstance(values, dict)
     check_keys(values)
-    try:
+    with _named():
         merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
-    except OmegaConfBaseException as error:
-        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _open(merged: DictConfig) -> list[str]:
+    with _named():
+        return sorted(OmegaConf.missing_keys(merged))
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Turn an error of OmegaConf into a UserError that names the key."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
 
 def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,9 @@ def _difference(argument: Argument, architecture: Architecture) -> tuple[str, st
         return None
     given = _value(argument, said)
     known = _pattern(said[name], said["num_layers"]) if name == "moe_layer_freq" else said[name]
-    same = given == known or (not given and not known)
+    # One group of experts is none.
+    nothing = (1, 0, None) if name in ("moe_router_group_topk", "moe_router_num_groups") else (0, None)
+    same = given == known or (given in nothing and known in nothing)
     return None if same else (_in_words(given), _in_words(known))
 
 

@@ -11,10 +11,17 @@ from megarl.config.folder import recipes_folder
 from megarl.planning.refit import engine_sizes, read_model
 
 PUBLISHED = {
-    # Sizes of the models' cards; DeepSeek-V3 without the layer of multi-token prediction.
+    # Sizes of the models' cards; DeepSeek-V3 and GLM-4.5 (358.34e9 with it) without multi-token prediction.
     "deepseek_v3": 671.03e9,
+    "glm_4_5": 352.80e9,
     "kimi_k2": 1026.41e9,
+    "llama3_1_70b": 70553706496,
+    "qwen2_5_32b": 32763876352,
+    "qwen2_5_7b": 7615616512,
+    "qwen3_1_7b": 1720574976,
     "qwen3_235b": 235.09e9,
+    "qwen3_30b_a3b": 30532122624,
+    "qwen3_8b": 8190735360,
 }
 
 
@@ -34,7 +41,7 @@ def test_a_model_is_a_name_a_file_or_a_folder_and_leaves_prediction_layers_at_ho
 
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--model gpt is no config.json, .* none of deepseek_v3, kimi_k2, qwen3_235b"):
+    with pytest.raises(UserError, match=r"--model gpt is no config.json, .* none of deepseek_v3, glm_4_5, kimi_k2"):
         read_model("gpt")
     with pytest.raises(UserError, match=r"config.json is missing"):
         read_model(str(tmp_path))
