@@ -38,11 +38,15 @@ def sequences() -> list[list[Tensor]]:
 
 
 def loaded_model(
-    rank: int, sizes: ParallelSizes, folder: Path, overrides: Mapping[str, Any] | None = None
+    rank: int,
+    sizes: ParallelSizes,
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    params_dtype: torch.dtype = torch.float32,
 ) -> list[torch.nn.Module]:
     checkpoint = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(checkpoint.config)
-    chunks = build_model(architecture, sizes, params_dtype=torch.float32, overrides=overrides)
+    chunks = build_model(architecture, sizes, params_dtype=params_dtype, overrides=overrides)
     with torch.no_grad():
         for tensor in local_tensors(chunks).values():
             tensor.fill_(float("nan"))
@@ -86,13 +90,17 @@ def of_each(
 
 
 def gradients(
-    rank: int, sizes: ParallelSizes, folder: Path, overrides: Mapping[str, Any] | None = None
+    rank: int,
+    sizes: ParallelSizes,
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    params_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """This rank's share of the gradient of the summed loss over all data-parallel ranks, in HuggingFace names.
 
     Summed over ranks the shares are the whole gradient; elements of other ranks are 0.
     """
-    chunks = loaded_model(rank, sizes, folder, overrides)
+    chunks = loaded_model(rank, sizes, folder, overrides, params_dtype)
     wrapped = wrap_distributed(chunks, {"use_distributed_optimizer": False})
     chunks[0].config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(
         model, None, **groups
