@@ -1,7 +1,8 @@
 """How long a run waits for a checkpoint: written while it waits, and in the background, in alternating saves.
 
 A model with the sizes of SmolLM2-135M in bf16, with its optimizer, on one data-parallel rank or more. A save in the
-background is begun, asked for, and finished once it is written: the three calls are what a run waits for.
+background is begun, asked for, and finished once it is written: the three calls are what a run waits for. Its state is
+copied beside the rollout that follows; a train step, or another turn on shared GPUs, that came sooner would wait.
 """
 
 import argparse
@@ -54,6 +55,8 @@ class Saves(NamedTuple):
     """A save that the run waits for."""
     blocked: list[float]
     """For these a save in the background holds the run up."""
+    copied: list[float]
+    """From the beginning of a save in the background until the state may change."""
     written: list[float]
     """From the beginning of a save in the background until it is written."""
     nbytes: int
@@ -70,34 +73,44 @@ def measure(rank: int, sizes: ParallelSizes, init_method: str, repeats: int, fol
         tensor.data.normal_(std=0.02)
     model.prepare_training(1)
     compat.prime_optimizer_state(model.optimizer)
-    saving, saves = checkpoint.Saving(model), Saves([], [], [], 0)
+    saving, saves = checkpoint.Saving(model), Saves([], [], [], [], 0)
     for number in range(repeats + 1):
-        waiting = _timed_save(saving, folder, in_background=False)[1]
-        blocked, written = _timed_save(saving, folder, in_background=True)
+        waiting = _timed_save(saving, model, folder, in_background=False).written
+        found = _timed_save(saving, model, folder, in_background=True)
         if number:
             saves.waiting.append(waiting)
-            saves.blocked.append(blocked)
-            saves.written.append(written)
+            saves.blocked.append(found.blocked)
+            saves.copied.append(found.copied)
+            saves.written.append(found.written)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     parallel.shutdown()
     return saves._replace(nbytes=nbytes)
 
 
-def _timed_save(saving: checkpoint.Saving, folder: Path, *, in_background: bool) -> tuple[float, float]:
-    """Seconds in which the calls of a save did not return, and seconds until it was written and finished."""
+class _Save(NamedTuple):
+    """Seconds of one save; see `Saves`."""
+
+    blocked: float
+    copied: float
+    written: float
+
+
+def _timed_save(saving: checkpoint.Saving, model: MegatronModel, folder: Path, *, in_background: bool) -> _Save:
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     torch.distributed.barrier()
     started = time.perf_counter()
     saving.begin(folder, in_background=in_background)
-    blocked = time.perf_counter() - started
+    begun = time.perf_counter()
+    model.take_state_back()
+    copied = time.perf_counter()
     while in_background and not _all_written(saving):
         time.sleep(0.01)
     finished = time.perf_counter()
     saving.finish()
     end = time.perf_counter()
-    return blocked + end - finished, end - started
+    return _Save(begun - started + end - finished, copied - started, end - started)
 
 
 def _all_written(saving: checkpoint.Saving) -> bool:
@@ -136,15 +149,17 @@ def report(options: argparse.Namespace) -> str:
         f"`make benchmark-checkpoint`, {date.today()}, {describe(options.folder)}. Medians of {options.repeats}"
         " alternating saves, of the slowest rank; seconds.",
         "",
-        "| ranks | GB | the run waits | in the background: the run waits | written after | share |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| ranks | GB | the run waits | in the background: the run waits | copied after | written after | share |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             saves = on_ranks(ranks, options.repeats, Path(folder) / "checkpoint")
-        waiting, blocked, written = (median(each) for each in (saves.waiting, saves.blocked, saves.written))
+        waiting, blocked, copied, written = (
+            median(each) for each in (saves.waiting, saves.blocked, saves.copied, saves.written)
+        )
         lines.append(
-            f"| {ranks} | {saves.nbytes / 1e9:.2f} | {waiting:.2f} | {blocked:.3f} | {written:.2f} |"
+            f"| {ranks} | {saves.nbytes / 1e9:.2f} | {waiting:.2f} | {blocked:.3f} | {copied:.2f} | {written:.2f} |"
             f" {blocked / waiting:.3f} |"
         )
     return "\n".join(lines) + "\n"

@@ -6,10 +6,12 @@ Where adapters are trained, only they are in it, beside their adapter_config.jso
 """
 
 import argparse
+import gc
 import io
 import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,19 @@ class Saving:
 
         Also the weights of the reference model, if they are no longer those that the model began with, and a list of
         what was written with its checksums, for the manifest. With `in_background` it is the state of this moment that
-        is written, of which the host then holds a copy; without, nothing may change before `finish`.
+        is written: the host copies it, and the engine waits for that before the state changes. Without, nothing
+        may change before `finish`.
 
         Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
         """
         if self._pending is not None:
             raise RuntimeError("the save before this one is not finished")
-        state = _state(self._engine)
-        _check_room(state, folder)
-        self._pending = PendingSave(state, folder, self._copies if in_background else None)
+        with _garbage_left():
+            state = _state(self._engine)
+            _check_room(state, folder)
+            self._pending = PendingSave(state, folder, self._copies if in_background else None)
+        if in_background:
+            self._engine.lend_state(self._pending.wait_until_copied)
         if self._engine.adapters is not None and torch.distributed.get_rank() == 0:
             self._engine.adapters.write_config(folder)
 
@@ -123,6 +129,18 @@ def load(engine: MegatronModel, folder: Path) -> None:
     engine.residence.count()
 
 
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Inside, Python does not look for garbage: lists of all tensors make it go through every object of the process."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _load_common(folder: str | Path) -> dict[str, Any]:
     """The content beside tensors, of which torch loads plain values only, and records of them."""
     place = TorchDistCheckpoint(Path(folder)).common_place or StoredObject(COMMON, 0, 0)
@@ -161,7 +179,7 @@ def _parameter_groups(engine: MegatronModel) -> dict[Any, Any]:
         {
             "optimizer": {
                 "param_groups": [
-                    {name: value for name, value in group.items() if name != "params"}
+                    {name: value for name, value in group.items() if name != "params" and not isinstance(value, type)}
                     | {"step": engine.scheduler.num_steps}
                     for group in part.optimizer.param_groups
                 ]

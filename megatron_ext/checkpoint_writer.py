@@ -1,4 +1,4 @@
-"""Writing a rank's part of a distributed checkpoint by a thread: while the caller waits, or trains on.
+"""Writing a rank's part of a distributed checkpoint by a thread: while the caller waits, or goes on.
 
 megatron-core's own asynchronous writer forks the process, or hands everything to another; a process with CUDA, Ray and
 gloo threads in it had better not fork, and here nothing but file writes and checksums is left to do, which other Python
@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from converters.formats.torch_dist import frame
 from converters.stream.targets import Written
-from megatron_ext import checkpoint_folder, versions
+from megatron_ext import checkpoint_folder, device, versions
 from megatron_ext.host_copies import HostCopies
 
 
 class PendingSave:
     """Begin to save `state` to `folder`: collective, as `finish` is.
 
-    With `copies` the data is that of this moment, in host memory, and the caller may change its tensors; without, they
-    stay as they are until `finish`.
+    With `copies` the data goes to host memory first, and the caller may change its tensors after `wait_until_copied`;
+    without, they stay as they are until `finish`.
     """
 
     def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None) -> None:
@@ -54,9 +54,16 @@ class PendingSave:
         self._request = dist_checkpointing.save(
             state, str(folder), self._strategy, async_sharded_save=True, content_metadata=_CONTENT
         )
+        # The copies are made beside all that is asked of the device from now on.
+        device.synchronize()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._copied = threading.Event()
+        self._thread = threading.Thread(target=device.with_device(self._write), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Return when nobody reads the caller's tensors any more, or their copying has failed."""
+        self._copied.wait()
 
     def is_written(self) -> bool:
         """Whether this rank's part is on disk. Raises what ended the writing, UserError where the disk did."""
@@ -76,6 +83,10 @@ class PendingSave:
 
     def _write(self) -> None:
         try:
+            try:
+                self._strategy.writer.copy()
+            finally:
+                self._copied.set()
             self._strategy.writer.write()
         except OSError as error:
             self._failure = checkpoint_folder.disk_error(error, self._folder.parent)
@@ -131,9 +142,12 @@ class _Writer(FileSystemWriterAsync):
         self._results: list[WriteResult] = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Note what is to be written; copy it to the host, if it may change."""
+        """Note what is to be written."""
         self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         self._items = [(item, planner.resolve_data(item)) for item in plan.items]
+
+    def copy(self) -> None:
+        """Copy to the host what may change."""
         if self._copies is not None:
             tensors = self._copies.of([data for _, data in self._items if isinstance(data, Tensor)])
             self._items = [(item, next(tensors) if isinstance(data, Tensor) else data) for item, data in self._items]

@@ -21,7 +21,10 @@ class HostCopies:
         return self._memory.nbytes
 
     def of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Copies of the `tensors`, in their order; they last until the next call."""
+        """Copies of the `tensors`, in their order; they last until the next call.
+
+        Other work that was asked of the device may go on meanwhile, but for what changes the `tensors`.
+        """
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
@@ -29,9 +32,10 @@ class HostCopies:
         if end > len(self._memory):
             self._memory = self._memory[:0].clone()  # let go of the old before there is a new one
             self._memory = device.host_memory(end)
-        copies = []
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            place = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies.append(place.copy_(tensor.detach(), non_blocking=True))
-        device.synchronize()
+        copies, stream = [], device.SideStream()
+        with stream.entered():
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                place = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies.append(place.copy_(tensor.detach(), non_blocking=True))
+        stream.synchronize()
         return iter(copies)

@@ -1,6 +1,6 @@
 """One model on this rank: weights, forward, train step, optimizer."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -82,6 +82,7 @@ class MegatronModel:
         """The chunks with their buffers; none before `prepare_training`."""
         self.residence = Residence(self._weight_tensors)
         """Where the state is: all of it on the device, until somebody moves it."""
+        self._wait_for_reader: Callable[[], None] | None = None
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's weights by the names of its Megatron layout: the tensors that train steps change.
@@ -101,6 +102,17 @@ class MegatronModel:
         if not self._weights_are_complete:
             gather_weights(self.chunks)
             self._weights_are_complete = True
+
+    def lend_state(self, wait: Callable[[], None]) -> None:
+        """Let somebody read weights and training state beside the run: before they change, `wait` is called, once."""
+        self.take_state_back()
+        self._wait_for_reader = wait
+
+    def take_state_back(self) -> None:
+        """Wait until nobody reads what was lent."""
+        wait, self._wait_for_reader = self._wait_for_reader, None
+        if wait is not None:
+            wait()
 
     def load_huggingface(self, checkpoint: HuggingFaceCheckpoint) -> None:
         """Read this rank's boxes of a HuggingFace checkpoint; call before `prepare_training`."""
@@ -167,6 +179,7 @@ class MegatronModel:
 
     def offload(self, parts: Collection[StatePart]) -> None:
         """Move parts of the state to the host, until `reload`: what needs them then raises RuntimeError."""
+        self.take_state_back()
         if self.residence.has("weights"):
             self.complete_weights()
         if "training" in parts and self.chunks:
@@ -231,6 +244,7 @@ class MegatronModel:
         The `temperature` divides logits; a value model has none.
         """
         self.residence.require("weights", "training")
+        self.take_state_back()
         learning_rate = self._learning_rate()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -271,12 +285,14 @@ class MegatronModel:
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference, which checkpoints then hold."""
+        self.take_state_back()
         self._kept_reference().refresh(self.local_tensors())
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """Inside, the model computes with the reference weights."""
         if self.adapters is not None:
             return self.adapters.off()
+        self.take_state_back()
         return self._kept_reference().exchanged(self.local_tensors())
 
     def _kept_reference(self) -> ReferenceWeights:

@@ -298,8 +298,8 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints of steps that this number divides stay for good; 0 is none."""
     async_save: bool = False
-    """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, and
-    waits only while that is made."""
+    """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, made
+    beside the next rollout."""
     resume: str = "auto"
     """auto continues from the latest checkpoint in output_dir, never starts anew."""
     on_signal: bool = False

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,19 +72,17 @@ SETUPS = {
     "DP2 SGD": Setup(DP2, SGD),
     "one rank SGD": Setup(options=SGD),
 }
-SAME = ["one rank", "TP2", "PP2", "EP2", "DP2", "DP2 plain"]
+SAME = ["one rank", "TP2", "EP2", "DP2"]
 OTHER = [
     ("EP2", "one rank"),
-    ("TP2", "one rank"),
-    ("DP2", "one rank"),
     ("DP2 SGD", "one rank SGD"),
-    ("one rank", "DP2"),
     ("TP2", "PP2"),
     ("VPP2", "TP2"),
     ("TP2 EP2", "DP2 plain"),
-    ("DP2 plain", "DP2"),
 ]
 """Layout that is saved at -> layout that the run goes on at."""
+FURTHER_SAME = ["PP2", "DP2 plain"]
+FURTHER_OTHER = [("TP2", "one rank"), ("DP2", "one rank"), ("one rank", "DP2"), ("DP2 plain", "DP2")]
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +102,15 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
+    return run_all(SAME, OTHER, folder, tmp_path_factory.mktemp("checkpoints"))
 
+
+@pytest.fixture(scope="module")
+def further_runs(folder, tmp_path_factory):
+    return run_all(FURTHER_SAME, FURTHER_OTHER, folder, tmp_path_factory.mktemp("checkpoints"))
+
+
+def run_all(same, other, folder, root):
     def save(name):
         return (train_and_save, SETUPS[name].sizes, folder, root / name, SETUPS[name].options)
 
@@ -115,7 +121,7 @@ def runs(folder, tmp_path_factory):
     def on_one(name):
         return SETUPS[name].sizes.world_size == 1
 
-    pairs = [*((name, name) for name in SAME), *OTHER]
+    pairs = [*((name, name) for name in same), *other]
     names = sorted({name for name, _ in pairs})
     alone, together = [name for name in names if on_one(name)], [name for name in names if not on_one(name)]
     to_one, to_two = [pair for pair in pairs if on_one(pair[1])], [pair for pair in pairs if not on_one(pair[1])]
@@ -129,6 +135,16 @@ def runs(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", SAME)
 def test_continued_run_is_the_uninterrupted_one(name, runs):
+    assert_continued(name, runs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FURTHER_SAME)
+def test_continued_run_is_the_uninterrupted_one_at_further_layouts(name, further_runs):
+    assert_continued(name, further_runs)
+
+
+def assert_continued(name, runs):
     for whole, continued in zip(runs.whole[name], runs.continued[name, name], strict=True):
         assert whole["norms"][SAVED_AFTER:] == continued["norms"]
         assert whole["losses"][SAVED_AFTER:] == continued["losses"]
@@ -140,6 +156,16 @@ def test_continued_run_is_the_uninterrupted_one(name, runs):
 
 @pytest.mark.parametrize("pair", OTHER, ids=" -> ".join)
 def test_a_run_goes_on_at_another_layout(pair, runs):
+    assert_goes_on(pair, runs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", FURTHER_OTHER, ids=" -> ".join)
+def test_a_run_goes_on_at_further_layouts(pair, further_runs):
+    assert_goes_on(pair, further_runs)
+
+
+def assert_goes_on(pair, runs):
     whole, continued = runs.whole[pair[0]][0], runs.continued[pair][0]
     assert continued["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
     assert continued["norms"] == pytest.approx(whole["norms"][SAVED_AFTER:], rel=1e-4)
@@ -399,29 +425,42 @@ def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, 
     torch.manual_seed(rank + 100)
     target.mkdir(exist_ok=True)
     saving = checkpoint.Saving(model)
-    with writer_held_back() as held_back:
+    with slow_copies(), held_back_writes() as may_write:
         saving.begin(target, in_background=True)
-    second = train(model, range(SAVED_AFTER, STEPS))
-    start_held_back(held_back)
-    saving.finish()
+        second = train(model, range(SAVED_AFTER, STEPS))
+        may_write.set()
+        saving.finish()
     return outcome(model, {name: first[name] + second[name] for name in first})
 
 
 @contextmanager
-def writer_held_back() -> Iterator[list[threading.Thread]]:
-    """Collects threads, instead of starting them."""
-    held_back: list[threading.Thread] = []
-    start = threading.Thread.start
-    threading.Thread.start = lambda thread: held_back.append(thread)
-    try:
-        yield held_back
-    finally:
-        threading.Thread.start = start
+def slow_copies() -> Iterator[None]:
+    """Inside, the copies of a save are begun late."""
+    from megatron_ext.host_copies import HostCopies
+
+    copy = HostCopies.of
+
+    def copy_late(self: HostCopies, tensors: Any) -> Any:
+        time.sleep(0.3)
+        return copy(self, tensors)
+
+    with mock.patch.object(HostCopies, "of", copy_late):
+        yield
 
 
-def start_held_back(held_back: list[threading.Thread]) -> None:
-    (writer,) = held_back
-    writer.start()
+@contextmanager
+def held_back_writes() -> Iterator[threading.Event]:
+    """Inside, nothing is written to files before the event is set."""
+    from megatron_ext.checkpoint_writer import _Writer
+
+    write, may_write = _Writer.write, threading.Event()
+
+    def write_later(self: _Writer) -> None:
+        may_write.wait()
+        write(self)
+
+    with mock.patch.object(_Writer, "write", write_later):
+        yield may_write
 
 
 def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Any = None) -> dict:

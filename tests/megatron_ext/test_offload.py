@@ -1,6 +1,6 @@
 """A rank's state that goes to the host and comes back: its memory is free in between, and no bit is another."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,44 @@ def moved_within_a_limit(rank: int, sizes: ParallelSizes, folder: Path, counts: 
     other.hold("weights", 0)
     model.reload(ALL_PARTS)
     assert memory.take_peak() == whole
+
+
+def test_whoever_reads_the_state_is_waited_for_before_it_changes(tiny_models: Mapping[str, Path]) -> None:
+    (unchanged,) = run_ranks(unchanged_for_a_reader, ParallelSizes(), tiny_models["qwen3"])
+    assert unchanged == {name: [True] for name in CHANGES}
+
+
+CHANGES: Mapping[str, Callable[[MegatronModel], Any]] = {
+    "log-probs": lambda model: model.log_probs(batch(0), [[0, 1, 2]], temperature=1.0),
+    "the next step": lambda model: model.train_step(batch(1), [[0, 1, 2]], SftObjective()),
+    "log-probs of the reference": lambda model: model.reference_weights().__enter__(),
+    "a new reference": lambda model: model.refresh_reference(),
+    "a turn of others": lambda model: model.offload(ALL_PARTS),
+}
+
+
+def unchanged_for_a_reader(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, list[bool]]:
+    """By what changes the state, whether it was the same each time that the reader was waited for."""
+    found: dict[str, list[bool]] = {}
+    for name, change in CHANGES.items():
+        model = made(rank, FP32, folder)
+        model.train_step(batch(0), [[0, 1], [2]], SftObjective())
+        state = [
+            *model.local_tensors().values(),
+            *optimizer_tensors(model.optimizer),
+            *model.reference.tensors.values(),
+        ]
+        before, found[name] = [tensor.detach().clone() for tensor in state], []
+
+        def wait(state: Any = state, before: Any = before, seen: Any = found[name]) -> None:
+            seen.append(all(map(torch.equal, state, before)))
+
+        model.lend_state(wait)
+        change(model)
+        if name == "log-probs":
+            assert found[name] == []
+            model.lend_state(wait)
+    return found
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**11, 5000, 2**28])
