@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_ext import device
+from megatron_ext import device, versions
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options import MtpTraining
@@ -32,18 +32,20 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
     def _get_embeddings(
         self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, **_options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
         hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        return input_ids, position_ids, embedded, hidden
+        return versions.prediction_inputs(input_ids, position_ids, embedded, hidden)
 
-    def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-        # megatron-core 0.16.1 hands the bounds of packed sequences to a function that saves tensors alone.
+    def _checkpointed_forward(self, *function: Callable[..., Tensor], **options: Any) -> Tensor:
+        # megatron-core 0.16 hands the bounds of packed sequences to a function that saves tensors alone, and names the
+        # function that is to be run again, which in 0.19 nobody does.
         if self.config.fp8:
-            return super()._checkpointed_forward(forward_func, *arguments, **options)
+            return super()._checkpointed_forward(*function, **options)
 
         def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
-            return forward_func(**{**options, "hidden_states": hidden_states, "decoder_input": decoder_input})
+            inputs = {"hidden_states": hidden_states, "decoder_input": decoder_input}
+            return self._proj_and_transformer_layer(**{**options, **inputs})
 
         inputs = options["hidden_states"], options["decoder_input"]
         return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *inputs)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import megatron.core
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -19,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from packaging.version import Version
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext import device
 
@@ -62,6 +64,11 @@ def name_prediction_layers_as_in_files(chunks: Sequence[torch.nn.Module]) -> Non
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, MultiTokenPredictionLayer) and _IN_MODULES in module._modules:
             module._modules[_IN_FILES] = module._modules.pop(_IN_MODULES)
+
+
+def prediction_inputs(tokens: Tensor, positions: Tensor, embedded: Tensor, hidden: Tensor) -> tuple[Tensor | None, ...]:
+    """What a layer for multi-token prediction takes in: in 0.19 with a mask of padding, which there is none of here."""
+    return (tokens, positions, None, embedded, hidden) if IS_0_19 else (tokens, positions, embedded, hidden)
 
 
 def leave_query_projections_without_norm() -> None:
@@ -111,11 +118,22 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """`dist_checkpointing.load`, with `load_common` for what is no tensor.
 
-    0.16 takes a strategy for that. 0.19 reads it by a function of its own, which may run the checkpoint's code.
+    0.16 takes a strategy for that. 0.19 reads it by a function of its own, which may run the checkpoint's code, and
+    each rank reads by itself: tell all of them where one fails, as 0.16 does.
     """
     if not IS_0_19:
         strategy = TorchCommonLoadStrategy()
         strategy.load_common = load_common
         return dist_checkpointing.load(wanted, str(folder), common_strategy=strategy)
+    state, failure = {}, None
     with mock.patch.object(serialization, "load_common_state_dict", load_common):
-        return dist_checkpointing.load(wanted, str(folder))
+        try:
+            state = dist_checkpointing.load(wanted, str(folder))
+        except CheckpointException as error:
+            failure = error
+    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, [] if failure is None else list(failure.failures.values()))
+    failures = {rank: failed[0] for rank, failed in enumerate(of_ranks) if failed}
+    if failures:
+        raise CheckpointException(f"ranks failed to read {folder}", failures)
+    return state
