@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -33,7 +34,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from converters.errors import UserError
 from converters.formats.torch_dist import load_metadata
-from megatron_ext import device, versions
+from megatron_ext import device, hybrid_optimizer, versions
+from megatron_ext.hybrid_optimizer import offload_beside_a_cpu
 from megatron_ext.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -48,6 +50,7 @@ def install() -> None:
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
+        offload_beside_a_cpu()
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
         let_selective_recompute_go_without_transformer_engine()
@@ -177,6 +180,9 @@ def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """
     for part in parts(optimizer):
         inner = part.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            hybrid_optimizer.prime(inner)
+            continue
         new = [each for group in inner.param_groups for each in group["params"] if not inner.state[each]]
         if part.init_state_fn is not None:
             part.init_state_fn(inner, part.config)
@@ -191,6 +197,9 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Let an optimizer count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
     for part in parts(optimizer):
         inner = part.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            hybrid_optimizer.set_steps(inner, steps)
+            continue
         for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(steps)

@@ -186,6 +186,9 @@ class _Stream:
     def record_event(self) -> "_Stream":
         return _Stream()
 
+    def wait(self, _stream: "_Stream") -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

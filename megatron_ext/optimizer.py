@@ -8,6 +8,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_ext import device
+
 
 def wrap_distributed(chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> list[DistributedDataParallel]:
     """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise."""
@@ -39,6 +41,9 @@ def build_optimizer(
             "weight_decay": 0.0,
             "bf16": params_dtype == torch.bfloat16,
             "params_dtype": params_dtype,
+            # As Megatron's training script has it; megatron-core's own default would offload nothing.
+            "optimizer_offload_fraction": 1.0,
+            "pin_cpu_grads": device.gpus() > 0,
             **fields,
         }
     )

@@ -14,17 +14,21 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from converters.boxes import boxes_of_range
-from megatron_ext import compat
+from megatron_ext import compat, hybrid_optimizer
 
 FORMAT = "fully_reshardable"
 """Megatron's name for a state that has the keys and shapes of the weights."""
 PREFIX = "optimizer.state."
 """Begins the keys: then comes the kind of state, and the key of the weight."""
+
+_NO_STATE = ("step", "master_param")
+"""Beside the state of a parameter: a count that all have, and a copy of the main parameter."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
             for of_bucket in (bucket for buckets in of_buffer.values() for bucket in buckets):
                 for weight, ranges in of_bucket["param_map"].items():
                     tensors = part._get_main_param_and_optimizer_states(weight)
-                    yield weight, ranges["param"].start, {k: v for k, v in tensors.items() if k != "step"}
+                    yield weight, ranges["param"].start, {k: v for k, v in tensors.items() if k not in _NO_STATE}
         return
     for weight, main in _pairs(part):
         state = part.optimizer.state[main]
@@ -136,6 +140,11 @@ def _replica(state: MainState, piece: ShardedTensor) -> tuple[int, ...]:
 
 def take_over(states: Sequence[MainState]) -> None:
     """Let optimizers that do not compute with the tensors of `main_states` take over what was loaded into them."""
+    for part in {id(state.part): state.part for state in states}.values():
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            hybrid_optimizer.take_over(part.optimizer)
     for state in states:
+        if isinstance(state.part.optimizer, HybridDeviceOptimizer):
+            continue
         if state.part.config.use_precision_aware_optimizer:
             state.part._set_main_param_and_optimizer_states(state.weight, dict(state.tensors))

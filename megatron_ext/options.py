@@ -67,6 +67,11 @@ class MegatronOptions:
                 f"model.freeze_moe_router=true keeps the routers as they were loaded, and megatron.{_BIAS_RATE}={rate}"
                 " changes their bias: choose one of the two"
             )
+        if self.optimizer.get("optimizer_cpu_offload") and self.params_dtype == torch.float32:
+            raise UserError(
+                "megatron.optimizer_cpu_offload=true needs model.dtype=bf16: its optimizer takes fp32"
+                " main parameters beside the weights, and none that are parts of them; leave one of the two out"
+            )
         for option, recipe in self._recipes().items():
             if recipe not in _BLOCKS:
                 raise UserError(
