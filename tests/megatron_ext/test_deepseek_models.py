@@ -27,9 +27,7 @@ TOLERANCE = 1e-4
 SIZES = {
     "one": ParallelSizes(),
     "TP2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
-    "PP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
     "VPP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    "EP2": ParallelSizes(world_size=2, expert_model_parallel_size=2),
     "TP2 PP2 EP2": ParallelSizes(
         world_size=4,
         tensor_model_parallel_size=2,
@@ -208,7 +206,7 @@ def architecture_of(folder: Path) -> Architecture:
     return read_architecture(HuggingFaceCheckpoint(folder).config)
 
 
-@pytest.mark.parametrize("sizes", ["TP2", "VPP2", "EP2"])
+@pytest.mark.parametrize("sizes", ["VPP2", "TP2 PP2 EP2"])
 def test_prediction_layers_come_back_from_the_ranks(
     sizes: str, models: Mapping[str, tuple[Path, PreTrainedModel]], tmp_path: Path
 ) -> None:

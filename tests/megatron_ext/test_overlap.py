@@ -31,7 +31,7 @@ REDUCE = {"overlap_grad_reduce": True, "bucket_size": 20_000}
 GATHER = {**REDUCE, "overlap_param_gather": True}
 ALIGNED = {**GATHER, "align_param_gather": True}
 LAYOUTS = {
-    "DP2": (ParallelSizes(world_size=2), (3, 5, 2, 1, 4, 2), (REDUCE, GATHER)),
+    "DP2": (ParallelSizes(world_size=2), (3, 5, 2, 1, 4, 2), (GATHER,)),
     "PP2 VPP2 DP2 EP2": (
         ParallelSizes(
             world_size=4,
