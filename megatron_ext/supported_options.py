@@ -39,7 +39,10 @@ _ONE_SHAPE = "a CUDA graph has one shape, and packed micro-batches differ in len
 _OTHER_SCHEDULE = "it belongs to Megatron's combined schedule, whose forward pass computes Megatron's own loss"
 _WEIGHTS = "the weights must keep the type of model.dtype, in which checkpoints and refits read them"
 _OTHER_PLACES = "its weights lie otherwise than checkpoints and refits know"
-_OTHER_WRAPPER = "the gradient buffers and the optimizer are those of Megatron's own data parallelism, not of FSDP"
+_OTHER_WRAPPER = (
+    "Megatron-FSDP keeps a piece of each weight on a rank, where refits, exports and checkpoints read whole ones, and"
+    " runs on GPUs alone; use_distributed_optimizer cuts the optimizer's state over ranks, TP, PP and EP the weights"
+)
 _LAYOUT = (
     "checkpoints and refits know layers that are dealt evenly, but for num_layers_in_first_pipeline_stage and"
     " num_layers_in_last_pipeline_stage"
@@ -126,7 +129,6 @@ REFUSED: Mapping[str, Refusal] = {
     "data_parallel_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "outer_dp_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "optimizer": Refusal("only adam and sgd are made here", (None, "adam", "sgd")),
-    "optimizer_cpu_offload": Refusal("checkpoints do not know an optimizer whose state is in two places"),
     "flash_decode": Refusal(_INFERENCE),
     "cache_mla_latents": Refusal(_INFERENCE),
     "use_inference_optimized_layers": Refusal(_INFERENCE),
@@ -137,6 +139,7 @@ REFUSED: Mapping[str, Refusal] = {
 NEEDS: Mapping[str, Mapping[str, bool]] = {
     "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
     "align_param_gather": {"overlap_param_gather": False},
+    "optimizer_cpu_offload": {"use_distributed_optimizer": True},
 }
 """Option that is switched on -> options that must be on with it, each with its default here."""
 
@@ -160,6 +163,9 @@ TESTED: Mapping[str, str] = {
     "moe_aux_loss_coeff": "megatron_ext/test_router_losses.py",
     "moe_z_loss_coeff": "megatron_ext/test_router_losses.py",
     "moe_token_dispatcher_type": "megatron_ext/test_model.py",
+    "optimizer_cpu_offload": "megatron_ext/test_hybrid_optimizer.py",
+    "optimizer_offload_fraction": "megatron_ext/test_hybrid_optimizer.py",
+    "use_precision_aware_optimizer": "megatron_ext/test_hybrid_optimizer.py",
     "lr": "megatron_ext/test_checkpoint.py",
     "min_lr": "megatron_ext/test_checkpoint.py",
     "weight_decay": "megatron_ext/test_checkpoint.py",

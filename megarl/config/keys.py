@@ -6,7 +6,15 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError, nearest_names
-from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, OWNED, VERL, VERL_ABSENT, VERL_PREFIXES
+from megarl.config.renamed_keys import (
+    EARLIER,
+    MEGATRON_LM_ABSENT,
+    MEGATRON_LM_FLAGS,
+    OWNED,
+    VERL,
+    VERL_ABSENT,
+    VERL_PREFIXES,
+)
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
 from megatron_ext.arguments import megatron_fields
@@ -75,7 +83,8 @@ def flag_hints() -> dict[str, str]:
         for name in {key.rpartition(".")[2], key.replace(".", "_")}:
             leaves.setdefault(name, []).append(key)
     hints = {name: f"give it as {' or '.join(f'{key}=...' for key in keys)}" for name, keys in leaves.items()}
-    return hints | {name: f"here it is {key}" for name, key in MEGATRON_LM_FLAGS.items()}
+    hints |= {name: f"here it is {key}" for name, key in MEGATRON_LM_FLAGS.items()}
+    return hints | dict(MEGATRON_LM_ABSENT)
 
 
 def _nearest(key: str) -> list[str]:

@@ -180,3 +180,10 @@ OWNED: Mapping[str, str] = {
     "pipeline_dtype": "model.dtype",
 }
 """Option of Megatron that follows from a key of megarl."""
+
+MEGATRON_LM_ABSENT: Mapping[str, str] = {
+    "use_torch_fsdp2": "a rank of torch's FSDP2 has a piece of each weight, and refits and checkpoints read whole ones:"
+    " leave it out, megatron.use_distributed_optimizer cuts the optimizer's state over the ranks, and TP, PP and EP cut"
+    " the weights",
+}
+"""Argument of Megatron-LM's training script that has no counterpart here -> why, and what to do."""

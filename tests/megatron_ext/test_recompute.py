@@ -127,7 +127,6 @@ def test_recompute_changes_no_gradient_and_keeps_less(
         ("qwen3", selective("attention"), "attention"),
         ("qwen3", {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers must be None"),
         ("qwen3", {"recompute_granularity": "full"}, "recompute_method must be"),
-        ("qwen3", {**full("uniform", 1), "cpu_offloading": True, "cpu_offloading_num_layers": 1}, "recomputation"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused_by_name(
