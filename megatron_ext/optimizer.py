@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from converters.errors import UserError
 from megatron_ext import device
 
 
@@ -32,7 +33,14 @@ def wrap_distributed(chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any
 def build_optimizer(
     chunks: list[DistributedDataParallel], fields: Mapping[str, Any], params_dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """The optimizer of the wrapped `chunks`; `fields` are those of OptimizerConfig."""
+    """The optimizer of the wrapped `chunks`; `fields` are those of OptimizerConfig.
+
+    Raises UserError for one that this device does not have.
+    """
+    if fields.get("use_precision_aware_optimizer") and not device.has_transformer_engine():
+        raise UserError(
+            "megatron.use_precision_aware_optimizer=true needs Transformer Engine's Adam on a GPU: leave it out here"
+        )
     config = OptimizerConfig(
         **{
             "optimizer": "adam",

@@ -165,7 +165,6 @@ TESTED: Mapping[str, str] = {
     "moe_token_dispatcher_type": "megatron_ext/test_model.py",
     "optimizer_cpu_offload": "megatron_ext/test_hybrid_optimizer.py",
     "optimizer_offload_fraction": "megatron_ext/test_hybrid_optimizer.py",
-    "use_precision_aware_optimizer": "megatron_ext/test_hybrid_optimizer.py",
     "lr": "megatron_ext/test_checkpoint.py",
     "min_lr": "megatron_ext/test_checkpoint.py",
     "weight_decay": "megatron_ext/test_checkpoint.py",

@@ -18,6 +18,7 @@ from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import checkpoint, compat
 from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.optimizer import build_optimizer
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.supported_options import check_supported
@@ -25,11 +26,9 @@ from megatron_ext.supported_options import check_supported
 EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
 OFFLOADED = {"optimizer_cpu_offload": True}
 HALF = {**OFFLOADED, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
-# With no fp32 parameters on the device, but for those that are not offloaded.
-PRECISE = {**HALF, "use_precision_aware_optimizer": True}
-KINDS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "all": OFFLOADED, "half": HALF, "half precise": PRECISE}
-SAME = ("all", "half", "half precise")
-OTHER = (("half", "plain"), ("plain", "half"), ("all", "half precise"), ("half precise", "plain"))
+KINDS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "all": OFFLOADED, "half": HALF}
+SAME = ("all", "half")
+OTHER = (("half", "plain"), ("plain", "half"), ("all", "half"))
 SAVED_AFTER, STEPS = 2, 4
 
 Weights = dict[str, Tensor]
@@ -120,5 +119,7 @@ def test_what_it_does_not_work_with_is_refused() -> None:
         UserError, match=r"optimizer_cpu_offload works only with megatron\.use_distributed_optimizer=true"
     ):
         check_supported({"optimizer_cpu_offload": True, "use_distributed_optimizer": False})
+    with pytest.raises(UserError, match="use_precision_aware_optimizer=true needs Transformer Engine"):
+        build_optimizer([], {"use_precision_aware_optimizer": True}, torch.bfloat16)
     with pytest.raises(UserError, match=r"optimizer_cpu_offload=true needs model\.dtype=bf16"):
         MegatronOptions(EP2, torch.float32, optimizer=OFFLOADED)
