@@ -67,7 +67,7 @@ def name_prediction_layers_as_in_files(chunks: Sequence[torch.nn.Module]) -> Non
 
 
 def prediction_inputs(tokens: Tensor, positions: Tensor, embedded: Tensor, hidden: Tensor) -> tuple[Tensor | None, ...]:
-    """What a layer for multi-token prediction takes in: in 0.19 with a mask of padding, which there is none of here."""
+    """The inputs of a layer for multi-token prediction: in 0.19 with a mask of padding, of which there is none here."""
     return (tokens, positions, None, embedded, hidden) if IS_0_19 else (tokens, positions, embedded, hidden)
 
 
