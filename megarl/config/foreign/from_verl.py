@@ -77,11 +77,20 @@ class _Translation:
             if self.has(key):
                 self.recipe.set(name, self.take(key))
         for key in sorted(self.given.keys() - self._taken):
-            if why := verl.reason(verl.ALWAYS, key):
+            if key.endswith("._target_"):  # a class of verl's own
+                continue
+            if (why := self._nothing(key)) or (why := verl.reason(verl.ALWAYS, key)):
                 self.without_effect(key, why)
             elif self.given[key] not in (None, False, "", [], {}):
                 self.absent(key, verl.reason(verl.ABSENT, key) or "megarl has no such setting")
         return self.recipe
+
+    def _nothing(self, key: str) -> str:
+        """Why a setting asks for nothing; empty where it does."""
+        switches = [switch for beginning, switch in verl.SWITCHED.items() if key.startswith(beginning)]
+        if switches and not self.given.get(switches[0]):
+            return f"nothing comes of it without {switches[0]}"
+        return "nothing is asked so" if key in verl.NEUTRAL and self.given[key] == verl.NEUTRAL[key] else ""
 
 
 def _model(t: _Translation) -> None:

@@ -195,6 +195,29 @@ ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.ref.fsdp_config": _TRAINER,
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SAME_SIZES,
     "actor_rollout_ref.ref": _SAME_SIZES,
+    "actor_rollout_ref.actor.data_loader_seed": "every random stream follows from loop.seed",
+    "actor_rollout_ref.actor.load_weight": "weights come from model.path",
+    "actor_rollout_ref.actor.megatron.seed": "every random stream follows from loop.seed",
+    "actor_rollout_ref.actor.policy_loss": "it is an option of another policy loss",
+    "actor_rollout_ref.actor.rollout_n": "loop.samples_per_prompt says it",
+    "actor_rollout_ref.actor.tau_neg": "it is an option of another policy loss",
+    "actor_rollout_ref.actor.tau_pos": "it is an option of another policy loss",
+    "actor_rollout_ref.rollout.layer_name_map": _REFIT,
+    "actor_rollout_ref.rollout.logprobs_mode": _LOG_PROBS,
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_tokens says it",
+    "actor_rollout_ref.rollout.response_length": "rollout.max_response_tokens says it",
+    "actor_rollout_ref.rollout.skip_dump_dir": "trajectories are always written into output_dir",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "engines get tokens and give tokens",
+    "critic.checkpoint": "a checkpoint holds model, optimizer and all random states",
+    "critic.load_weight": "weights come from critic.path",
+    "critic.megatron.seed": "every random stream follows from loop.seed",
+    "critic.megatron.use_remove_padding": _PACKED,
+    "critic.megatron.vanilla_mbridge": "weights are read and written as HuggingFace has them",
+    "critic.model.tokenizer_path": "the critic has the policy's tokenizer",
+    "critic.nccl_timeout": "processes that fail are noticed at once",
+    "critic.rollout_n": "loop.samples_per_prompt says it",
+    "reward_manager": "each response is scored as it comes",
+    "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_s says it",
     "actor_rollout_ref.actor.strategy": _TRAINER,
     "actor_rollout_ref.actor.optim.optimizer": "the optimizer is Adam with decoupled weight decay",
     "actor_rollout_ref.actor.megatron.param_offload": _TURNS,
@@ -298,6 +321,45 @@ ABSENT: Mapping[str, str] = {
     "distillation": "teachers are given as teachers.NAME.path",
 }
 """Key of verl, or the beginning of one, without a counterpart -> what there is in its place."""
+
+
+SWITCHED: Mapping[str, str] = {
+    "actor_rollout_ref.model.mtp.": "actor_rollout_ref.model.mtp.enable",
+    "actor_rollout_ref.model.tiled_mlp.": "actor_rollout_ref.model.tiled_mlp.enabled",
+    "actor_rollout_ref.rollout.multi_turn.": "actor_rollout_ref.rollout.multi_turn.enable",
+    "actor_rollout_ref.rollout.prometheus.": "actor_rollout_ref.rollout.prometheus.enable",
+    "algorithm.pf_ppo.": "algorithm.use_pf_ppo",
+    "critic.model.lora.": "critic.model.lora.rank",
+    "global_profiler.": "global_profiler.tool",
+    "lora.": "lora.rank",
+    "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
+    "reward_model.": "reward_model.enable",
+}
+"""Beginning of keys -> the key without which none of them does anything."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "actor_rollout_ref.actor.optim.total_training_steps": -1,
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.router_replay.mode": "disabled",
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "single_turn_agent",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.scheduling_policy": "fcfs",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": -1,
+    "actor_rollout_ref.rollout.val_kwargs.top_p": 1.0,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
+    "critic.loss_agg_mode": "token-mean",
+    "critic.megatron.dtype": "bfloat16",
+    "critic.optim.optimizer": "adam",
+    "critic.optim.total_training_steps": -1,
+    "critic.ppo_epochs": 1,
+    "data.image_key": "images",
+    "data.image_patch_size": 14,
+    "data.return_multi_modal_inputs": True,
+    "data.train_max_samples": -1,
+    "data.val_max_samples": -1,
+    "data.video_key": "videos",
+}
+"""Key without a counterpart -> its value in which nothing is asked of it."""
 
 
 def reason(table: Mapping[str, str], key: str) -> str:

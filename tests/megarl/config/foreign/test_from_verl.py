@@ -184,3 +184,14 @@ def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: 
 def test_a_recipe_that_could_not_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="compares the responses to one prompt"):
         check(from_verl(["algorithm.adv_estimator=grpo"], {}))
+
+
+def test_settings_that_ask_for_nothing_are_no_loss() -> None:
+    """A file of all of verl's settings has hundreds at values in which they do nothing."""
+    nothing = ["actor_rollout_ref.actor.ppo_epochs=1", "global_profiler.steps=[1]", "lora.type=lora", "a._target_=B"]
+    given = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2", "critic.ppo_epochs=2"]
+    recipe = from_verl([*given, *nothing], {})
+    assert recipe.absent == {}
+    assert "actor_rollout_ref.actor.ppo_epochs=1" in said(recipe.always)
+    asked = from_verl([*given, "actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"], {})
+    assert said(asked.absent) == ["actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"]
