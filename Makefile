@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=40 for one of forty, --page for docs/parallelism.md"
 	@echo "make test-sglang [ARGS=...]   the tests that run SGLang's own server"
+	@echo "make test-slurm [ARGS=...]   jobs of slurm/ on a real Slurm of two nodes, which they start; needs root, slurm-wlm and munge"
 	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it"
@@ -68,6 +69,10 @@ test-parallel: setup
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang
 	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout
+
+test-slurm: export OMP_NUM_THREADS ?= 1
+test-slurm: setup
+	$(PYTHON) -m pytest -rs -m slurm $(ARGS) tests/slurm
 
 # What no other target needs lies in an environment of its own: the newest megatron-core does not take every Python.
 test-megatron-next: export OMP_NUM_THREADS ?= 1

@@ -1,14 +1,19 @@
 """Look at this machine: what is installed, which device and engine would be used, what would not work and why.
 
-Ends with 0 unless the main job (`megarl train`) cannot run here.
+Ends with 0 unless the main job (`megarl train`) cannot run here. With --cluster, look at all nodes of a Ray cluster and
+at the ways between them, and name the one that is slow, broken or other than the rest; ends with 0 unless there is one.
 """
 
 import argparse
 import json
 
+from converters.errors import UserError
+
 EXAMPLES = """examples:
   megarl doctor
   megarl doctor --json
+  megarl doctor --cluster auto
+  megarl doctor --cluster 10.0.0.1:6379 --folders /models /data /runs
 """
 TAKES_OVERRIDES = False
 
@@ -16,11 +21,22 @@ TAKES_OVERRIDES = False
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="of a Ray cluster (host:port, or auto on one of its nodes)"
+    )
+    parser.add_argument(
+        "--folders", nargs="+", default=[], metavar="DIR", help="with --cluster: folders that all nodes are to see"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings; 1 where one of them keeps the main job from running."""
+    """Print the findings; 1 where one of them keeps the main job from running, or a cluster has a fault."""
     from dataclasses import asdict
+
+    if options.cluster:
+        return _check_cluster(options)
+    if options.folders:
+        raise UserError("--folders are those of a cluster: give --cluster ADDRESS, too")
 
     from megarl.doctor.findings import find
     from megarl.doctor.inventory import take_inventory
@@ -36,3 +52,20 @@ def run(options: argparse.Namespace) -> int:
 
         print_report(inventory, findings)
     return 1 if blocked else 0
+
+
+def _check_cluster(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from megarl.cluster.runtime import ray_cluster
+    from megarl.doctor.cluster_check import check_cluster
+    from megarl.doctor.cluster_report import print_cluster
+    from megarl.schema import ClusterConfig
+
+    with ray_cluster(ClusterConfig(address=options.cluster)):
+        report = check_cluster(options.folders)
+    if options.json:
+        print(json.dumps({**asdict(report), "sound": not report.faults}, indent=2))
+    else:
+        print_cluster(report)
+    return 1 if report.faults else 0

@@ -74,7 +74,9 @@ class TrainingCommand:
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
                 from megarl.run.resumption import run_to_its_end
-            run_to_its_end(program, config)
+                from megarl.doctor.cluster_check import sound_cluster
+            with sound_cluster(config.cluster, [Path(config.output_dir)]):
+                run_to_its_end(program, config)
         print_places(Path(config.output_dir))
         return 0
 

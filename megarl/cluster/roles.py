@@ -35,7 +35,7 @@ def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig) -> Rol
         _gpus(cluster, 1),
         group=sizes.tensor_model_parallel_size,
         # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
-        environment={**_environment(cluster), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        environment={**_environment(cluster), "CUDA_DEVICE_MAX_CONNECTIONS": "1", **cluster.environment},
     )
 
 
@@ -47,6 +47,7 @@ def engine_role(cluster: ClusterConfig, rollout: RolloutConfig) -> Role:
     environment = {**_environment(cluster), _THREADS: str(threads), **_SLEEPING}
     if cluster.address is None:
         environment |= kind.loopback_environment
+    environment |= cluster.environment
     return Role(
         ENGINE,
         rollout.replicas * nodes,

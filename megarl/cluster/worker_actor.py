@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import ray
 
 from megarl.cluster.long_arrays import taken_out
+from megarl.cluster.network_environment import network_environment
 from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
 from megarl.process.writers import end_other_writers
@@ -31,6 +32,7 @@ class WorkerActor:
         if shared_gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
         self.log_to(log)
+        _complete_environment()
 
     def make(self, module: str, name: str, *arguments: Any) -> None:
         """Import `name`, a class or another maker, from `module` and make the object."""
@@ -101,6 +103,13 @@ class WorkerActor:
             if arrays:
                 for array in (*arrays, None):  # noqa: UP028 - Ray sends to what this gives
                     yield array
+
+
+def _complete_environment() -> None:
+    """Set what the network of this node asks for and nobody has set; what is set to nothing is unset."""
+    for name, value in network_environment(ray.util.get_node_ip_address()).items():
+        if os.environ.setdefault(name, value) == "":
+            del os.environ[name]
 
 
 def _redirect_output(log: Path) -> None:

@@ -266,6 +266,12 @@ class ClusterConfig:
     device_memory_bytes: int | None = None
     """Without GPUs, the weights, gradients, optimizer states and caches that the processes of a shared pool may hold on
     a machine at a time, in bytes, as the memory of a GPU would limit them; null is no limit."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all ranks and engines, such as those of NCCL and UCX. They win over the environment of
+    the Ray nodes and over those that megarl sets: NCCL_IB_HCA="" leaves that to NCCL."""
+    check_nodes: bool = True
+    """In a cluster of several machines that `address` names, look at them before anything starts, as `megarl doctor
+    --cluster` does, and do not start where one is slow, broken or other than the rest."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
     max_engine_restarts: int = 3

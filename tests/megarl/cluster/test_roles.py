@@ -107,3 +107,9 @@ def test_the_environment_may_say_how_many_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert engine_threads(ClusterConfig(), RolloutConfig(), cores=8) == 5
     assert engine_threads(ClusterConfig(engine_threads=3), RolloutConfig(), cores=8) == 3
+
+
+def test_the_environment_of_the_configuration_wins(gpus):
+    cluster = ClusterConfig(environment={"OMP_NUM_THREADS": "9", "CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_DEBUG": ""})
+    for role in ranks(cluster), engine_role(cluster, RolloutConfig()):
+        assert {name: role.environment[name] for name in cluster.environment} == cluster.environment

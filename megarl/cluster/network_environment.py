@@ -1,0 +1,82 @@
+"""Environment variables of NCCL, gloo and UCX that a node's own network asks for: one table, and what it looks at."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of InfiniBand or RoCE that is up, such as RdmaPort("mlx5_0:1", 400)."""
+
+    name: str
+    gbit_per_s: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of a node."""
+
+    interface: str
+    """The one with the address at which the others reach this node."""
+    ports: tuple[RdmaPort, ...] = ()
+
+    @property
+    def fastest(self) -> list[str]:
+        """Ports for the data of a run: slower ones are those of storage and of management."""
+        best = max((port.gbit_per_s for port in self.ports), default=0)
+        return [port.name for port in self.ports if port.gbit_per_s == best]
+
+
+@dataclass(frozen=True)
+class Default:
+    """A variable, and its value for a network; None leaves it alone."""
+
+    name: str
+    value: Callable[[Network], str | None]
+
+
+DEFAULTS = (
+    # Connections are made over the interface that Ray uses, whatever a host name resolves to.
+    Default("GLOO_SOCKET_IFNAME", lambda network: network.interface),
+    Default("NCCL_SOCKET_IFNAME", lambda network: f"={network.interface}"),
+    Default("NCCL_IB_HCA", lambda network: f"={','.join(network.fastest)}" if network.ports else None),
+    # 4.096 us x 2^22 = 17 s before a packet counts as lost: switches of large networks take their time.
+    Default("NCCL_IB_TIMEOUT", lambda network: "22" if network.ports else None),
+    Default(
+        "UCX_NET_DEVICES",
+        lambda network: ",".join([*network.fastest, network.interface]) if network.ports else None,
+    ),
+)
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Variables for the processes of the node with this address; none on loopback, where there is no network."""
+    network = None if ip_address(address).is_loopback else look_at(address)
+    if network is None:
+        return {}
+    values = {default.name: default.value(network) for default in DEFAULTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def look_at(address: str, infiniband: Path = _INFINIBAND) -> Network | None:
+    """The network of this machine, which has the address; None where no interface has it, as behind a translation."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return Network(interface, _ports(infiniband))
+    return None
+
+
+def _ports(folder: Path) -> tuple[RdmaPort, ...]:
+    """Ports that are up, as the kernel shows them: state "4: ACTIVE", rate "400 Gb/sec (4X NDR)"."""
+    ports = sorted(folder.glob("*/ports/*"))
+    return tuple(
+        RdmaPort(f"{port.parents[1].name}:{port.name}", float((port / "rate").read_text().split()[0]))
+        for port in ports
+        if "ACTIVE" in (port / "state").read_text()
+    )

@@ -1,0 +1,222 @@
+"""Tasks of a job of Slurm: a Ray node on each machine, and on the first the command that the job is for.
+
+    python -m megarl.cluster.slurm node 10.0.0.1:6379 --head n1
+    python -m megarl.cluster.slurm run 10.0.0.1:6379 --nodes n1 n2 --timeout 300 -- megarl train ...
+
+`slurm/cluster.sh` starts them. Each runs its program in a session of its own, where no signal of Slurm reaches it,
+passes on what it is to hear, and takes it along when it ends, whatever ends it.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from converters.errors import UserError
+from megarl.cluster.scratch import scratch_folder
+from megarl.sandbox.process_tree import die_with
+
+END_NOW = signal.SIGUSR2
+"""Sent by the batch script, which Slurm's own signals of an end reach, too."""
+SLURM_NODE = "slurm-node"
+"""Label of a Ray node: the name that Slurm has for its machine."""
+# Slurm sends SIGTERM before it preempts a job, some time before it ends it, and SIGUSR1 where the script asks for it.
+_NODE_HEARS: Mapping[int, signal.Signals | None] = {
+    signal.SIGTERM: None,
+    signal.SIGUSR1: None,
+    END_NOW: signal.SIGTERM,
+}
+_COMMAND_HEARS: Mapping[int, signal.Signals | None] = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,
+    END_NOW: signal.SIGINT,
+}
+"""A signal of Slurm -> what the program gets for it."""
+# No run needs these, and they listen: the autoscaler and web pages.
+_HEAD_ALONE = ("--include-dashboard=false", "--no-monitor")
+_RAY_ENDS_S = 15.0
+_LOOK_AGAIN_S = 0.5
+_CONNECT_S = 2.0
+
+
+class Supervised:
+    """A program in a session of its own. It gets each signal once, of those that `hears` has for what comes here."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        hears: Mapping[int, signal.Signals | None],
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
+    ) -> None:
+        self._told: set[signal.Signals] = set()
+        self._hears = hears
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
+        )
+        for number in hears:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        told = self._hears[number]
+        if told is not None and told not in self._told:
+            self._told.add(told)
+            with suppress(ProcessLookupError):
+                self._process.send_signal(told)
+
+    @property
+    def was_told(self) -> bool:
+        """Whether it was sent a signal."""
+        return bool(self._told)
+
+    def wait(self, end_s: float | None = None) -> int:
+        """Wait for the end, at most `end_s` once it was told of it; the exit code as a shell gives it."""
+        told_s: float | None = None
+        while self._process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_AGAIN_S)
+            if self._told and told_s is None:
+                told_s = time.monotonic()
+            if end_s is not None and told_s is not None and time.monotonic() > told_s + end_s:
+                self._process.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+
+def serve(address: str, head: str) -> int:
+    """Be a node of the Ray cluster at an address, of which `head` is the first machine, until told to end."""
+    # A notice that comes early is not to end it.
+    for number in _NODE_HEARS:
+        signal.signal(number, lambda *_: None)
+    from megarl.cluster.runtime import last_lines
+
+    name = os.environ["SLURMD_NODENAME"]
+    with scratch_folder() as folder:
+        log, temporary = folder / "start.log", folder / "t"
+        temporary.mkdir()
+        with log.open("wb") as output:
+            node = Supervised(
+                _ray_start(address, name, head, folder / "r"), _NODE_HEARS, _environment(temporary), output
+            )
+            code = node.wait(_RAY_ENDS_S)
+        if node.was_told:
+            return 0
+        print(f"{name}: Ray ended by itself with exit code {code}:\n{last_lines(log)}", file=sys.stderr, flush=True)
+        return code or 1
+
+
+def _ray_start(address: str, name: str, head: str, folder: Path) -> list[str]:
+    host, _, port = address.rpartition(":")
+    where = [f"--address={address}"]
+    if name == head:
+        where = ["--head", f"--node-ip-address={host}", f"--port={port}", *_HEAD_ALONE]
+    program = shutil.which("ray", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    return [
+        *(program or "ray", "start", "--block", *where, "--disable-usage-stats", f"--temp-dir={folder}"),
+        "--include-log-monitor=false",
+        *(f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
+    ]
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        # The workers are the job.
+        "RAY_worker_niceness": "0",
+        # Nothing is to be moved from a node that ends: the job ends.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+
+
+def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[str]) -> int:
+    """Run a command when all nodes have joined; its exit code."""
+    wait_for_nodes(address, nodes, timeout_s)
+    with scratch_folder() as folder:
+        return Supervised(command, _COMMAND_HEARS, {**os.environ, "TMPDIR": str(folder)}).wait()
+
+
+def wait_for_nodes(address: str, nodes: Sequence[str], timeout_s: float) -> None:
+    """Wait until a Ray node of each of these machines is up. Raises UserError with those that are not."""
+    import ray
+
+    from megarl.cluster.ray_driver import undisturbed
+
+    deadline = time.monotonic() + timeout_s
+    host, _, port = address.rpartition(":")
+    absent = list(nodes)
+    while not _listens(host, int(port)):
+        _check_time(deadline, timeout_s, absent, address)
+    with undisturbed():
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        while absent := [name for name in nodes if name not in _joined(ray.nodes())]:
+            _check_time(deadline, timeout_s, absent, address)
+    finally:
+        ray.shutdown()
+
+
+def _joined(ray_nodes: Sequence[Mapping[str, object]]) -> set[str]:
+    labels = [node["Labels"] for node in ray_nodes if node["Alive"]]
+    return {each[SLURM_NODE] for each in labels if isinstance(each, Mapping) and SLURM_NODE in each}
+
+
+def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], address: str) -> None:
+    if time.monotonic() > deadline:
+        raise UserError(
+            f"after {timeout_s:g} s {', '.join(absent)} had not joined the Ray cluster at {address}: see whether there"
+            f" is a way to that port from there, leave the machine out (sbatch --exclude={','.join(absent)}), or give"
+            " more time (START_TIMEOUT_S)"
+        )
+    time.sleep(_LOOK_AGAIN_S)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.cluster.slurm", description=__doc__)
+    tasks = parser.add_subparsers(dest="task", required=True)
+    node = tasks.add_parser("node", help="be a Ray node until SIGUSR2")
+    node.add_argument("address")
+    node.add_argument("--head", required=True)
+    command = tasks.add_parser("run", help="run a command when all nodes are up")
+    command.add_argument("address")
+    command.add_argument("--nodes", nargs="+", required=True)
+    command.add_argument("--timeout", type=float, required=True)
+    command.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    try:
+        if options.task == "node":
+            return serve(options.address, options.head)
+        return run(options.address, options.nodes, options.timeout, options.command)
+    except UserError as error:
+        print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Faults of a cluster: which node is slow, broken or other than the rest, as a pure function of what was measured."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megarl.doctor.node_probe import Link, Node
+
+SLOW = 0.7
+"""Slower than this part of what the others reach is a fault."""
+SLOW_CPU = 0.5
+"""The same of a CPU, which never has one thing alone to do."""
+CLOCK_S = 1.0
+"""Clocks that are further apart confuse file times and the reading of logs."""
+LATE = 5.0
+"""So many times the usual latency is a fault, where it is above `LATE_S`."""
+LATE_S = 0.002
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A thing that is wrong, at a node or on the way between two."""
+
+    node: str
+    what: str
+    remedy: str
+
+
+def find_faults(nodes: Sequence[Node], links: Sequence[Link]) -> list[Fault]:
+    """All faults: first those that make results wrong, then those that end runs, then those that slow them down."""
+    return [fault for check in _CHECKS for fault in check(nodes, links)]
+
+
+def _wrong_results(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        for compute in node.compute:
+            if not compute.is_right:
+                yield Fault(node.name, f"{compute.device} multiplies matrices wrongly", _LEAVE_OUT)
+
+
+def _no_way(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
+    for link in links:
+        if link.failure:
+            yield Fault(
+                link.sender,
+                f"no connection to {link.receiver} ({link.failure})",
+                "open the ports above 1024 between the two",
+            )
+
+
+def _other_versions(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for package in sorted({name for node in nodes for name in node.versions}):
+        usual = _most_common([node.versions.get(package) for node in nodes])
+        for node in nodes:
+            own = node.versions.get(package)
+            if own != usual:
+                said = f"{package} {own} is installed" if own else f"{package} is not installed"
+                yield Fault(node.name, f"{said}, and {usual or 'none'} elsewhere", "install the same everywhere")
+
+
+def _other_devices(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    measured = [node for node in nodes if node.compute]
+    usual = _most_common([_devices(node) for node in measured])
+    for node in measured:
+        if _devices(node) != usual:
+            yield Fault(node.name, f"it has {_devices(node)}, the others {usual}", _LEAVE_OUT)
+
+
+def _other_ports(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    usual = _most_common([_ports(node) for node in nodes])
+    for node in nodes:
+        if _ports(node) != usual:
+            yield Fault(
+                node.name, f"its InfiniBand ports that are up are {_ports(node)}, elsewhere {usual}", _LEAVE_OUT
+            )
+
+
+def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        for folder in node.unseen_folders:
+            yield Fault(node.name, f"it does not see what {nodes[0].name} writes into {folder}", "mount it there, too")
+
+
+def _clocks(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    middle = median(node.clock_offset_s for node in nodes)
+    for node in nodes:
+        ahead = node.clock_offset_s - middle
+        if abs(ahead) > CLOCK_S:
+            where = "ahead of" if ahead > 0 else "behind"
+            yield Fault(node.name, f"its clock is {abs(ahead):.1f} s {where} the others", "let chrony or ntpd set it")
+
+
+def _slow_compute(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    rates = {(node.name, compute.device): compute.tflops for node in nodes for compute in node.compute}
+    for (name, device), rate, usual in _slow(rates):
+        if device == "cpu" and rate > SLOW_CPU * usual:
+            continue
+        yield Fault(name, f"{device} multiplies at {rate:.3g} TFLOP/s, the others at {usual:.3g}", _FREE_OR_LEAVE_OUT)
+
+
+def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    free = {(n.name, c.device): float(c.free_memory_bytes) for n in nodes for c in n.compute if c.device != "cpu"}
+    for (name, device), own, usual in _slow(free):
+        yield Fault(
+            name,
+            f"{device} has {own / 1024**3:.0f} GiB free, the others {usual / 1024**3:.0f}",
+            "end what holds it (nvidia-smi shows the processes)",
+        )
+
+
+def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
+    """A node whose ways are slow is named for all of them; a way is named alone where both its ends are else well."""
+    rates = {(link.sender, link.receiver): link.gbyte_per_s for link in links if not link.failure}
+    names = sorted({name for pair in rates for name in pair})
+    slow_nodes = set()
+    if len(names) > 2:
+        for name in names:
+            own = median(rate for pair, rate in rates.items() if name in pair)
+            others = [rate for pair, rate in rates.items() if name not in pair]
+            if others and own < SLOW * median(others):
+                slow_nodes.add(name)
+                said = f"{own:.2g} GB/s go to and from other nodes, between those {median(others):.2g}"
+                yield Fault(name, said, _FREE_OR_LEAVE_OUT)
+    rest = {pair: rate for pair, rate in rates.items() if not slow_nodes.intersection(pair)}
+    for (sender, receiver), rate, usual in _slow(rest):
+        said = f"{rate:.2g} GB/s go to {receiver}, between others {usual:.2g}"
+        yield Fault(sender, said, "see to the cables and switches between the two")
+
+
+def _late_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
+    times = [link.latency_s for link in links if not link.failure]
+    for link in links:
+        if not link.failure and link.latency_s > max(LATE_S, LATE * median(times)):
+            said = f"a message to {link.receiver} and back takes {link.latency_s * 1e3:.1f} ms, usually"
+            yield Fault(link.sender, f"{said} {median(times) * 1e3:.2f}", "see to the network between the two")
+
+
+def _slow(rates: Mapping[tuple[str, str], float]) -> Iterator[tuple[tuple[str, str], float, float]]:
+    """Who is slow beside the others: the key, its rate, and the median of the others."""
+    for key, rate in rates.items():
+        others = [other for name, other in rates.items() if name != key]
+        if others and rate < SLOW * median(others):
+            yield key, rate, median(others)
+
+
+def _devices(node: Node) -> str:
+    counts = Counter(compute.name if compute.device != "cpu" else "no GPU" for compute in node.compute)
+    return ", ".join(f"{count} x {name}" if name != "no GPU" else name for name, count in sorted(counts.items()))
+
+
+def _ports(node: Node) -> str:
+    counts = Counter(port.gbit_per_s for port in node.ports)
+    return ", ".join(f"{count} of {rate:g} Gbit/s" for rate, count in sorted(counts.items(), reverse=True)) or "none"
+
+
+def _most_common(values: Sequence[str | None]) -> str | None:
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+_LEAVE_OUT = "leave the node out (sbatch --exclude)"
+_FREE_OR_LEAVE_OUT = "end what else runs there, or leave the node out (sbatch --exclude)"
+_CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...] = (
+    _wrong_results,
+    _no_way,
+    _unseen_folders,
+    _other_versions,
+    _other_devices,
+    _other_ports,
+    _clocks,
+    _little_memory,
+    _slow_compute,
+    _slow_links,
+    _late_links,
+)

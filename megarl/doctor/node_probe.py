@@ -1,0 +1,213 @@
+"""Measurements that one node makes for the check of a cluster: versions, matrix products, connections, folders."""
+
+import os
+import platform
+import shutil
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.cluster.network_environment import RdmaPort, look_at
+from megarl.doctor.inventory import PACKAGES, installed_version
+
+if TYPE_CHECKING:
+    import torch
+
+_SIZES = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices."""
+_PRODUCTS = 20
+_LARGEST = 8
+"""Elements are whole and at most this: every sum is exact in the number format, so that a result is right or wrong."""
+_PING_BYTES = 8
+_PINGS = 20
+_TRANSFER_BYTES = 32 * 1024**2
+_CHUNK_BYTES = 1024**2
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a GPU, or the CPU, multiplies."""
+
+    device: str
+    """Such as cuda:3, or cpu."""
+    name: str
+    free_memory_bytes: int
+    tflops: float
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as it is."""
+
+    name: str
+    address: str
+    versions: dict[str, str | None]
+    compute: list[Compute]
+    """Empty where others have a part of the node."""
+    ports: tuple[RdmaPort, ...]
+    """InfiniBand or RoCE that is up."""
+    clock_offset_s: float = 0.0
+    """How far the clock is ahead of that of the node that asks, give or take half the time of a call."""
+    unseen_folders: tuple[str, ...] = ()
+    """Folders in which it does not find what another node wrote."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What goes from one node to another and back, over sockets at the addresses and ports that refits use."""
+
+    sender: str
+    receiver: str
+    gbyte_per_s: float
+    latency_s: float
+    """Of a message there and back."""
+    failure: str = ""
+    """Why there was no connection."""
+
+
+class NodeProbe:
+    """An actor on a node."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._listener: socket.socket | None = None
+
+    def look(self, *, is_free: bool) -> Node:
+        """Describe the node; one that others use computes nothing."""
+        network = look_at(self._address)
+        versions = {name: installed_version(name) for name in PACKAGES} | {"Python": platform.python_version()}
+        return Node(
+            os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            self._address,
+            versions,
+            _multiply() if is_free else [],
+            () if network is None else network.ports,
+        )
+
+    def clock(self) -> float:
+        """Seconds of its clock."""
+        return time.time()
+
+    def write(self, folder: str, name: str) -> str:
+        """Write a file into a folder; why that failed, or nothing."""
+        try:
+            Path(folder, name).write_text(name)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def sees(self, folder: str, name: str) -> bool:
+        """Whether the file is there, soon: a network file system may take seconds to show it."""
+        deadline = time.monotonic() + 10
+        path = Path(folder, name)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return path.read_text() == name
+
+    def remove(self, folder: str, name: str) -> None:
+        """Remove the file."""
+        Path(folder, name).unlink(missing_ok=True)
+
+    def free_bytes(self, folder: str) -> int:
+        """Room in a folder."""
+        return shutil.disk_usage(folder).free
+
+    def listen(self) -> tuple[str, int]:
+        """Take one connection at this address, with `receive`."""
+        self._listener = socket.create_server((self._address, 0))
+        self._listener.settimeout(_TIMEOUT_S)
+        return self._listener.getsockname()
+
+    def receive(self) -> None:
+        """Answer what `send` sends."""
+        assert self._listener is not None
+        with self._listener, self._listener.accept()[0] as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(_PINGS):
+                connection.sendall(_read(connection, _PING_BYTES))
+            _read(connection, _TRANSFER_BYTES)
+            connection.sendall(bytes(_PING_BYTES))
+
+    def send(self, address: tuple[str, int], names: tuple[str, str]) -> Link:
+        """Measure the way to a node that listens."""
+        try:
+            with socket.create_connection(address, timeout=_TIMEOUT_S) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                latency_s = statistics.median(_ping(connection) for _ in range(_PINGS))
+                began = time.perf_counter()
+                chunk = bytes(_CHUNK_BYTES)
+                for _ in range(_TRANSFER_BYTES // _CHUNK_BYTES):
+                    connection.sendall(chunk)
+                _read(connection, _PING_BYTES)
+                took_s = time.perf_counter() - began
+        except OSError as error:
+            return Link(*names, 0.0, 0.0, f"{address[0]}:{address[1]}: {error}")
+        return Link(*names, _TRANSFER_BYTES / took_s / 1e9, latency_s)
+
+
+def _ping(connection: socket.socket) -> float:
+    began = time.perf_counter()
+    connection.sendall(bytes(_PING_BYTES))
+    _read(connection, _PING_BYTES)
+    return time.perf_counter() - began
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = connection.recv(min(count, _CHUNK_BYTES))
+        if not part:
+            raise ConnectionError("the other side closed the connection")
+        count -= len(part)
+        # All that is sent back is a ping.
+        parts = [part]
+    return parts[-1]
+
+
+def _multiply() -> list[Compute]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return [_multiply_on(torch.device("cpu"))]
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [_multiply_on(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())]
+
+
+def _multiply_on(device: "torch.device") -> Compute:
+    import psutil
+    import torch
+
+    is_cpu = device.type == "cpu"
+    size = _SIZES["cpu" if is_cpu else "cuda"]
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-_LARGEST, _LARGEST + 1, (size, size), generator=generator) for _ in range(2))
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    on_device = left.to(device, dtype), right.to(device, dtype)
+    product = on_device[0] @ on_device[1]
+    times = []
+    for _ in range(_PRODUCTS):
+        began = time.perf_counter()
+        product = on_device[0] @ on_device[1]
+        if not is_cpu:
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - began)
+    # Rows of the product times a vector, in whole numbers; bf16 rounds each element of the product once.
+    rows = slice(0, 8)
+    exact = (left[rows] @ right).to(dtype)
+    free = psutil.virtual_memory().available if is_cpu else torch.accelerator.get_memory_info(device)[0]
+    name = (
+        platform.processor() or platform.machine()
+        if is_cpu
+        else torch.get_device_module(device).get_device_name(device)
+    )
+    tflops = 2 * size**3 / min(times) / 1e12
+    return Compute(str(device), name, free, tflops, bool(torch.equal(product[rows].cpu(), exact)))

@@ -1,0 +1,106 @@
+# The common part of the scripts of this folder: a Ray cluster over the nodes of the job, a command on it, and the end of
+# both. The scripts source it from the folder that the job was submitted in, a checkout on a file system of all nodes.
+#
+# From the environment (sbatch --export, or before the command):
+#   CONTAINER        an image made with Dockerfile.cuda, for enroot and pyxis (registry#name:tag, /images/megarl.sqsh);
+#                    without one, .venv of the checkout, made by `make setup CUDA=1`
+#   CONTAINER_MOUNTS what the container sees beside the checkout: /models:/models,/data:/data,/runs:/runs
+#   HEAD_IP          address of the first node for the others (default: what its host name resolves to); Ray listens there
+#   RAY_PORT         port of Ray's head (default 6379)
+#   START_TIMEOUT_S  how long the nodes may take to join (default 300)
+#   MAX_RESTARTS     how often the job goes back into the queue when a process or a machine died (default 3)
+
+fail() {
+  echo "$(basename "${BASH_SOURCE[-1]}"): $*" >&2
+  exit 2
+}
+
+[[ -n "${SLURM_JOB_ID:-}" ]] || fail "run it with sbatch"
+container=()
+if [[ -n "${CONTAINER:-}" ]]; then
+  programs=/megarl/.venv/bin
+  container=("--container-image=$CONTAINER" "--container-workdir=$PWD"
+    "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+else
+  programs="$PWD/.venv/bin"
+  [[ -x "$programs/megarl" ]] || fail "no .venv in $PWD: run make setup CUDA=1 there and submit from there, or give CONTAINER"
+fi
+export PATH="$programs:$PATH"
+# The script runs on the first node of the allocation.
+head_ip="${HEAD_IP:-$(hostname --ip-address | tr ' ' '\n' | grep --max-count=1 --extended-regexp '^[0-9.]+$' || true)}"
+address="$head_ip:${RAY_PORT:-6379}"
+
+# Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
+step() {
+  setsid srun --overlap --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" &
+}
+
+# A secret of this job, without which Ray takes no connection.
+make_token() {
+  run_folder="$PWD/.slurm/$SLURM_JOB_ID"
+  (umask 077 && mkdir -p "$run_folder" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$run_folder/token")
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_folder/token"
+}
+
+end_cluster() {
+  trap - EXIT
+  kill -USR2 ${run_step:-} ${ray_step:-} 2>/dev/null || true
+  wait || true
+  rm -rf "$run_folder"
+}
+
+# Slurm ends the job: what there is to save is being saved, and ends in time to leave nothing behind.
+on_cancel() {
+  is_cancelled=true
+  local kill_wait_s
+  kill_wait_s="$(scontrol show config | awk '$1 == "KillWait" {print $3}')"
+  # tail ends with the run.
+  (timeout $((kill_wait_s > 20 ? kill_wait_s - 10 : kill_wait_s / 2)) tail --pid="$run_step" --follow /dev/null ||
+    kill -USR2 "$run_step") 2>/dev/null &
+}
+
+# run_on_cluster COMMAND...: run it on the first node, when a Ray node is up on each; sets `status`. The address of the
+# Ray cluster is `$address`.
+run_on_cluster() {
+  [[ -n "$head_ip" && "$head_ip" != 127.* ]] ||
+    fail "the name of this node resolves to '$head_ip': give HEAD_IP, its address for the others"
+  local nodes
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  make_token
+  ray_step='' run_step='' is_cancelled=false status=0
+  trap end_cluster EXIT
+  trap on_cancel TERM
+  step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+    python -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME"
+  ray_step="$!"
+  step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
+    python -m megarl.cluster.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
+  run_step="$!"
+  # `wait` comes back for a signal, too.
+  while kill -0 "$run_step" 2>/dev/null; do
+    wait "$run_step" && status=0 || status="$?"
+  done
+  end_cluster
+}
+
+# run_alone COMMAND...: run it on the first node, without a Ray cluster; sets `status`.
+run_alone() {
+  status=0
+  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" || status="$?"
+}
+
+# Puts the job back into the queue where it is to go on: it was told to end and has saved, or something of it died.
+requeue_if_unfinished() {
+  local restarts="${SLURM_RESTART_COUNT:-0}"
+  if "$is_cancelled" || ((status == 0 || status == 2)); then
+    return
+  fi
+  if ((status != 143 && restarts >= ${MAX_RESTARTS:-3})); then
+    echo "exit code $status after restart $restarts: the job ends (MAX_RESTARTS)" >&2
+    return
+  fi
+  echo "exit code $status: the job goes back into the queue (restart $((restarts + 1)))" >&2
+  # Slurm ends the script for it.
+  trap '' TERM
+  scontrol requeue "$SLURM_JOB_ID"
+}

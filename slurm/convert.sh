@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+#
+# A HuggingFace folder to a Megatron checkpoint, on one node without GPUs: `megarl convert`.
+#
+#   sbatch slurm/convert.sh --hf /models/DeepSeek-V3 --tp 8 --pp 8 --ep 32 --out /models/DeepSeek-V3-megatron
+#
+# Every argument goes to `megarl convert`. A job that was interrupted goes on when the same is submitted again.
+
+#SBATCH --job-name=megarl-convert
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --exclusive
+#SBATCH --time=08:00:00
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+source slurm/cluster.sh
+
+run_alone megarl convert "$@"
+exit "$status"

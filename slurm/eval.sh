@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+#
+# Accuracy of a HuggingFace folder: a Ray cluster over the nodes of this allocation, then `megarl eval` on it.
+#
+#   sbatch slurm/eval.sh --model /runs/grpo/huggingface --files /data/eval.parquet --reward gsm8k \
+#     --output-dir /runs/eval rollout.engine_args.tensor_parallel_size=8
+#
+# Every argument goes to `megarl eval`. Paths must be absolute and on a file system that all nodes see.
+
+#SBATCH --job-name=megarl-eval
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+source slurm/cluster.sh
+
+run_on_cluster megarl eval "$@" cluster.address="$address"
+exit "$status"

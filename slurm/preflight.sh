@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+#
+# Whether the nodes of this allocation are sound: `megarl doctor --cluster` on a Ray cluster over them.
+#
+#   sbatch --nodes=32 slurm/preflight.sh --folders /models /data /runs
+#
+# Every argument goes to `megarl doctor`. Ends with 1 where a node is slow or
+# broken, and names it; `sbatch --dependency=afterok:JOBID slurm/grpo_deepseek.sh ...` starts a run only if all are sound.
+
+#SBATCH --job-name=megarl-preflight
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=00:30:00
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+source slurm/cluster.sh
+
+run_on_cluster megarl doctor --cluster "$address" "$@"
+exit "$status"

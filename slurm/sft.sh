@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+#
+# Supervised fine-tuning over the nodes of this allocation: a Ray cluster, then `megarl sft` on it.
+#
+#   sbatch --nodes=4 slurm/sft.sh --config-name quickstart_sft model.path=/models/policy \
+#     'sft.train_files=[/data/chats.parquet]' output_dir=/runs/sft cluster.trainer_ranks=32
+#
+# Every argument goes to `megarl sft`; paths, time and requeueing are as in slurm/grpo_deepseek.sh.
+
+#SBATCH --job-name=megarl-sft
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+source slurm/cluster.sh
+
+run_on_cluster megarl sft cluster.address="$address" checkpoint.on_signal=true "$@"
+requeue_if_unfinished
+exit "$status"

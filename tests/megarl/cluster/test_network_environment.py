@@ -1,0 +1,53 @@
+"""Environment variables that follow from the network of a node."""
+
+import psutil
+import pytest
+
+from megarl.cluster.network_environment import DEFAULTS, Network, RdmaPort, look_at, network_environment
+
+
+def values(network):
+    return {default.name: default.value(network) for default in DEFAULTS}
+
+
+def test_without_rdma_only_the_interface_is_said():
+    said = {name: value for name, value in values(Network("eth0")).items() if value is not None}
+    assert said == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_the_fastest_ports_are_those_of_the_run():
+    network = Network("bond0", (RdmaPort("mlx5_0:1", 400), RdmaPort("mlx5_1:1", 400), RdmaPort("mlx5_2:1", 100)))
+    assert values(network) == {
+        "GLOO_SOCKET_IFNAME": "bond0",
+        "NCCL_SOCKET_IFNAME": "=bond0",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
+        "NCCL_IB_TIMEOUT": "22",
+        "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1,bond0",
+    }
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """An address of this machine, whatever its interfaces are."""
+    here = {"eth7": [type("Address", (), {"address": "10.1.2.3"})]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: here)
+    return "10.1.2.3"
+
+
+def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
+    for device, state, rate in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        ("mlx5_1", "1: DOWN", "400 Gb/sec (4X NDR)"),
+        ("mlx5_2", "4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
+    ):
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
+    assert look_at(address, tmp_path) == Network("eth7", (RdmaPort("mlx5_0:1", 400), RdmaPort("mlx5_2:1", 2.5)))
+
+
+def test_loopback_and_addresses_of_others_ask_for_nothing(address):
+    assert network_environment("127.0.0.1") == {}
+    assert network_environment("10.9.9.9") == {}
+    assert network_environment(address)["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -1,0 +1,78 @@
+"""Tasks of a Slurm job without a Slurm: which signals reach the program, and nodes that never arrive."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from converters.errors import UserError
+from megarl.cluster.runtime import free_port
+from megarl.cluster.slurm import wait_for_nodes
+
+# Writes down what it hears, and ends with code 143 as a run that has saved.
+_PROGRAM = """
+import signal, sys, time
+said = open(sys.argv[1], "a", buffering=1)
+def saves(number, frame):
+    said.write(f"{number}\\n")
+    time.sleep(0.5)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, saves)
+said.write("started\\n")
+time.sleep(60)
+"""
+_TASK = """
+import sys
+from megarl.cluster.slurm import _COMMAND_HEARS, Supervised
+sys.exit(Supervised(sys.argv[1:], _COMMAND_HEARS).wait())
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A task with a program, in a process group that signals go to as Slurm sends them."""
+    heard = tmp_path / "heard"
+    started = subprocess.Popen(
+        [sys.executable, "-c", _TASK, sys.executable, "-c", _PROGRAM, str(heard)], start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not heard.exists() or not heard.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield started, heard
+    started.kill()
+    started.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_reaches_the_program_once_and_as_sigterm(task, number):
+    started, heard = task
+    os.killpg(started.pid, number)
+    time.sleep(0.1)
+    os.killpg(started.pid, signal.SIGTERM)
+    assert started.wait(timeout=30) == 143
+    assert heard.read_text() == f"started\n{int(signal.SIGTERM)}\n"
+
+
+def test_the_end_at_once_is_that_of_ctrl_c(task):
+    started, heard = task
+    started.send_signal(signal.SIGUSR2)
+    assert started.wait(timeout=30) == 128 + signal.SIGINT
+    assert heard.read_text() == "started\n"
+
+
+def test_a_program_does_not_outlive_its_task(task):
+    started, _ = task
+    (program,) = psutil.Process(started.pid).children()
+    started.kill()
+    program.wait(timeout=10)
+
+
+def test_nodes_that_never_arrive_are_named():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=rf"^after 0\.1 s n1, n2 had not joined .* {address}: .*--exclude=n1,n2\)"):
+        wait_for_nodes(address, ["n1", "n2"], 0.1)

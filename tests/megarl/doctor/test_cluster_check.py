@@ -1,0 +1,83 @@
+"""`megarl doctor --cluster` on Ray nodes of this host, one of which has another version and is slow on purpose."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from converters.errors import UserError
+from megarl.cli.main import main
+from megarl.cluster import runtime
+from megarl.doctor.cluster_check import sound_cluster
+from megarl.schema import ClusterConfig
+
+pytestmark = pytest.mark.long
+
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+OTHER = HOSTS[1]
+OBJECT_STORE_BYTES = 100 * 1024**2
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Address of a cluster whose second node is another than the rest."""
+    runtime._require_token()
+    runtime._bind_to_loopback()
+    with pytest.MonkeyPatch.context() as patch:
+        # Short, because the path of a Unix socket ends after 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-"))
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        about = folder / "older" / "safetensors-0.5.0.dist-info" / "METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.5.0\n")
+        # The kernels of a CPU without vector instructions.
+        slow = {"MKL_CBWR": "COMPATIBLE", "PYTHONPATH": str(folder / "older")}
+        cluster = Cluster()
+        try:
+            for host in HOSTS:
+                cluster.add_node(
+                    num_cpus=1,
+                    node_ip_address=host,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    env_vars={**(slow if host == OTHER else {}), "SLURMD_NODENAME": f"node-{host[-1]}"},
+                )
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder)
+
+
+def test_the_other_node_is_named_for_what_is_other(address, tmp_path, capsys):
+    assert main(["doctor", "--cluster", address, "--json", "--folders", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in report["nodes"]] == ["node-1", "node-2", "node-3"]
+    assert all(compute["is_right"] for node in report["nodes"] for compute in node["compute"])
+    assert len(report["links"]) == 6
+    assert all(link["gbyte_per_s"] > 0 and not link["failure"] for link in report["links"])
+    said = {fault["what"] for fault in report["faults"] if fault["node"] == "node-2"}
+    assert any(what.startswith("safetensors 0.5.0 is installed, and ") for what in said)
+    assert any(what.startswith("cpu multiplies at ") for what in said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
+    config = ClusterConfig(address=address)
+    with (
+        pytest.raises(UserError, match=r"^node-2: safetensors 0\.5\.0 .*; .* \(cluster\.check_nodes=false\)$"),
+        sound_cluster(config, [tmp_path]),
+    ):
+        pytest.fail("the cluster is not sound")
+    config.check_nodes = False
+    with sound_cluster(config, [tmp_path]):
+        pass
+
+
+def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):
+    assert main(["doctor", "--cluster", address, "--folders", str(tmp_path / "absent")]) == 2
+    assert "cannot write into" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""The batch script on a real Slurm of two nodes: a run finishes, is cancelled, saves, survives a dead node."""
+
+import json
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import ADDRESSES, KILL_WAIT_S, SlurmCluster, eventually, missing, slurm_cluster
+
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+JOB_S = 300.0
+SLURM_AND_RAY = ("srun", "slurmd", "slurmstepd", "gcs_server", "raylet", "ray")
+STRANGER = f"import ray; ray.init('{ADDRESSES['n1']}:6379'); print(ray.nodes())"
+TIMINGS = ("seconds/", "throughput/")
+"""Metrics that may differ between two runs of the same numbers."""
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if reason := missing():
+        pytest.skip(reason)
+    # Short, because the path of a Unix socket ends after 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="megarl-slurm-"))
+    try:
+        with slurm_cluster(folder) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def empty_queue(slurm):
+    """A test that fails leaves its job to nobody."""
+    yield
+    slurm.run("scancel", "--user=root")
+    eventually(lambda: not slurm.run("squeue", "--noheader"), "an empty queue")
+
+
+@pytest.fixture(scope="module")
+def overrides(slurm):
+    """Makes arguments: the recipe of the quickstart, a rank on each of two nodes, an engine beside one of them."""
+    model = write_tiny_model("qwen3_moe", slurm.folder / "model")
+    files = write_arithmetic(slurm.folder / "data", held_out=16)
+    return lambda name: [
+        *("--config-name", "quickstart"),
+        f"output_dir={slurm.folder / name}",
+        f"model.path={model}",
+        f"data.train_files=[{files.train}]",
+        f"data.eval_files=[{files.eval}]",
+        f"reward.function={ROOT / 'tests/megarl/digits.py'}:count_digits",
+        *("rollout.engine=transformers", "rollout.engine_args={}"),
+        *("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "loop.eval_every=0"),
+        # Both nodes have the cores of this machine, and slow each other down.
+        *("cluster.trainer_cpus=2", "cluster.check_nodes=false", "checkpoint.every=1"),
+    ]
+
+
+class Job:
+    """A job that was submitted, and what it wrote."""
+
+    def __init__(self, slurm: SlurmCluster, name: str, *words: str, script: str = "grpo_deepseek.sh") -> None:
+        self.slurm, self.output, self.log = slurm, slurm.folder / name, slurm.folder / f"{name}.log"
+        self.id = slurm.run(
+            *("sbatch", "--parsable", "--nodes=2", f"--chdir={ROOT}", f"--output={self.log}"),
+            *(str(ROOT / "slurm" / script), *words),
+        ).strip()
+
+    @property
+    def state(self) -> str:
+        return self.field("JobState")
+
+    def field(self, name: str) -> str:
+        shown = self.slurm.run("scontrol", "show", "job", self.id)
+        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+
+    def steps(self) -> list[dict]:
+        """The metrics of each step, in lines that are written whole."""
+        path = self.output / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        written = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in written if line["step"] > 0]
+
+    def wait(self, *states: str) -> None:
+        """Wait for a state; a failure shows the log of the job."""
+        self.until(lambda: self.state in states, f"job in state {' or '.join(states)}")
+
+    def wait_for_step(self, step: int) -> None:
+        self.until(lambda: len(self.steps()) >= step, f"step {step}")
+
+    def until(self, holds, what: str) -> None:
+        try:
+            eventually(holds, what, JOB_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.log} ends:\n{self.log.read_text()[-3000:]}") from error
+
+
+def numbers(steps):
+    return [{name: value for name, value in each.items() if not name.startswith(TIMINGS)} for each in steps]
+
+
+def check_that_nothing_is_left(slurm, job):
+    eventually(lambda: job.state not in ("COMPLETING", "RUNNING"), "the end of the job")
+    for node in ADDRESSES:
+        eventually(lambda node=node: slurm.processes(node) == [], f"no process on {node}", 10)
+        assert slurm.files(node, "/dev/shm") == []
+        assert slurm.files(node, "/tmp") == [slurm.folder.name]
+    assert not (ROOT / ".slurm" / job.id).exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, overrides):
+    """A job of the script that ran to its end."""
+    job = Job(slurm, "whole", *overrides("whole"), f"loop.steps={STEPS}")
+    job.wait("COMPLETED", "FAILED")
+    return job
+
+
+def test_a_run_over_two_nodes_finishes(undisturbed, slurm):
+    assert undisturbed.state == "COMPLETED", undisturbed.log.read_text()[-3000:]
+    assert "10.77.0.1   trainer 0, engine 0\n10.77.0.2   trainer 1\n" in undisturbed.log.read_text()
+    assert len(undisturbed.steps()) == STEPS
+    assert all(line["refit/direct"] == 1 for line in undisturbed.steps())
+    assert (undisturbed.output / "huggingface/model.safetensors").exists()
+    check_that_nothing_is_left(slurm, undisturbed)
+
+
+def test_a_job_that_is_cancelled_leaves_nothing(slurm, overrides):
+    job = Job(slurm, "cancelled", *overrides("cancelled"), "loop.steps=100000")
+    job.wait_for_step(1)
+    assert any("raylet" in line for line in slurm.processes("n2"))
+    check_that_strangers_get_no_connection(slurm, job)
+    slurm.run("scancel", job.id)
+    began = time.monotonic()
+    check_that_nothing_is_left(slurm, job)
+    assert time.monotonic() - began < KILL_WAIT_S
+    assert job.state == "CANCELLED"
+    assert job.field("Restarts") == "0"
+
+
+def check_that_strangers_get_no_connection(slurm, job):
+    """Who is on the network and has no secret is refused by Ray; nothing else is open to all."""
+    assert stat.S_IMODE((ROOT / ".slurm" / job.id / "token").stat().st_mode) == 0o600
+    refused = slurm.on("n2", "env", "RAY_AUTH_MODE=disabled", sys.executable, "-c", STRANGER)
+    assert "AuthenticationError" in refused, refused
+    for node, address in ADDRESSES.items():
+        everywhere = {program for host, program in slurm.listeners(node) if host not in (address, "127.0.0.1")}
+        # Slurm's own, and Ray's, which ask for the secret and cannot listen on one interface.
+        assert {name for name in everywhere if name not in SLURM_AND_RAY and not name.startswith("ray::")} == set()
+
+
+def test_a_job_that_is_to_be_preempted_saves_and_goes_on(slurm, overrides):
+    # Far more than it reaches before it is told; without it, only the last step is saved.
+    job = Job(slurm, "preempted", *overrides("preempted"), "loop.steps=100000", "checkpoint.every=0")
+    job.wait_for_step(2)
+    # Sent to the steps and not to the batch script, as Slurm's own notice is.
+    slurm.run("scancel", "--signal=TERM", job.id)
+    job.until(lambda: job.field("Restarts") == "1", "a restart")
+    saved = len(job.steps())
+    assert (job.output / f"checkpoints/iter_{saved:07d}").is_dir()
+    job.wait_for_step(saved + 1)
+    slurm.run("scancel", job.id)
+    check_that_nothing_is_left(slurm, job)
+
+
+def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, undisturbed):
+    job = Job(slurm, "unplugged", *overrides("unplugged"), f"loop.steps={STEPS}")
+    job.wait_for_step(2)
+    slurm.unplug("n2")
+    done = len(job.steps())
+    assert done < STEPS
+    slurm.start_node("n2")
+    job.until(lambda: job.field("Restarts") == "1", "a restart")
+    job.wait("COMPLETED", "FAILED")
+    assert job.state == "COMPLETED", job.log.read_text()[-3000:]
+    assert numbers(job.steps()) == numbers(undisturbed.steps())
+    check_that_nothing_is_left(slurm, job)
+
+
+def test_a_node_that_does_not_see_a_folder_is_named_before_a_run(slurm):
+    job = Job(slurm, "preflight", "--folders", str(slurm.folder), "/tmp", script="preflight.sh")
+    job.wait("COMPLETED", "FAILED")
+    assert job.state == "FAILED"
+    said = job.log.read_text()
+    assert "it does not see what n1 writes into /tmp" in said
+    assert f"writes into {slurm.folder}" not in said
+    check_that_nothing_is_left(slurm, job)

@@ -1,0 +1,113 @@
+"""The batch scripts without a Slurm: which steps they ask for, and when the job goes back into the queue."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "slurm"
+STAND_INS = {
+    "megarl": "exit 1",
+    # A step with a command ends with RUN_CODE, one with Ray when it is told to.
+    "srun": """
+        echo "$RAY_AUTH_MODE $@" >> steps
+        stat --format=%a "$RAY_AUTH_TOKEN_PATH" >> mode 2> /dev/null
+        for word in "$@"; do [[ "$word" == node ]] && { trap 'exit 0' USR2; while :; do sleep 0.05; done; }; done
+        exit "$RUN_CODE" """,
+    "scontrol": """
+        case "$1 $2" in
+          "show hostnames") printf 'n1\\nn2\\n' ;;
+          "requeue 7") touch requeued ;;
+          *) exit 1 ;;
+        esac""",
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Runs a script as Slurm does, in a checkout of its own, with stand-ins for what it calls."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "slurm").symlink_to(SCRIPTS)
+    for name, body in STAND_INS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (programs / name).chmod(0o755)
+
+    def run(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
+        given = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_CPUS_ON_NODE": "8",
+            "SLURMD_NODENAME": "n1",
+            "HEAD_IP": "192.0.2.1",
+            "RUN_CODE": "0",
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            **environment,
+        }
+        return subprocess.run(
+            ["bash", f"slurm/{script}", *words], cwd=tmp_path, env=given, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_requeued"),
+    [(0, 0, False), (2, 0, False), (143, 0, True), (143, 9, True), (1, 2, True), (1, 3, False), (137, 0, True)],
+)
+def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code, restarts, is_requeued):
+    done = submit("grpo_deepseek.sh", "loop.steps=5", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+    assert done.returncode == code
+    assert (tmp_path / "requeued").exists() == is_requeued
+    steps = (tmp_path / "steps").read_text()
+    assert "token --overlap --ntasks-per-node=1 --cpus-per-task=8 --mem=0 --nodes=2 --ntasks=2 python" in steps
+    assert "run 192.0.2.1:6379 --nodes n1 n2 --timeout 300 -- megarl train --config-name grpo_deepseek_v3" in steps
+    assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true loop.steps=5\n" in steps
+    assert set((tmp_path / "mode").read_text().split()) == {"600"}
+    assert list((tmp_path / ".slurm").iterdir()) == []
+
+
+def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
+    (tmp_path / ".venv/bin/megarl").unlink()
+    assert "no .venv in" in submit("sft.sh").stderr
+    done = submit("sft.sh", "--config-name", "mine", CONTAINER="/images/megarl.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert done.returncode == 0, done.stderr
+    flags = (
+        f"--container-image=/images/megarl.sqsh --container-workdir={tmp_path} --container-mounts={tmp_path}:{tmp_path}"
+    )
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert len(steps) == 2
+    assert all(f"{flags},/data:/data --nodes=" in step for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("script", "does"),
+    [
+        ("convert.sh", "--mem=0 megarl convert --tp 8"),
+        ("eval.sh", "-- megarl eval --tp 8 cluster.address=192.0.2.1:6379"),
+        ("preflight.sh", "-- megarl doctor --cluster 192.0.2.1:6379 --tp 8"),
+        ("sft.sh", "-- megarl sft cluster.address=192.0.2.1:6379 checkpoint.on_signal=true --tp 8"),
+    ],
+)
+def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_path, script, does):
+    done = submit(script, "--tp", "8", RUN_CODE="2")
+    assert (done.returncode, (tmp_path / "requeued").exists()) == (2, False)
+    assert does in (tmp_path / "steps").read_text()
+    assert (SCRIPTS / script).stat().st_mode & stat.S_IXUSR
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"SLURM_JOB_ID": ""}, "eval.sh: run it with sbatch"),
+        ({"HEAD_IP": "127.0.0.1"}, "eval.sh: the name of this node resolves to '127.0.0.1': give HEAD_IP"),
+    ],
+)
+def test_what_keeps_a_job_from_starting_is_one_sentence(submit, environment, says):
+    done = submit("eval.sh", **environment)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(says)
