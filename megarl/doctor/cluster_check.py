@@ -54,10 +54,13 @@ def check_cluster(folders: Sequence[str]) -> ClusterReport:
     ]
     try:
         _get([probe.clock.remote() for probe in probes], addresses, "start a process", _START_S)
+        unseen = _unseen_folders(probes, addresses, folders)
         looking = [probe.look.remote(is_free=own) for probe, own in zip(probes, free, strict=True)]
-        nodes: list[Node] = _get(looking, addresses, "measure itself", _ANSWER_S)
-        nodes = [replace(node, clock_offset_s=_offset(probe)) for node, probe in zip(nodes, probes, strict=True)]
-        nodes = _with_folders(nodes, probes, addresses, folders)
+        seen: list[Node] = _get(looking, addresses, "measure itself", _ANSWER_S)
+        nodes = [
+            replace(node, clock_offset_s=_offset(probe), unseen_folders=own)
+            for node, probe, own in zip(seen, probes, unseen, strict=True)
+        ]
         links = _measure_links(nodes, probes)
     finally:
         for probe in probes:
@@ -105,24 +108,20 @@ def _offset(probe: Any) -> float:
     return there - (before + time.time()) / 2
 
 
-def _with_folders(
-    nodes: list[Node], probes: Sequence[Any], addresses: Sequence[str], folders: Sequence[str]
-) -> list[Node]:
+def _unseen_folders(probes: Sequence[Any], addresses: Sequence[str], folders: Sequence[str]) -> list[tuple[str, ...]]:
+    """The folders in which each node does not find what the first writes."""
     name = f".megarl-{secrets.token_hex(8)}"
+    unseen: list[tuple[str, ...]] = [() for _ in probes]
     for folder in folders:
         if failure := ray.get(probes[0].write.remote(folder, name)):
-            raise UserError(f"{nodes[0].name} cannot write into {folder} ({failure}): make it, or name another folder")
+            raise UserError(f"{addresses[0]} cannot write into {folder} ({failure}): make it, or name another folder")
         try:
-            seen = _get(
-                [probe.sees.remote(folder, name) for probe in probes], addresses, f"look into {folder}", _ANSWER_S
-            )
+            asked = [probe.sees.remote(folder, name) for probe in probes]
+            found = _get(asked, addresses, f"look into {folder}", _ANSWER_S)
         finally:
             ray.get(probes[0].remove.remote(folder, name))
-        nodes = [
-            node if own else replace(node, unseen_folders=(*node.unseen_folders, folder))
-            for node, own in zip(nodes, seen, strict=True)
-        ]
-    return nodes
+        unseen = [own if there else (*own, folder) for own, there in zip(unseen, found, strict=True)]
+    return unseen
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:

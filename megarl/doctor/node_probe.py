@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 import socket
 import statistics
 import time
@@ -16,11 +15,13 @@ from megarl.doctor.inventory import PACKAGES, installed_version
 if TYPE_CHECKING:
     import torch
 
-_SIZES = {"cpu": 1024, "cuda": 8192}
+_CPU_SIZE, _GPU_SIZE = 1024, 8192
 """Rows and columns of the matrices."""
 _PRODUCTS = 20
 _LARGEST = 8
-"""Elements are whole and at most this: every sum is exact in the number format, so that a result is right or wrong."""
+"""Elements are whole and at most this: every sum is exact in float32, so that a result is right or wrong."""
+_ROUNDING = 2.0**-7
+"""Of bfloat16, in parts of a sum and in the sum."""
 _PING_BYTES = 8
 _PINGS = 20
 _TRANSFER_BYTES = 32 * 1024**2
@@ -115,10 +116,6 @@ class NodeProbe:
         """Remove the file."""
         Path(folder, name).unlink(missing_ok=True)
 
-    def free_bytes(self, folder: str) -> int:
-        """Room in a folder."""
-        return shutil.disk_usage(folder).free
-
     def listen(self) -> tuple[str, int]:
         """Take one connection at this address, with `receive`."""
         self._listener = socket.create_server((self._address, 0))
@@ -187,27 +184,25 @@ def _multiply_on(device: "torch.device") -> Compute:
     import torch
 
     is_cpu = device.type == "cpu"
-    size = _SIZES["cpu" if is_cpu else "cuda"]
+    size, dtype = (_CPU_SIZE, torch.float32) if is_cpu else (_GPU_SIZE, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-_LARGEST, _LARGEST + 1, (size, size), generator=generator) for _ in range(2))
-    dtype = torch.float32 if is_cpu else torch.bfloat16
-    on_device = left.to(device, dtype), right.to(device, dtype)
-    product = on_device[0] @ on_device[1]
-    times = []
+    left, right = (torch.randint(0, _LARGEST + 1, (size, size), generator=generator) for _ in range(2))
+    fast = left.to(device, dtype), right.to(device, dtype)
+    product, times = fast[0] @ fast[1], []
     for _ in range(_PRODUCTS):
         began = time.perf_counter()
-        product = on_device[0] @ on_device[1]
+        product = fast[0] @ fast[1]
         if not is_cpu:
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - began)
-    # Rows of the product times a vector, in whole numbers; bf16 rounds each element of the product once.
-    rows = slice(0, 8)
-    exact = (left[rows] @ right).to(dtype)
-    free = psutil.virtual_memory().available if is_cpu else torch.accelerator.get_memory_info(device)[0]
-    name = (
-        platform.processor() or platform.machine()
-        if is_cpu
-        else torch.get_device_module(device).get_device_name(device)
+    # The sums of the rows of the product, computed here in another order.
+    expected = left.double() @ right.double().sum(1)
+    exact = (left.to(device, torch.float32) @ right.to(device, torch.float32)).double().sum(1).cpu()
+    rounded = product.double().sum(1).cpu()
+    return Compute(
+        str(device),
+        platform.machine() if is_cpu else torch.get_device_module(device).get_device_name(device),
+        psutil.virtual_memory().available if is_cpu else torch.accelerator.get_memory_info(device)[0],
+        2 * size**3 / min(times) / 1e12,
+        bool(torch.equal(exact, expected) and torch.allclose(rounded, expected, rtol=_ROUNDING, atol=0)),
     )
-    tflops = 2 * size**3 / min(times) / 1e12
-    return Compute(str(device), name, free, tflops, bool(torch.equal(product[rows].cpu(), exact)))

@@ -97,6 +97,11 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: len(self.steps()) >= step, f"step {step}")
 
+    def wait_for_restart(self) -> None:
+        """Wait until the job is back in the queue, and let it begin at once: Slurm would wait two minutes."""
+        self.until(lambda: (self.state, self.field("Restarts")) == ("PENDING", "1"), "a restart")
+        self.slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+
     def until(self, holds, what: str) -> None:
         try:
             eventually(holds, what, JOB_S)
@@ -164,7 +169,7 @@ def test_a_job_that_is_to_be_preempted_saves_and_goes_on(slurm, overrides):
     job.wait_for_step(2)
     # Sent to the steps and not to the batch script, as Slurm's own notice is.
     slurm.run("scancel", "--signal=TERM", job.id)
-    job.until(lambda: job.field("Restarts") == "1", "a restart")
+    job.wait_for_restart()
     saved = len(job.steps())
     assert (job.output / f"checkpoints/iter_{saved:07d}").is_dir()
     job.wait_for_step(saved + 1)
@@ -179,7 +184,7 @@ def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, und
     done = len(job.steps())
     assert done < STEPS
     slurm.start_node("n2")
-    job.until(lambda: job.field("Restarts") == "1", "a restart")
+    job.wait_for_restart()
     job.wait("COMPLETED", "FAILED")
     assert job.state == "COMPLETED", job.log.read_text()[-3000:]
     assert numbers(job.steps()) == numbers(undisturbed.steps())

@@ -1,0 +1,48 @@
+"""Measurements of a node on this machine."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megarl.doctor.node_probe import NodeProbe, _multiply_on
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_a_wrong_element_of_a_product_is_seen(monkeypatch, wrong):
+    multiply = torch.Tensor.__matmul__
+
+    def slightly_wrong(left, right):
+        product = multiply(left, right)
+        if product.dtype == torch.float32:
+            product[-1, -1] += wrong
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", slightly_wrong)
+    found = _multiply_on(torch.device("cpu"))
+    assert found.is_right == (not wrong)
+    assert found.tflops > 0
+    assert found.free_memory_bytes > 0
+
+
+def test_a_way_is_measured_and_one_to_nobody_is_said():
+    here, there = NodeProbe("127.0.0.1"), NodeProbe("127.0.0.2")
+    address = there.listen()
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(there.receive)
+        link = here.send(address, ("a", "b"))
+        receiving.result()
+    assert (link.sender, link.receiver, link.failure) == ("a", "b", "")
+    assert link.gbyte_per_s > 0.01
+    assert 0 < link.latency_s < 1
+    nobody = here.send(address, ("a", "b"))
+    assert nobody.failure.startswith(f"127.0.0.2:{address[1]}: ")
+
+
+def test_a_file_is_seen_where_it_is(tmp_path):
+    probe = NodeProbe("127.0.0.1")
+    assert probe.write(str(tmp_path), "x") == ""
+    assert probe.sees(str(tmp_path), "x")
+    probe.remove(str(tmp_path), "x")
+    assert list(tmp_path.iterdir()) == []
+    assert "No such file" in probe.write(str(tmp_path / "absent"), "x")
