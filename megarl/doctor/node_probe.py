@@ -21,7 +21,7 @@ _PRODUCTS = 20
 _LARGEST = 8
 """Elements are whole and at most this: every sum is exact in float32, so that a result is right or wrong."""
 _ROUNDING = 2.0**-7
-"""Of bfloat16, in parts of a sum and in the sum."""
+"""Error of bfloat16, in parts of a sum and in the sum."""
 _PING_BYTES = 8
 _PINGS = 20
 _TRANSFER_BYTES = 32 * 1024**2
@@ -60,13 +60,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """What goes from one node to another and back, over sockets at the addresses and ports that refits use."""
+    """The way from one node to another, over a socket at the addresses and ports that refits use."""
 
     sender: str
     receiver: str
     gbyte_per_s: float
     latency_s: float
-    """Of a message there and back."""
+    """Time of a message there and back."""
     failure: str = ""
     """Why there was no connection."""
 

@@ -15,6 +15,7 @@ STAND_INS = {
         echo "$RAY_AUTH_MODE $@" >> steps
         stat --format=%a "$RAY_AUTH_TOKEN_PATH" >> mode 2> /dev/null
         for word in "$@"; do [[ "$word" == node ]] && { trap 'exit 0' USR2; while :; do sleep 0.05; done; }; done
+        [[ "$*" != *" run "* ]] || until grep --quiet " node " steps; do sleep 0.02; done
         exit "$RUN_CODE" """,
     "scontrol": """
         case "$1 $2" in
