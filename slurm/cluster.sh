@@ -25,7 +25,6 @@ else
   programs="$PWD/.venv/bin"
   [[ -x "$programs/megarl" ]] || fail "no .venv in $PWD: run make setup CUDA=1 there and submit from there, or give CONTAINER"
 fi
-export PATH="$programs:$PATH"
 # The script runs on the first node of the allocation.
 head_ip="${HEAD_IP:-$(hostname --ip-address | tr ' ' '\n' | grep --max-count=1 --extended-regexp '^[0-9.]+$' || true)}"
 address="$head_ip:${RAY_PORT:-6379}"
@@ -71,10 +70,10 @@ run_on_cluster() {
   trap end_cluster EXIT
   trap on_cancel TERM
   step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    python -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME"
+    "$programs/python" -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME"
   ray_step="$!"
   step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
-    python -m megarl.cluster.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
+    "$programs/python" -m megarl.cluster.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
   run_step="$!"
   # `wait` comes back for a signal, too.
   while kill -0 "$run_step" 2>/dev/null; do
@@ -83,10 +82,10 @@ run_on_cluster() {
   end_cluster
 }
 
-# run_alone COMMAND...: run it on the first node, without a Ray cluster; sets `status`.
+# run_alone PROGRAM ...: run one of ours on the first node, without a Ray cluster; sets `status`.
 run_alone() {
   status=0
-  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" || status="$?"
+  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$programs/$1" "${@:2}" || status="$?"
 }
 
 # Puts the job back into the queue where it is to go on: it was told to end and has saved, or something of it died.

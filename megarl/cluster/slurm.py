@@ -9,7 +9,6 @@ passes on what it is to hear, and takes it along when it ends, whatever ends it.
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -56,7 +55,7 @@ class Supervised:
         self,
         command: Sequence[str],
         hears: Mapping[int, signal.Signals | None],
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         output: IO[bytes] | None = None,
     ) -> None:
         self._told: set[signal.Signals] = set()
@@ -127,17 +126,17 @@ def _ray_start(address: str, name: str, head: str, folder: Path) -> list[str]:
     where = [f"--address={address}"]
     if name == head:
         where = ["--head", f"--node-ip-address={host}", f"--port={port}", *_HEAD_ALONE]
-    program = shutil.which("ray", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     return [
-        *(program or "ray", "start", "--block", *where, "--disable-usage-stats", f"--temp-dir={folder}"),
-        "--include-log-monitor=false",
-        *(f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
+        *("ray", "start", "--block", *where, "--disable-usage-stats", "--include-log-monitor=false"),
+        *(f"--temp-dir={folder}", f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
     ]
 
 
 def _environment(temporary: Path) -> dict[str, str]:
     return {
         **os.environ,
+        # A container has its own path, in which this Python is not.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
         "TMPDIR": str(temporary),
         # The workers are the job.
         "RAY_worker_niceness": "0",
@@ -150,7 +149,7 @@ def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[
     """Run a command when all nodes have joined; its exit code."""
     wait_for_nodes(address, nodes, timeout_s)
     with scratch_folder() as folder:
-        return Supervised(command, _COMMAND_HEARS, {**os.environ, "TMPDIR": str(folder)}).wait()
+        return Supervised(command, _COMMAND_HEARS, _environment(folder)).wait()
 
 
 def wait_for_nodes(address: str, nodes: Sequence[str], timeout_s: float) -> None:

@@ -1,5 +1,7 @@
 """Environment variables that follow from the network of a node."""
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 
@@ -29,7 +31,7 @@ def test_the_fastest_ports_are_those_of_the_run():
 @pytest.fixture
 def address(monkeypatch):
     """An address of this machine, whatever its interfaces are."""
-    here = {"eth7": [type("Address", (), {"address": "10.1.2.3"})]}
+    here = {name: [SimpleNamespace(address=address)] for name, address in (("lo", "127.0.0.1"), ("eth7", "10.1.2.3"))}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: here)
     return "10.1.2.3"
 

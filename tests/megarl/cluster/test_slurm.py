@@ -26,9 +26,9 @@ said.write("started\\n")
 time.sleep(60)
 """
 _TASK = """
-import sys
+import os, sys
 from megarl.cluster.slurm import _COMMAND_HEARS, Supervised
-sys.exit(Supervised(sys.argv[1:], _COMMAND_HEARS).wait())
+sys.exit(Supervised(sys.argv[1:], _COMMAND_HEARS, os.environ).wait())
 """
 
 
