@@ -36,6 +36,6 @@
 set -euo pipefail
 source slurm/cluster.sh
 
-run_on_cluster megarl train --config-name grpo_deepseek_v3 cluster.address="$address" checkpoint.on_signal=true "$@"
+run_on_cluster megarl train --config-name grpo_deepseek_v3 cluster.address="$address" checkpoint.on_signal=true cluster.max_restarts=0 "$@"
 requeue_if_unfinished
 exit "$status"

@@ -21,6 +21,6 @@
 set -euo pipefail
 source slurm/cluster.sh
 
-run_on_cluster megarl sft cluster.address="$address" checkpoint.on_signal=true "$@"
+run_on_cluster megarl sft cluster.address="$address" checkpoint.on_signal=true cluster.max_restarts=0 "$@"
 requeue_if_unfinished
 exit "$status"

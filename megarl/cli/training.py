@@ -73,8 +73,8 @@ class TrainingCommand:
             with phase("loading the program"):
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
-                from megarl.run.resumption import run_to_its_end
                 from megarl.doctor.cluster_check import sound_cluster
+                from megarl.run.resumption import run_to_its_end
             with sound_cluster(config.cluster, [Path(config.output_dir)]):
                 run_to_its_end(program, config)
         print_places(Path(config.output_dir))

@@ -66,7 +66,7 @@ def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code,
     steps = (tmp_path / "steps").read_text()
     assert f"--cpus-per-task=8 --mem=0 --nodes=2 --ntasks=2 {tmp_path}/.venv/bin/python -m" in steps
     assert "run 192.0.2.1:6379 --nodes n1 n2 --timeout 300 -- megarl train --config-name grpo_deepseek_v3" in steps
-    assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true loop.steps=5\n" in steps
+    assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 loop.steps=5\n" in steps
     assert all(step.startswith("token ") for step in steps.splitlines())
     assert set((tmp_path / "mode").read_text().split()) == {"600"}
     assert list((tmp_path / ".slurm").iterdir()) == []
@@ -91,7 +91,7 @@ def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
         ("convert.sh", "/.venv/bin/megarl convert --tp 8"),
         ("eval.sh", "-- megarl eval --tp 8 cluster.address=192.0.2.1:6379"),
         ("preflight.sh", "-- megarl doctor --cluster 192.0.2.1:6379 --tp 8"),
-        ("sft.sh", "-- megarl sft cluster.address=192.0.2.1:6379 checkpoint.on_signal=true --tp 8"),
+        ("sft.sh", "-- megarl sft cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 --tp 8"),
     ],
 )
 def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_path, script, does):
