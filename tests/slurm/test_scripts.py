@@ -91,7 +91,10 @@ def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
         ("convert.sh", "/.venv/bin/megarl convert --tp 8"),
         ("eval.sh", "-- megarl eval --tp 8 cluster.address=192.0.2.1:6379"),
         ("preflight.sh", "-- megarl doctor --cluster 192.0.2.1:6379 --tp 8"),
-        ("sft.sh", "-- megarl sft cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 --tp 8"),
+        (
+            "sft.sh",
+            "-- megarl sft cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 --tp 8",
+        ),
     ],
 )
 def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_path, script, does):
