@@ -25,6 +25,7 @@ _DEEPEST = 8
 
 
 _UNKNOWN = re.compile("\0([^\0]*)\0")
+_KEPT_BLANK = "\1"
 _PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
 
 
@@ -148,7 +149,8 @@ class _Reader:
 
     def _joined(self, parts: list[Part], where: str) -> Word:
         """One word of parts, as an assignment takes them."""
-        return Word("".join(word.text for part in parts for word in self._values(part, where)), where)
+        text = "".join(word.text for part in parts for word in self._values(part, where))
+        return Word(text.replace(_KEPT_BLANK, " "), where)
 
     def _expand(self, raw: RawWord) -> list[Word]:
         """The words that a program sees of a word: none or many where it has an expansion outside of quotes."""
@@ -215,7 +217,16 @@ class _Reader:
         if not set(text) & set("'\"\\"):
             return self._joined(scanner.quoted_parts(), where)
         words = next((statement.words for statement in scanner.statements()), [])
-        return Word(" ".join(self._joined(word.parts, where).text for word in words), where)
+        # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
+        pieces = [
+            "".join(
+                value.text.replace(" ", _KEPT_BLANK) if part.quoted else value.text
+                for part in word.parts
+                for value in self._values(part, where)
+            )
+            for word in words
+        ]
+        return Word(" ".join(pieces), where)
 
     def _arithmetic(self, text: str, where: str) -> Word:
         unknown = f"$(({text}))"
@@ -252,7 +263,7 @@ class _Row:
     def end(self) -> None:
         """Finish the word that is under way."""
         if self._begun:
-            self.words.append(Word(self._text, self._place or self.where))
+            self.words.append(Word(self._text.replace(_KEPT_BLANK, " "), self._place or self.where))
         self._text, self._place, self._begun = "", "", False
 
     def add(self, value: Word, *, is_word: bool) -> None:

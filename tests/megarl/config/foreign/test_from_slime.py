@@ -52,7 +52,7 @@ GRPO_ARGS=(
    --eps-clip 0.2 --eps-clip-high 0.28 --use-tis
 )
 OPTIMIZER_ARGS=(--optimizer adam --lr 2e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.98
-   --optimizer-cpu-offload)
+   --tp-comm-overlap)
 SGLANG_ARGS=(--rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-bs 1 2 $(seq 4 8 256)
    --sglang-ep-size 8)
 MISC_ARGS=(--attention-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32)
@@ -132,7 +132,7 @@ def test_a_script_becomes_a_recipe(tmp_path: Path) -> None:
         "output_dir": "/b/out",
     }
     assert sorted(flag.split()[0] for flags in recipe.absent.values() for flag in flags) == [
-        *("--eval-prompt-data", "--optimizer-cpu-offload", "--sglang-cuda-graph-bs"),
+        *("--eval-prompt-data", "--sglang-cuda-graph-bs", "--tp-comm-overlap"),
     ]
     assert "--ref-load /b/model_torch_dist" in [flag for flags in recipe.always.values() for flag in flags]
 

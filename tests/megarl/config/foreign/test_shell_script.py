@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
@@ -67,6 +67,8 @@ def words_of_bash(script: str) -> list[str]:
 
 
 @given(scripts())
+@example("A=' of old '\nshow x$A'y' \"$A\"z")
+@example('ARGS=()\nshow "${ARGS[@]}" x"${ARGS[@]}" "" ${NEVER:-"of old"}')
 def test_the_words_are_those_of_bash(tmp_path_factory: pytest.TempPathFactory, script: str) -> None:
     file = tmp_path_factory.getbasetemp() / "script.sh"
     file.write_text(script)
