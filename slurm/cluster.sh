@@ -41,10 +41,21 @@ make_token() {
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_folder/token"
 }
 
+# Waits for a step that was told to end. One whose node is gone never does by itself.
+end_step() {
+  timeout 30 tail --sleep-interval=0.2 --pid="$1" --follow /dev/null || kill -TERM "$1" 2>/dev/null || true
+  timeout 10 tail --sleep-interval=0.2 --pid="$1" --follow /dev/null || kill -KILL "$1" 2>/dev/null || true
+}
+
 end_cluster() {
   trap - EXIT
-  kill -USR2 ${run_step:-} ${ray_step:-} 2>/dev/null || true
-  wait || true
+  local pid
+  for pid in $run_step $ray_step; do
+    kill -USR2 "$pid" 2>/dev/null || true
+  done
+  for pid in $run_step $ray_step; do
+    end_step "$pid"
+  done
   rm -rf "$run_folder"
 }
 

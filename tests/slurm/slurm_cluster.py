@@ -148,7 +148,7 @@ class SlurmCluster:
         assert node.stdin is not None
         node.stdin.write(b"the network is there\n")
         node.stdin.flush()
-        eventually(lambda: self.state(name) == "idle", f"node {name} idle")
+        eventually(lambda: self.state(name) in ("idle", "alloc", "comp"), f"node {name} up")
 
     def unplug(self, name: str) -> None:
         """End all processes of a node, and its network, at once."""
