@@ -25,7 +25,7 @@ from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts
 from megarl.cluster.router import Asked, Router
 from megarl.cluster.streams import results_of
-from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGroup, wait
+from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGone, WorkerGroup, wait
 from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
@@ -302,9 +302,14 @@ class EngineGroup(Engines):
         return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for what `begin_start` began. Raises UserError with the end of the log if an engine does not start."""
+        """Wait for what `begin_start` began.
+
+        Raises UserError with the end of the log if an engine does not start, and WorkerGone if its process dies.
+        """
         try:
             wait(calls)
+        except WorkerGone:
+            raise  # whoever ended it, it was not the configuration
         except WorkerFailed as error:
             raise UserError(
                 f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details

@@ -1,4 +1,4 @@
-"""Processes of engines of which nobody waits for an answer, asked now and then whether they live."""
+"""Processes of which nobody waits for an answer, asked now and then whether they live."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -7,10 +7,12 @@ from typing import Any
 import ray
 
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.worker_group import Call, WorkerFailed, wait
+from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, wait
 from megarl.rollout.protocol import Engine
 
 INTERVAL_S = 1.0
+_RANKS_INTERVAL_S = 5.0
+"""Longer, since there may be thousands."""
 
 
 class Heartbeat:
@@ -51,3 +53,24 @@ class Heartbeat:
                 raise
             return True
         return False
+
+
+class Ranks:
+    """The processes of groups that have nothing to do while the run waits for somebody else."""
+
+    def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
+        self._workers = [worker for group in groups for worker in group.workers]
+        self._asked: list[Call[Any]] = []
+        self._next_s = 0.0
+
+    def look_after(self) -> None:
+        """Raise WorkerGone for one that was found dead."""
+        references = [call.reference for call in self._asked]
+        done = set(ray.wait(references, num_returns=len(references), timeout=0)[0]) if references else set()
+        ended = [call for call in self._asked if call.reference in done]
+        self._asked = [call for call in self._asked if call.reference not in done]
+        wait(ended)
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _RANKS_INTERVAL_S
+            asked = {id(call.worker) for call in self._asked}
+            self._asked += [worker.begin_node() for worker in self._workers if id(worker) not in asked]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.heartbeat import Ranks
 from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
@@ -140,7 +141,13 @@ def open_job(start: Start) -> Iterator[Job]:
                     group.load(checkpoint.folder / name)
             refit = engine_start.finish()
             scored_by = Served(
-                engines, scorer, auxiliary.reward_model, turns, model.tokenizer, tuple(model.stop_token_ids)
+                engines,
+                scorer,
+                auxiliary.reward_model,
+                turns,
+                model.tokenizer,
+                tuple(model.stop_token_ids),
+                Ranks([trainer, *auxiliary.groups]),
             )
             rollouts = Rollouts(config, data.prompts, state.sampler, _schedule(config, state.step), scored_by)
             if checkpoint is not None:

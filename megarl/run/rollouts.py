@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.heartbeat import INTERVAL_S
+from megarl.cluster.heartbeat import INTERVAL_S, Ranks
 from megarl.cluster.router import Asked
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
@@ -51,6 +51,8 @@ class Served:
     turns: Turns
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    ranks: Ranks = field(default_factory=Ranks)
+    """All that wait meanwhile."""
 
 
 def _told(
@@ -171,7 +173,7 @@ class Rollouts:
         return {"schedule/groups_in_flight": float(unfinished), "schedule/groups_waiting": float(waiting)}
 
     def _wait(self, reached: Callable[[], bool]) -> None:
-        """Wait until something is so, and look after failures and engines meanwhile."""
+        """Wait until something is so, and look after failures, engines and ranks meanwhile."""
         while True:
             with self._changed:
                 is_reached = self._changed.wait_for(lambda: self._failure is not None or reached(), timeout=INTERVAL_S)
@@ -180,6 +182,7 @@ class Rollouts:
             if is_reached:
                 return
             self._by.engines.look_after()
+            self._by.ranks.look_after()
 
     def _is_takeable(self) -> bool:
         return self._schedule.takeable() is not None

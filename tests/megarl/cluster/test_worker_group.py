@@ -20,7 +20,8 @@ from ray.experimental import get_object_locations
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cluster import worker_group
+from megarl.cluster import heartbeat, worker_group
+from megarl.cluster.heartbeat import Ranks
 from megarl.cluster.placement import Role
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import engine_role, trainer_role
@@ -235,6 +236,19 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
     # Nor where nobody said what a consequence looks like.
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
         wait(group.begin_each("play", [("lose_a_peer",), ("die_later",)]))
+
+
+def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_RANKS_INTERVAL_S", 0.1)
+    with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
+        look_after_and_kill(Ranks([group]), group.call("pid")[1])
+
+
+def look_after_and_kill(ranks, pid):
+    for _ in range(3):
+        ranks.look_after()
+    psutil.Process(pid).kill()
+    assert eventually(ranks.look_after)
 
 
 def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothing(monkeypatch, tmp_path):
