@@ -1,9 +1,9 @@
 """Requests over engines: each to the least loaded that serves, and on to another if that one dies."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Event, RLock, Thread
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from converters.errors import UserError
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
+from megarl.cluster.partials import Begun, Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
 from megarl.cluster.worker_group import Worker
 from megarl.data import Turn
-from megarl.rollout.protocol import Engine, Request
+from megarl.rollout.protocol import Engine, Progress, Request
 
 _TICK_S = 0.2
 """How long an engine that is asked for the first time may go unheard while others are listened to."""
@@ -34,18 +35,37 @@ class Asked:
     """Who was asked; None while it waits for somebody who can be."""
     worker: Worker | None = None
     """The process that was asked: an engine that is started anew has another."""
+    begun: dict[int, Begun] = field(default_factory=dict)
+    """Samples of which engines that died have told some tokens."""
 
     @property
     def samples(self) -> int:
         """How many it asks for."""
         return self.request.sampling.samples
 
+    def rest(self) -> Request:
+        """As much of the request as no engine has told of."""
+        if not self.begun:
+            return self.request
+        begun = [self.begun.get(sample, Begun.nothing()).token_ids.tolist() for sample in range(self.samples)]
+        return replace(self.request, begun=begun)
+
+    def keep(self, begun: Mapping[int, Begun]) -> int:
+        """Keep what an engine that died has told of; how many tokens."""
+        for sample, new in begun.items():
+            self.begun[sample] = self.begun.get(sample, Begun.nothing()) + new
+        return sum(len(new.token_ids) for new in begun.values())
+
+    def whole(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns of the answer, each behind what there was of it."""
+        return [self.begun.get(sample, Begun.nothing()).ended_by(turn) for sample, turn in enumerate(turns)]
+
 
 class Router:
     """Sends requests to engines that are alike. One thread hears of all answers, deaths and restarts.
 
-    Requests that an engine leaves unanswered when it dies are asked again, from their start: their seeds are the same,
-    and so are the tokens.
+    Requests that an engine leaves unanswered when it dies are asked again, from where it told of them: their seeds are
+    the same, and so are the tokens. Those of the lowest priority go first.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
@@ -55,6 +75,7 @@ class Router:
         self._numbers = count()
         self._asked: dict[int, Asked] = {}
         self._streams: dict[Stream, EngineHandle] = {}
+        self._partials: dict[Stream, Partials] = {}
         self._heartbeat = Heartbeat(handles)
         self._is_told = Event()
         self._is_closed = False
@@ -111,14 +132,15 @@ class Router:
     def _send(self, waiting: Iterable[Asked]) -> None:
         """Ask whoever can be asked."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
-        for each in waiting:
+        for each in sorted(waiting, key=lambda one: one.request.priority):
             if self._able(each.among):
                 each.handle = self.least_loaded(each.among, each.samples)
                 each.worker = each.handle.worker
-                shares.setdefault(each.handle, {})[each.number] = each.request
+                shares.setdefault(each.handle, {})[each.number] = each.rest()
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
-                self._streams[handle.stream(Engine.events)] = handle
+                stream = handle.stream(Engine.events)
+                self._streams[stream], self._partials[stream] = handle, Partials()
             handle.begin(Engine.submit, requests)
 
     def _listen(self) -> None:
@@ -150,6 +172,9 @@ class Router:
         if isinstance(result, End):
             self._lose(stream, result.failure)
             return
+        if isinstance(result, Progress):
+            self._keep(self._partials[stream], result)
+            return
         with self._lock:
             asked = self._asked.pop(result.number, None)
             if asked is None or asked.handle is None:  # nobody waits for it any more
@@ -158,15 +183,24 @@ class Router:
         if isinstance(result.answer, UserError):
             asked.answer.set_exception(result.answer)
         else:
-            asked.answer.set_result(result.answer)
+            asked.answer.set_result(asked.whole(result.answer) if asked.begun else result.answer)
+
+    def _keep(self, partials: Partials, told: Progress) -> None:
+        partials.add(told)
+        if partials.are_many:
+            with self._lock:
+                unanswered = list(self._asked)
+            partials.keep(unanswered)
 
     def _lose(self, stream: Stream, failure: Exception | None) -> None:
         """Nothing more comes from an engine; its requests go elsewhere if it has died, and fail if it has not."""
         with self._lock:
-            handle = self._streams.pop(stream)
+            handle, partials = self._streams.pop(stream), self._partials.pop(stream)
             left = [each for each in self._asked.values() if each.worker is stream.worker]
             # Its process is another one already if this death was heard of before.
             is_dead = handle.state == "down" or stream.worker is not handle.worker
+            told = partials.of([each.number for each in left])
+            kept = sum(each.keep(told.get(each.number, {})) for each in left)
             for each in left:
                 handle.load -= each.samples
                 each.handle = each.worker = None
@@ -174,7 +208,7 @@ class Router:
             self._fail(left, failure)
             return
         if left:
-            say(f"{handle.name} had not answered {len(left)} requests: they are asked again")
+            say(f"{handle.name} had not answered {len(left)} requests: they go on behind the {kept} tokens there are")
         self._look_after()
 
     def _look_after(self) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,10 +19,12 @@ from megarl.rollout.protocol import (
     Event,
     KeysAndValues,
     PauseMode,
+    Progress,
     Request,
     UpdateError,
 )
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.telling import Telling
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.worker_memory import require
@@ -71,7 +73,8 @@ class OwnedEngine(ABC):
         self._paused = False
         self._step_queued = False
         self._death: BaseException | None = None
-        self._ended = SimpleQueue[tuple[int, Future[list[Turn]]] | None]()
+        self._told = SimpleQueue[tuple[int, Future[list[Turn]]] | Progress | None]()
+        self._telling = Telling()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """See `Generator.generate`."""
@@ -84,12 +87,16 @@ class OwnedEngine(ABC):
         except Exception as error:  # noqa: BLE001 - `events` says it
             added = [_failed(error)] * len(requests)
         for number, future in zip(requests, added, strict=True):
-            future.add_done_callback(lambda done, number=number: self._ended.put((number, done)))  # type: ignore[misc]
+            self._telling.begin(number, future)
+            future.add_done_callback(lambda done, number=number: self._told.put((number, done)))  # type: ignore[misc]
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Progress]:
         """See `Generator.events`."""
-        while (ended := self._ended.get()) is not None:
-            number, future = ended
+        while (told := self._told.get()) is not None:
+            if isinstance(told, Progress):
+                yield told
+                continue
+            number, future = told
             if isinstance(refusal := future.exception(), UserError):
                 yield Event(number, refusal)
             else:
@@ -133,7 +140,7 @@ class OwnedEngine(ABC):
     def close(self) -> None:
         """See `Generator.close`."""
         self._owner.submit(self._end).result()
-        self._ended.put(None)
+        self._told.put(None)
 
     @by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -202,6 +209,10 @@ class OwnedEngine(ABC):
     @abstractmethod
     def _compute(self) -> None:
         """Compute the next token of what is served."""
+
+    def _samples(self) -> Iterable[SampleInFlight]:
+        """The samples in flight; none, if the engine cannot continue what another has begun."""
+        return ()
 
     @abstractmethod
     def _abort(self) -> None:
@@ -287,6 +298,8 @@ class OwnedEngine(ABC):
         if self._can_step():
             with record_function("engine step"):
                 self._compute()
+            if self._telling.is_due() and (progress := self._telling.of(self._samples())) is not None:
+                self._told.put(progress)
             self._queue_step()
 
     def _die_of(self, step: Future[None]) -> None:

@@ -10,6 +10,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
+from megarl.data.trajectory import FloatArray, IntArray
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
 from megatron_ext.device_memory import CountedMemory
@@ -54,11 +55,25 @@ class SamplingParameters:
 class Request:
     """A prompt and how to continue it.
 
-    Example: Request([5, 9], SamplingParameters(samples=8, max_tokens=1024, seed=7))
+    `begun` has the tokens that each sample has already, from an engine that did not end it; without any, none has. The
+    turns of the answer then begin behind these, in `max_tokens` as in the random streams.
+
+    Example: Request([5, 9], SamplingParameters(samples=8, max_tokens=1024, seed=7), priority=4096)
     """
 
     prompt_token_ids: list[int]
     sampling: SamplingParameters
+    priority: int = 0
+    """Where there is no room for all, lower ones are served first."""
+    begun: Sequence[Sequence[int]] = ()
+
+    def begun_of(self, sample: int) -> Sequence[int]:
+        """The tokens that a sample has already."""
+        return self.begun[sample] if self.begun else ()
+
+    def prompt_of(self, sample: int) -> list[int]:
+        """All tokens that come before what is sampled."""
+        return [*self.prompt_token_ids, *self.begun_of(sample)] if self.begun else self.prompt_token_ids
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,22 @@ class Event:
 
     number: int
     answer: list[Turn] | UserError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """New tokens of samples that have not ended: `lengths[i]` of sample `samples[i]` of request `numbers[i]`.
+
+    All arrays are int32 but `log_probs`, float32; the last three have the tokens of all, end to end. Tokens that come
+    with the end of their sample are in the answer alone.
+    """
+
+    numbers: IntArray
+    samples: IntArray
+    lengths: IntArray
+    token_ids: IntArray
+    log_probs: FloatArray
+    versions: IntArray
 
 
 class Generator(Protocol):
@@ -93,10 +124,11 @@ class Generator(Protocol):
         The requests of one call enter the engine together, or none of them does.
         """
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Progress]:
         """The ends of all submitted requests, as they come, until `close`; long answers with their text.
 
-        It has one reader at a time.
+        An engine that can continue what another has begun (`Request.begun`) tells of new tokens meanwhile, of each
+        sample after 64 tokens or 50 ms. It has one reader at a time.
         """
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:

@@ -1,12 +1,14 @@
 """Requests in flight: each until all its samples are there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from megarl.data import Turn
+from megarl.data.trajectory import IntArray
 from megarl.rollout.protocol import Request
 
 Listener: TypeAlias = Callable[[list[int]], None]
@@ -18,11 +20,17 @@ class RequestInFlight:
 
     def __init__(self, request: Request, listener: Listener | None = None) -> None:
         self.listener = listener
+        self._request = request
         # One array, which all samples share.
-        self.prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
+        self._prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
         self.future: Future[list[Turn]] = Future()
         self._turns: list[Turn | None] = [None] * request.sampling.samples
         self._unfinished = request.sampling.samples
+
+    def prompt_of(self, sample: int) -> IntArray:
+        """The tokens before what is sampled."""
+        begun = self._request.begun_of(sample)
+        return np.concatenate([self._prompt_ids, np.array(begun, dtype=np.int32)]) if begun else self._prompt_ids
 
     def finish(self, sample: int, turn: Turn) -> None:
         """Note one sample, and complete the future with the last one."""
@@ -30,3 +38,21 @@ class RequestInFlight:
         self._unfinished -= 1
         if self._unfinished == 0:
             self.future.set_result(self._turns)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class SampleInFlight:
+    """One sample of a request, and what was sampled of it."""
+
+    request: RequestInFlight
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    told: int = 0
+    """How many of its tokens were told of."""
+
+    def take_untold(self) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
+        """Tokens that were not told of yet, their log-probs and versions."""
+        start, self.told = self.told, len(self.token_ids)
+        return self.token_ids[start:], self.log_probs[start:], self.versions[start:]

@@ -3,7 +3,7 @@
 import hashlib
 
 from converters.errors import UserError
-from megarl.rollout.protocol import SamplingParameters
+from megarl.rollout.protocol import Request, SamplingParameters
 
 
 def check_sampling(sampling: SamplingParameters) -> None:
@@ -18,6 +18,20 @@ def check_sampling(sampling: SamplingParameters) -> None:
     ):
         if not is_possible:
             raise UserError(f"a request with {name}={getattr(sampling, name)}: give {wanted}")
+
+
+def check_begun(request: Request) -> None:
+    """Raise UserError for a request to continue what has ended, or other samples than are asked for."""
+    if request.begun and len(request.begun) != request.sampling.samples:
+        raise UserError(
+            f"a request for {request.sampling.samples} samples with the tokens of {len(request.begun)} that are begun:"
+            " give those of each"
+        )
+    longest = max(map(len, request.begun), default=0)
+    if longest >= request.sampling.max_tokens:
+        raise UserError(
+            f"a request to continue a sample of {longest} tokens, of {request.sampling.max_tokens} in all: it has ended"
+        )
 
 
 def derive_seed(seed: int, sample: int) -> int:

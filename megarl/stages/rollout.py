@@ -62,8 +62,11 @@ def requests_for(
     groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters], *, with_baselines: bool
 ) -> list[Request]:
     """One request for each group; `with_baselines` then one more for each, of a greedy response."""
-    requests = [Request(group.prompt.token_ids, parameters) for group, parameters in zip(groups, sampling, strict=True)]
-    greedy = [Request(each.prompt_token_ids, _greedy(each.sampling)) for each in requests] if with_baselines else []
+    requests = [
+        Request(group.prompt.token_ids, parameters, priority=group.ordinal)
+        for group, parameters in zip(groups, sampling, strict=True)
+    ]
+    greedy = [replace(each, sampling=_greedy(each.sampling)) for each in requests] if with_baselines else []
     return requests + greedy
 
 

@@ -32,6 +32,9 @@ def check(request: Request, limits: Limits) -> None:
     """Raise UserError for a request that cannot be served."""
     prompt, sampling = request.prompt_token_ids, request.sampling
     check_sampling(sampling)
+    if request.begun:
+        # It never tells of tokens before the end, so that nobody has any to continue.
+        raise UserError("a request to continue samples: the SGLang engine samples them from their beginning alone")
     if not prompt:
         raise UserError("a prompt of 0 tokens: give it one or more")
     if len(prompt) + sampling.max_tokens > limits.tokens:

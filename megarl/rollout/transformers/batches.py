@@ -5,9 +5,10 @@ other request, so that a response depends on its request alone, to the last bit,
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,18 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request
-from megarl.rollout.request_in_flight import Listener, RequestInFlight
-from megarl.rollout.sampling import check_sampling
+from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
+from megarl.rollout.sampling import check_begun, check_sampling
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
 from megatron_ext.routed_experts import Routing
 
 
-@dataclass(eq=False)
-class _Row:
+@dataclass(eq=False, kw_only=True)
+class _Row(SampleInFlight):
     """One sample, and its stream of random numbers."""
 
-    sample: int
     random: np.random.Generator
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     experts: list[npt.NDArray[np.int16]] = field(default_factory=list)
     """[layers, top-k]: of each of its tokens but the last, if the model tells, as it went when it was fed first."""
 
@@ -44,18 +41,19 @@ class _Batch:
 
     def __init__(self, in_flight: RequestInFlight, request: Request, samples: range) -> None:
         self.in_flight = in_flight
-        self._prompt = list(request.prompt_token_ids)
+        self._prompt = request.prompt_of(samples.start)
         self._sampling = request.sampling
-        seed = request.sampling.seed
-        self._rows = [
-            _Row(sample, np.random.default_rng(None if seed is None else (seed % 2**64, sample))) for sample in samples
+        begun = len(request.begun_of(samples.start))
+        self._left = request.sampling.max_tokens - begun
+        self.rows = [
+            _Row(in_flight, sample, random=_stream(request.sampling.seed, sample, begun)) for sample in samples
         ]
         self._cache: DynamicCache | None = None
         # Those of the prompt's tokens, which all samples share.
         self._prompt_experts: Values = ()
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self.rows)
 
     def forget(self) -> None:
         """Drop the keys and values: the next step computes them anew."""
@@ -73,7 +71,7 @@ class _Batch:
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
         ends = model.end_token_ids.union(self._sampling.stop_token_ids)
         kept = []
-        for place, (row, token, log_prob) in enumerate(zip(self._rows, tokens.tolist(), chosen.tolist(), strict=True)):
+        for place, (row, token, log_prob) in enumerate(zip(self.rows, tokens.tolist(), chosen.tolist(), strict=True)):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.versions.append(version)
@@ -81,48 +79,49 @@ class _Batch:
                 self.in_flight.listener([token])
             if token in ends:
                 self._finish(row, "stop", model)
-            elif len(row.token_ids) == self._sampling.max_tokens:
+            elif len(row.token_ids) == self._left:
                 self._finish(row, "length", model)
             else:
                 kept.append(place)
-        if len(kept) < len(self._rows):
-            self._rows = [self._rows[place] for place in kept]
+        if len(kept) < len(self.rows):
+            self.rows = [self.rows[place] for place in kept]
             if kept and self._cache is not None:
                 self._cache.batch_select_indices(torch.tensor(kept, device=tokens.device))
 
     def abort(self, model: SamplingModel) -> None:
         """Finish all with the tokens that they have."""
-        for row in self._rows:
+        for row in self.rows:
             self._finish(row, "abort", model)
-        self._rows = []
+        self.rows = []
 
     def _next_logits(self, model: SamplingModel) -> Tensor:
-        if self._rows[0].token_ids:
+        if self.rows[0].token_ids:
             if self._cache is not None:
-                computed = model.compute([row.token_ids[-1:] for row in self._rows], self._cache)
+                computed = model.compute([row.token_ids[-1:] for row in self.rows], self._cache)
             else:
                 self._cache = model.empty_cache()
-                computed = model.compute([self._prompt + row.token_ids for row in self._rows], self._cache)
+                computed = model.compute([self._prompt + row.token_ids for row in self.rows], self._cache)
             if computed.experts is not None:
-                for row, experts in zip(self._rows, computed.experts, strict=True):
+                for row, experts in zip(self.rows, computed.experts, strict=True):
                     row.experts.append(experts[-1].copy())
             return computed.logits
         self._cache = model.empty_cache()
         computed = model.compute([self._prompt], self._cache)
-        self._cache.batch_repeat_interleave(len(self._rows))
+        self._cache.batch_repeat_interleave(len(self.rows))
         if computed.experts is not None and model.routing is not None:
             self._prompt_experts = (model.routing.records(computed.experts[0], len(self._prompt)),)
-        return computed.logits.expand(len(self._rows), -1)
+        return computed.logits.expand(len(self.rows), -1)
 
     def _draw(self, log_probs: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
             return log_probs.argmax(-1)
-        numbers = [row.random.random() for row in self._rows]
+        numbers = [row.random.random() for row in self.rows]
         return tokens_at(log_probs, torch.tensor(numbers, dtype=torch.float64, device=log_probs.device))
 
     def _finish(self, row: _Row, reason: FinishReason, model: SamplingModel) -> None:
         experts = self._experts(row, model.routing) if model.routing is not None else ()
-        turn = Turn.of(self.in_flight.prompt_ids, row.token_ids, row.log_probs, row.versions, reason, experts)
+        prompt_ids = self.in_flight.prompt_of(row.sample)
+        turn = Turn.of(prompt_ids, row.token_ids, row.log_probs, row.versions, reason, experts)
         self.in_flight.finish(row.sample, turn)
 
     def _experts(self, row: _Row, routing: Routing) -> Values:
@@ -131,6 +130,13 @@ class _Batch:
         of_prompt = self._prompt_experts or (routing.records(nowhere, len(self._prompt)),)
         sampled = np.stack(row.experts) if row.experts else nowhere
         return *of_prompt, routing.records(sampled, len(row.token_ids))
+
+
+def _stream(seed: int | None, sample: int, drawn: int) -> np.random.Generator:
+    """Random numbers of a sample, without those that were drawn for the tokens it has."""
+    stream = np.random.default_rng(None if seed is None else (seed % 2**64, sample))
+    stream.random(drawn)
+    return stream
 
 
 class Batches:
@@ -151,11 +157,16 @@ class Batches:
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request in zip(added, requests, strict=True):
             samples = range(request.sampling.samples)
+            # Samples that were begun have different lengths.
+            together = 1 if request.begun else self._max_samples
             self._waiting += [
-                _Batch(in_flight, request, samples[start : start + self._max_samples])
-                for start in samples[:: self._max_samples]
+                _Batch(in_flight, request, samples[start : start + together]) for start in samples[::together]
             ]
         return [in_flight.future for in_flight in added]
+
+    def samples(self) -> Iterator[SampleInFlight]:
+        """All that have not ended."""
+        return chain.from_iterable(batch.rows for batch in self._waiting)
 
     def step(self, version: int) -> None:
         """Let the first batch advance by a token, sampled with the weights of `version`."""
@@ -183,6 +194,7 @@ class Batches:
     def _check(self, request: Request) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
         check_sampling(sampling)
+        check_begun(request)
         if len(prompt) + sampling.max_tokens > self._model.max_tokens:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's"

@@ -1,6 +1,6 @@
 """HuggingFace transformers as an engine: a model of this process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
@@ -16,7 +16,7 @@ from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.worker_memory import WorkerMemory, require
 from megatron_ext import device
@@ -111,6 +111,9 @@ class TransformersEngine(OwnedEngine):
 
     def _compute(self) -> None:
         self._batches.step(self._version)
+
+    def _samples(self) -> Iterable[SampleInFlight]:
+        return self._batches.samples()
 
     def _abort(self) -> None:
         self._batches.abort()

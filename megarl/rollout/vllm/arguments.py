@@ -36,6 +36,7 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
 _DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
     "max_num_seqs": 512,
+    "scheduling_policy": "priority",
     "seed": 0,
 }
 

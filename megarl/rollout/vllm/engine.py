@@ -1,6 +1,6 @@
 """vLLM as an engine: its core behind the three protocols of an engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, get_args
@@ -15,7 +15,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
@@ -129,6 +129,9 @@ class VllmEngine(OwnedEngine):
             self._running().release()
             self._held = False
             self._queue_step()
+
+    def _samples(self) -> Iterable[SampleInFlight]:
+        return self._sequences.all()
 
     def _abort(self) -> None:
         self._sequences.abort()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,27 +11,22 @@ from typing import Any
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.request_in_flight import Listener, RequestInFlight
+from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sampling import derive_seed
+from megarl.rollout.sampling import check_begun, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 
 
-@dataclass(eq=False)
-class _SequenceInFlight:
-    request: RequestInFlight
-    sample: int
+@dataclass(eq=False, kw_only=True)
+class _SequenceInFlight(SampleInFlight):
     asked: SampleRequest
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     experts: list[Any] = field(default_factory=list)
     """vLLM's rows of the tokens that were fed, where it returns any."""
 
     def finish(self, reason: FinishReason, returned: ReturnedExperts | None) -> None:
-        tokens = len(self.request.prompt_ids) + len(self.token_ids)
-        experts = () if returned is None else returned.records(self.experts, tokens)
-        turn = Turn.of(self.request.prompt_ids, self.token_ids, self.log_probs, self.versions, reason, experts)
+        prompt_ids = self.request.prompt_of(self.sample)
+        experts = () if returned is None else returned.records(self.experts, len(prompt_ids) + len(self.token_ids))
+        turn = Turn.of(prompt_ids, self.token_ids, self.log_probs, self.versions, reason, experts)
         self.request.finish(self.sample, turn)
 
 
@@ -58,16 +53,16 @@ class SequencesInFlight:
 
         They share keys and values with what was added under the same `version` of the weights, and with nothing else.
         """
-        prepared = [self._core_request(request) for request in requests]
+        prepared = [self._core_requests(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
-        for in_flight, request, core_request in zip(added, requests, prepared, strict=True):
-            samples = []
-            for sample in range(request.sampling.samples):
-                sample_request = copy.copy(core_request)
-                sample_request.sampling_params = _of_sample(core_request.sampling_params, request.sampling, sample)
-                samples.append(self._named(_SequenceInFlight(in_flight, sample, sample_request), version))
-            self._core.add(samples)
+        for in_flight, core_requests in zip(added, prepared, strict=True):
+            samples = [_SequenceInFlight(in_flight, sample, asked=asked) for sample, asked in enumerate(core_requests)]
+            self._core.add([self._named(each, version) for each in samples])
         return [in_flight.future for in_flight in added]
+
+    def all(self) -> Iterable[SampleInFlight]:
+        """All that have not ended."""
+        return self._sequences.values()
 
     def begin_anew(self, version: int) -> None:
         """Let what has no token yet begin under `version`: it would read keys and values of older weights."""
@@ -120,13 +115,24 @@ class SequencesInFlight:
         self._sequences[asked.request_id] = sequence
         return asked
 
-    def _core_request(self, request: Request) -> SampleRequest:
+    def _core_requests(self, request: Request) -> list[SampleRequest]:
+        """One for each sample. Raises UserError for a request that cannot be served."""
+        check_begun(request)
+        if request.sampling.samples < 1:
+            raise UserError(f"a request for {request.sampling.samples} samples: ask for one or more")
+        shared = None if request.begun else self._core_request(request, 0)
+        samples = []
+        for sample in range(request.sampling.samples):
+            asked = copy.copy(shared) if shared is not None else self._core_request(request, sample)
+            asked.sampling_params = _of_sample(asked.sampling_params, request, sample)
+            samples.append(asked)
+        return samples
+
+    def _core_request(self, request: Request, sample: int) -> SampleRequest:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
 
         prompt, sampling = request.prompt_token_ids, request.sampling
-        if sampling.samples < 1:
-            raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
         if len(prompt) + sampling.max_tokens > self._max_tokens:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's "
@@ -134,7 +140,11 @@ class SequencesInFlight:
             )
         try:
             return self._core.processor.process_inputs(
-                "", tokens_input(prompt), _sampling_params(sampling), supported_tasks=self._tasks
+                "",
+                tokens_input(request.prompt_of(sample)),
+                _sampling_params(sampling),
+                supported_tasks=self._tasks,
+                priority=request.priority,
             )
         except (ValueError, VLLMValidationError) as error:
             raise UserError(f"vLLM refuses a prompt of {len(prompt)} tokens with {sampling}: {error}") from error
@@ -172,9 +182,12 @@ def _sampling_params(sampling: SamplingParameters) -> Any:
     )
 
 
-def _of_sample(params: Any, sampling: SamplingParameters, sample: int) -> Any:
-    if sampling.seed is None or sampling.temperature == 0:
-        return params
-    params = copy.copy(params)
-    params.seed = derive_seed(sampling.seed, sample)
+def _of_sample(params: Any, request: Request, sample: int) -> Any:
+    params, sampling, begun = copy.copy(params), request.sampling, len(request.begun_of(sample))
+    if sampling.seed is not None and sampling.temperature > 0:
+        params.seed = derive_seed(sampling.seed, sample)
+    if begun:
+        params.max_tokens = sampling.max_tokens - begun
+        # On a GPU the random numbers follow from a token's place; on a CPU they are a stream (`cpu`).
+        params.extra_args = {"drawn": begun}
     return params

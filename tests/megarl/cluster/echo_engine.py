@@ -16,6 +16,8 @@ DEADLY = 666
 """A prompt that begins with this token ends the process."""
 SLOW = 777
 """One that begins with this token takes a while."""
+TELLING = 888
+"""One that begins with this token is a `Request`: the engine tells of some tokens and dies, or goes on behind those."""
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
 there: the first engine that comes by takes it away and ends."""
@@ -77,6 +79,9 @@ class EchoEngine:
             number, request = asked
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
+            if request.prompt_token_ids[0] == TELLING:
+                yield from tell(number, request)
+                continue
             if request.prompt_token_ids[0] == SLOW:
                 time.sleep(2.5)
             with self._changed:
@@ -119,9 +124,28 @@ class EchoPart:
         os._exit(7)
 
 
+def tell(number, request):
+    """News of the second sample, and death; or an answer that goes on behind what was told."""
+    import numpy as np
+
+    from megarl.data import Turn
+    from megarl.rollout.protocol import Event, Progress
+
+    if not request.begun:
+        tokens = np.array([1, 2, 3], np.int32)
+        one = np.ones(1, np.int32)
+        yield Progress(one * number, one, one * 3, tokens, -tokens.astype(np.float32), tokens)
+        # Time for the news to be heard.
+        time.sleep(0.5)
+        os._exit(7)
+    prompts = [request.prompt_of(sample) for sample in range(2)]
+    yield Event(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])
+
+
 def ask(prompt, samples=1):
     """A request, as far as an echo goes."""
-    return SimpleNamespace(prompt_token_ids=[prompt], sampling=SimpleNamespace(samples=samples, seed=prompt + 100))
+    sampling = SimpleNamespace(samples=samples, seed=prompt + 100)
+    return SimpleNamespace(prompt_token_ids=[prompt], sampling=sampling, priority=0)
 
 
 def echo(request, sample, version):

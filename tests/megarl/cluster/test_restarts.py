@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import SCRIPT, SLOW, ask
+from echo_engine import SCRIPT, SLOW, TELLING, ask
 from echo_kind import ECHO
 from eventually import eventually, has_ended
 
@@ -18,9 +18,11 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.worker_group import WorkerGone
+from megarl.data import Turn
 from megarl.process.writers import end_other_writers
 from megarl.refit.refit import Refit
 from megarl.resharding.moved import Moved
+from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
@@ -102,11 +104,11 @@ def states(engines):
 def test_engines_that_die_come_back_and_nothing_is_lost_or_done_twice(open_group, script, capsys, tmp_path):
     """In one test, because processes take seconds to start."""
     (tmp_path / "script" / "leave").touch()
-    with pytest.raises(WorkerGone) as caught, open_group(2, restarts=7) as run:
+    with pytest.raises(WorkerGone) as caught, open_group(2, restarts=8) as run:
         lose_engines(*run, script, capsys, tmp_path / "script")
     # The first cause, with the log as it ended then.
     assert caught.value.sentence.startswith(
-        "engines died more often than cluster.max_engine_restarts=7 allows, the last time: the process of engine_"
+        "engines died more often than cluster.max_engine_restarts=8 allows, the last time: the process of engine_"
     )
     assert ": the first time, the process of engine_" in caught.value.sentence
     assert caught.value.details.endswith(".log:\nthe last words of an engine, generate")
@@ -120,6 +122,7 @@ def lose_engines(engines, refit, script, capsys, folder):
     check_a_death_in_a_rollout(engines, script, capsys)
     # Of the dead engine nothing is left, and of the other all.
     assert sorted(map(has_ended, children)) == [False, True]
+    check_that_what_was_told_is_not_asked_again(engines)
     check_the_death_of_one_that_has_nothing_to_do(engines, script)
     check_a_death_in_a_refit(engines, refit, script)
     check_that_the_last_one_is_waited_for(engines, script)
@@ -134,8 +137,8 @@ def check_a_death_in_a_rollout(engines, script, capsys):
     assert answered(engines) == EXPECTED
     said = capsys.readouterr().err
     assert "the process of engine_" in said
-    assert " is started again (restart 1 of 7), and the others go on\n" in said
-    assert " requests: they are asked again\n" in said
+    assert " is started again (restart 1 of 8), and the others go on\n" in said
+    assert " requests: they go on behind the 0 tokens there are\n" in said
     assert eventually(lambda: back(engines))
     (one,) = [handle for handle in engines.handles if handle.worker not in before]
     assert one.worker.log in [worker.log for worker in before]
@@ -151,11 +154,19 @@ def back(engines):
     return all(handle.state == "serving" for handle in engines.handles)
 
 
+def check_that_what_was_told_is_not_asked_again(engines):
+    (((first, second),),) = [engines.generate([Request([TELLING], SamplingParameters(samples=2))])]
+    assert first == Turn.of([TELLING], [1], [-9], [9], "stop")
+    assert second == Turn.of([TELLING], [1, 2, 3, 4], [-1, -2, -3, -9], [1, 2, 3, 9], "stop")
+    assert engines.end_step()["engines/restarts"] == 2
+    assert eventually(lambda: back(engines))
+
+
 def check_the_death_of_one_that_has_nothing_to_do(engines, script):
     script("version")
     engines.generate([ask(SLOW), ask(1)])
     # Heard of before the other has answered.
-    assert engines.end_step()["engines/restarts"] == 2
+    assert engines.end_step()["engines/restarts"] == 3
     assert eventually(lambda: back(engines))
 
 
@@ -175,13 +186,13 @@ def check_that_the_last_one_is_waited_for(engines, script):
     assert answered(engines) == EXPECTED
     assert eventually(lambda: back(engines))
     assert states(engines) == [("serving", 1, 0)] * 2
-    assert engines.end_step()["engines/restarts"] == 6
+    assert engines.end_step()["engines/restarts"] == 7
 
 
 def check_a_death_between_rollouts(engines, refit, script):
     script("reset_prefix_cache")
     engines.reset_prefix_cache()
-    assert engines.end_step()["engines/restarts"] == 7
+    assert engines.end_step()["engines/restarts"] == 8
     assert refit(2)["refit/repeated"] == 0
     assert {version for state, version, _ in states(engines) if state == "serving"} == {2}
 

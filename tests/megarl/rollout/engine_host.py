@@ -27,7 +27,7 @@ class EngineHost(BaseManager):
 
 
 EngineHost.register("stream", proxytype=IteratorProxy, create_method=False)
-EngineHost.register("engine", VllmEngine, method_to_typeid={"generate_stream": "stream"})
+EngineHost.register("engine", VllmEngine, method_to_typeid=dict.fromkeys(("generate_stream", "events"), "stream"))
 
 
 class Engines:

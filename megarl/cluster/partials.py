@@ -1,0 +1,88 @@
+"""Tokens of requests that are not answered: what there is of them when an engine dies."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.data import Turn
+from megarl.data.stretches import here
+from megarl.data.trajectory import FloatArray, IntArray
+from megarl.rollout.protocol import Progress
+
+_TOGETHER = 1024
+"""Pieces of news that are put together: each has some tokens of hundreds of samples."""
+
+
+class Begun(NamedTuple):
+    """What there is of a sample: its tokens, their log-probs and the versions that sampled them."""
+
+    token_ids: IntArray
+    log_probs: FloatArray
+    versions: IntArray
+
+    @classmethod
+    def nothing(cls) -> "Begun":
+        """A sample of no tokens."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+    def __add__(self, other: "Begun") -> "Begun":  # type: ignore[override]
+        return Begun(*(np.concatenate(both) for both in zip(self, other, strict=True)))
+
+    def ended_by(self, turn: Turn) -> Turn:
+        """The whole turn of a sample that another engine has ended."""
+        if not len(self.token_ids):
+            return turn
+        whole = self + Begun(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
+        prompt_ids = here(turn.prompt_ids)[: -len(self.token_ids)]
+        return Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts)
+
+
+class Partials:
+    """Tokens that one engine told of. What it tells is not looked at until the engine dies; most of it never is."""
+
+    def __init__(self) -> None:
+        self._told: list[Progress] = []
+
+    def add(self, progress: Progress) -> None:
+        """Keep what an engine told."""
+        self._told.append(progress)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether it is time to forget what is answered."""
+        return len(self._told) >= _TOGETHER
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forget all requests but these."""
+        if self._told:
+            self._told = [_merged(self._told, numbers)]
+
+    def of(self, numbers: Collection[int]) -> dict[int, dict[int, Begun]]:
+        """What there is of the samples of each of these requests."""
+        self.keep(numbers)
+        found: dict[int, dict[int, Begun]] = {}
+        for told in self._told:
+            ends = told.lengths.cumsum()
+            pieces = (told.numbers, told.samples, ends - told.lengths, ends)
+            for number, sample, start, end in zip(*(each.tolist() for each in pieces), strict=True):
+                new = Begun(told.token_ids[start:end], told.log_probs[start:end], told.versions[start:end])
+                found.setdefault(number, {})[sample] = new
+        return found
+
+
+def _merged(told: Sequence[Progress], numbers: Collection[int]) -> Progress:
+    """The news of these requests, all of a sample in one piece, in the order in which it came."""
+    whose, samples, lengths, *of_tokens = (
+        np.concatenate([getattr(each, field.name) for each in told]) for field in fields(Progress)
+    )
+    order = np.lexsort((samples, whose))
+    order = order[np.isin(whose[order], np.fromiter(numbers, np.int64, len(numbers)))]
+    starts = lengths.cumsum() - lengths
+    whose, samples, lengths, starts = (each[order] for each in (whose, samples, lengths, starts))
+    # Of each piece the places of its tokens: from its own start on, instead of from where the pieces before it end.
+    places = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+    firsts = np.flatnonzero((np.diff(whose, prepend=-1) != 0) | (np.diff(samples, prepend=-1) != 0))
+    of_samples = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
+    return Progress(whose[firsts], samples[firsts], of_samples.astype(np.int32), *(each[places] for each in of_tokens))

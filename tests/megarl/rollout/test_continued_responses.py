@@ -1,0 +1,63 @@
+"""Responses that one engine began and another ends: told of while they are sampled, and as if they were never cut."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_host import PROMPTS
+
+from converters.errors import UserError
+from megarl.cluster.partials import Partials
+from megarl.rollout.protocol import Event, Request, SamplingParameters
+
+pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+
+SAMPLING = SamplingParameters(samples=3, max_tokens=24, seed=11, top_p=0.95)
+
+
+def test_a_continued_response_is_the_one_that_was_cut(served):
+    requests = [Request(prompt, SAMPLING) for prompt in PROMPTS]
+    whole = served.engine.generate(requests)
+    assert max(len(turn.token_ids) for turns in whole for turn in turns) == 24
+    for cut in (1, 7, 23):
+        # The samples of a request are cut at different places, and some not at all.
+        cuts = [[min(cut * sample, len(turn.token_ids) - 1) for sample, turn in enumerate(turns)] for turns in whole]
+        begun = [
+            replace(request, begun=[turn.token_ids[:end].tolist() for turn, end in zip(turns, ends, strict=True)])
+            for request, turns, ends in zip(requests, whole, cuts, strict=True)
+        ]
+        for turns, ends, rest in zip(whole, cuts, served.engine.generate(begun), strict=True):
+            for turn, end, continued in zip(turns, ends, rest, strict=True):
+                assert continued.prompt_ids.tolist() == turn.prompt_ids.tolist() + turn.token_ids[:end].tolist()
+                assert continued.token_ids.tolist() == turn.token_ids[end:].tolist()
+                assert np.allclose(continued.log_probs, turn.log_probs[end:], atol=1e-5)
+                assert continued.finish_reason == turn.finish_reason
+
+
+def test_what_has_ended_is_not_continued(served):
+    request = Request(PROMPTS[0], SAMPLING, begun=[[5], [], [5] * 24])
+    with pytest.raises(UserError, match="continue a sample of 24 tokens, of 24 in all: it has ended"):
+        served.engine.generate([request])
+    with pytest.raises(UserError, match="3 samples with the tokens of 1 that are begun: give those of each"):
+        served.engine.generate([replace(request, begun=[[5]])])
+
+
+def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
+    sampling = SamplingParameters(samples=2, temperature=0, max_tokens=150)
+    served.engine.submit({3: Request(endless_prompt, sampling)})
+    partials, pieces = Partials(), 0
+    for event in served.engine.events():
+        if isinstance(event, Event):
+            break
+        partials.add(event)
+        pieces += 1
+    assert pieces > 1
+    told = partials.of([3])[3]
+    assert sorted(told) == [0, 1]
+    for sample, turn in enumerate(event.answer):
+        length = len(told[sample].token_ids)
+        # All but those of the last moment.
+        assert 0 < length < 150
+        assert told[sample].token_ids.tolist() == turn.token_ids[:length].tolist()
+        assert told[sample].log_probs.tolist() == turn.log_probs[:length].tolist()
+        assert set(told[sample].versions.tolist()) == {served.engine.version()}
