@@ -41,8 +41,8 @@ from megatron_ext.device_memory import CountedMemory
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-# Enough for events, requests, a stream of tokens, an update and a question about health at the same time.
-_CALLS_AT_ONCE = 5
+# Enough for events, requests, their end, a stream of tokens, an update and a question about health at the same time.
+_CALLS_AT_ONCE = 6
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,8 @@ class EngineGroup(Engines):
         nodes = self._kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
-        handles = [EngineHandle(workers[start : start + nodes]) for start in range(0, len(workers), nodes)]
+        at_once = self._kind.at_once(config.engine_args)
+        handles = [EngineHandle(workers[start : start + nodes], at_once) for start in range(0, len(workers), nodes)]
         beginning = Restarts(restarts, self._start_again, up_within_s=seats.timeout_s)
         shared = SharedByEngines(beginning, Router(handles, beginning), number_format(config.weights))
         super().__init__(handles, shared)

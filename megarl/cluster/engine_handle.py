@@ -14,6 +14,9 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 EngineState: TypeAlias = Literal["starting", "serving", "updating", "restarting", "down"]
 
+_AT_HAND = 4
+"""One sample waits in an engine for so many that it computes: what it has not been asked for can go elsewhere."""
+
 
 class EngineHandle:
     """An engine in a process of its own; one over machines has a further process on each of the other machines.
@@ -24,7 +27,9 @@ class EngineHandle:
     from when new processes take the seats of the old ones until they are up; then it is "starting" again.
     """
 
-    def __init__(self, processes: Sequence[Worker]) -> None:
+    def __init__(self, processes: Sequence[Worker], at_once: int | None = None) -> None:
+        """`at_once` is how many samples it computes at the same time, where that is known."""
+        self._room = None if at_once is None else at_once + max(1, at_once // _AT_HAND)
         self.worker, *self.parts = processes
         self._state: EngineState = "starting"
         self.version = -1
@@ -38,6 +43,11 @@ class EngineHandle:
     def name(self) -> str:
         """As its log is called."""
         return self.worker.log.stem
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many samples to give as it computes at once, and the next ones at hand."""
+        return self._room is not None and self.load >= self._room
 
     @property
     def state(self) -> EngineState:

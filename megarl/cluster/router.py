@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import count
 from threading import Event, RLock, Thread
 from typing import Any
@@ -64,6 +65,8 @@ class Asked:
 class Router:
     """Sends requests to engines that are alike. One thread hears of all answers, deaths and restarts.
 
+    An engine gets what it has room for, and the rest waits here for whichever has room first.
+
     Requests that an engine leaves unanswered when it dies are asked again, from where it told of them: their seeds are
     the same, and so are the tokens. Those of the lowest priority go first.
     """
@@ -74,6 +77,8 @@ class Router:
         self._lock = RLock()
         self._numbers = count()
         self._asked: dict[int, Asked] = {}
+        self._waiting: list[tuple[int, int, Asked]] = []
+        """Those of whom nobody was asked, by priority and number: a heap."""
         self._streams: dict[Stream, EngineHandle] = {}
         self._partials: dict[Stream, Partials] = {}
         self._heartbeat = Heartbeat(handles)
@@ -86,7 +91,8 @@ class Router:
         with self._lock:
             begun = [Asked(next(self._numbers), request, among) for request in requests]
             self._asked |= {each.number: each for each in begun}
-            self._send(begun)
+            self._queue(begun)
+            self._send()
             self._is_told.set()
             if self._listener is None:
                 self._listener = Thread(target=self._listen, name="router", daemon=True)
@@ -94,11 +100,17 @@ class Router:
         return begun
 
     def abandon(self, asked: Iterable[Asked]) -> None:
-        """Wait no more for what is not answered."""
+        """Wait no more for what is not answered: the engines end it."""
+        ended: dict[EngineHandle, list[int]] = {}
         with self._lock:
             for each in asked:
                 if self._asked.pop(each.number, None) is not None and each.handle is not None:
                     each.handle.load -= each.samples
+                    ended.setdefault(each.handle, []).append(each.number)
+            self._send()
+        for handle, numbers in ended.items():
+            if handle.is_up:
+                handle.begin(Engine.abort, numbers)
 
     def least_loaded(self, among: Sequence[EngineHandle], samples: int) -> EngineHandle:
         """The engine that is asked next, with so many samples more to give from now on.
@@ -129,14 +141,28 @@ class Router:
         # A failure says what it was.
         return among
 
-    def _send(self, waiting: Iterable[Asked]) -> None:
-        """Ask whoever can be asked."""
+    def _queue(self, asked: Iterable[Asked]) -> None:
+        for each in asked:
+            heappush(self._waiting, (each.request.priority, each.number, each))
+
+    def _send(self) -> None:
+        """Ask whoever can be asked and has room."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
-        for each in sorted(waiting, key=lambda one: one.request.priority):
-            if self._able(each.among):
+        left = []
+        while self._waiting and any(handle.is_up and not handle.is_full for handle in self._handles):
+            entry = heappop(self._waiting)
+            each = entry[-1]
+            if each.number not in self._asked:
+                continue  # nobody waits for it any more
+            able = self._able(each.among)
+            if able and not all(handle.is_full for handle in able):
                 each.handle = self.least_loaded(each.among, each.samples)
                 each.worker = each.handle.worker
                 shares.setdefault(each.handle, {})[each.number] = each.rest()
+            else:
+                left.append(entry)
+        for entry in left:
+            heappush(self._waiting, entry)
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
                 stream = handle.stream(Engine.events)
@@ -180,6 +206,7 @@ class Router:
             if asked is None or asked.handle is None:  # nobody waits for it any more
                 return
             asked.handle.load -= asked.samples
+            self._send()
         if isinstance(result.answer, UserError):
             asked.answer.set_exception(result.answer)
         else:
@@ -204,6 +231,7 @@ class Router:
             for each in left:
                 handle.load -= each.samples
                 each.handle = each.worker = None
+            self._queue(left)
         if failure is not None and not is_dead:
             self._fail(left, failure)
             return
@@ -227,7 +255,7 @@ class Router:
             self._fail(waiting, failure)
             return
         with self._lock:
-            self._send([each for each in self._asked.values() if each.handle is None])
+            self._send()
 
     def _fail(self, asked: Sequence[Asked], failure: Exception) -> None:
         with self._lock:

@@ -82,6 +82,8 @@ class EngineKind:
     them; UserError where it drafts otherwise."""
     context_argument: str
     """The argument that limits how many tokens a prompt and its response may have."""
+    at_once: Callable[[Arguments], int | None] = lambda _arguments: None
+    """How many samples an engine with these arguments computes at the same time; None where that is not known."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1
     """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
     part_class: tuple[str, str] | None = None

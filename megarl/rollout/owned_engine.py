@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,6 +101,14 @@ class OwnedEngine(ABC):
                 yield Event(number, refusal)
             else:
                 yield Event(number, self._texts.added(future.result()))
+
+    @by_owner
+    def abort(self, numbers: Collection[int]) -> None:
+        """See `Generator.abort`."""
+        if answers := self._telling.answers(numbers):
+            self._hold()
+            self._abort_some(answers)
+            self._release()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Generator.generate_stream`."""
@@ -217,6 +225,10 @@ class OwnedEngine(ABC):
     @abstractmethod
     def _abort(self) -> None:
         """End all requests with what they have."""
+
+    @abstractmethod
+    def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
+        """End the requests that these are the answers of, with what they have."""
 
     @abstractmethod
     def _fail(self, error: EngineDiedError) -> None:

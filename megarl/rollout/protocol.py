@@ -1,6 +1,6 @@
 """Protocol of an inference engine for the training loop: token ids in, token ids out, new weights in between."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, TypeVarTuple
 
@@ -130,6 +130,9 @@ class Generator(Protocol):
         An engine that can continue what another has begun (`Request.begun`) tells of new tokens meanwhile, of each
         sample after 64 tokens or 50 ms. It has one reader at a time.
         """
+
+    def abort(self, numbers: Collection[int]) -> None:
+        """End submitted requests: their answers have what there is. Numbers of others are no error."""
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.

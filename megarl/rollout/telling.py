@@ -1,7 +1,7 @@
 """Tokens of unfinished requests, told of in time: whoever asked has them if the engine dies."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,10 @@ class Telling:
         """Tell of a request from now on, until it is answered."""
         self._numbers[answer] = number
         answer.add_done_callback(lambda done: self._numbers.pop(done, None))
+
+    def answers(self, numbers: Collection[int]) -> set[Future[list[Turn]]]:
+        """The answers that are due to requests with these numbers."""
+        return {answer for answer, number in list(self._numbers.items()) if number in numbers}
 
     def is_due(self) -> bool:
         """Whether to tell, after one more step."""

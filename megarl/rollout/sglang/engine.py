@@ -5,7 +5,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,6 +179,10 @@ class SglangEngine(OwnedEngine):
         self._in_flight.abort_asked()
         if self._held is None:
             self._pause("in_place")
+
+    def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
+        self._in_flight.abort_waiting(answers)
+        self._in_flight.abort_asked(answers)
 
     def _fail(self, error: EngineDiedError) -> None:
         if hasattr(self, "_in_flight"):

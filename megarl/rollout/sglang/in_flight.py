@@ -1,6 +1,6 @@
 """Requests in flight: each is one call of the server, which answers it when all its samples are finished."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,15 +81,21 @@ class InFlight:
         """Wait until the server has answered all, but no longer than this."""
         wait([call.future for call in list(self._calls)], seconds)
 
-    def abort_waiting(self) -> None:
-        """Finish what was not sent, with no token."""
-        calls, self._waiting = self._waiting, []
+    def abort_waiting(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
+        """Finish what was not sent, or what of it has these answers, with no token."""
+        calls = [call for call in self._waiting if answers is None or call.future in answers]
+        self._waiting = [call for call in self._waiting if call not in calls]
         for call in calls:
             call.finish(aborted(call.request, call.prompt_ids, self._limits))
 
-    def abort_asked(self) -> None:
-        """Finish what the server did not answer, with no token; it ends what nobody waits for."""
+    def abort_asked(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
+        """Finish what the server did not answer, or what of it has these answers, with no token.
+
+        The server ends what nobody waits for.
+        """
         for call in list(self._calls):
+            if answers is not None and call.future not in answers:
+                continue
             call.finish(aborted(call.request, call.prompt_ids, self._limits))
             if call.task is not None:
                 call.task.cancel()

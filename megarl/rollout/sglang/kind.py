@@ -114,6 +114,7 @@ SGLANG = EngineKind(
     tested=_TESTED,
     workers=_workers,
     sizes=_sizes,
+    at_once=lambda arguments: arguments.get("max_running_requests"),
     context_argument="context_length",
     quantised=_quantised,
     number_formats=("fp8_block",),

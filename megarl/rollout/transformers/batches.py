@@ -5,7 +5,7 @@ other request, so that a response depends on its request alone, to the last bit,
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -180,10 +180,14 @@ class Batches:
         for batch in self._waiting:
             batch.forget()
 
-    def abort(self) -> None:
-        """Finish all samples with the tokens that they have."""
-        while self._waiting:
-            self._waiting.popleft().abort(self._model)
+    def abort(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
+        """Finish all samples, or those of requests with these answers, with the tokens that they have."""
+        batches, self._waiting = self._waiting, deque()
+        for batch in batches:
+            if answers is None or batch.in_flight.future in answers:
+                batch.abort(self._model)
+            else:
+                self._waiting.append(batch)
 
     def fail(self, error: BaseException) -> None:
         """Let all requests raise `error`."""

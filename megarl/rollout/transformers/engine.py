@@ -1,6 +1,6 @@
 """HuggingFace transformers as an engine: a model of this process."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
@@ -117,6 +117,9 @@ class TransformersEngine(OwnedEngine):
 
     def _abort(self) -> None:
         self._batches.abort()
+
+    def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
+        self._batches.abort(answers)
 
     def _fail(self, error: EngineDiedError) -> None:
         self._batches.fail(error)

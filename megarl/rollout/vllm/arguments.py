@@ -13,7 +13,7 @@ import ray
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
-from megarl.rollout.vllm.kind import PART_ARGUMENTS, VLLM
+from megarl.rollout.vllm.kind import MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
@@ -35,7 +35,7 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
 
 _DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
-    "max_num_seqs": 512,
+    "max_num_seqs": MAX_NUM_SEQS,
     "scheduling_policy": "priority",
     "seed": 0,
 }

@@ -1,6 +1,6 @@
 """vLLM as an engine: its core behind the three protocols of an engine."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, get_args
@@ -135,6 +135,9 @@ class VllmEngine(OwnedEngine):
 
     def _abort(self) -> None:
         self._sequences.abort()
+
+    def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
+        self._sequences.abort(answers)
 
     def _fail(self, error: EngineDiedError) -> None:
         self._sequences.fail(error)

@@ -71,6 +71,8 @@ _TESTED: Mapping[str, str] = {
 }
 
 
+MAX_NUM_SEQS = 512
+"""Samples that an engine computes at once, unless `max_num_seqs` says otherwise."""
 PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 """Arguments that megarl gives to the processes of an engine over machines."""
 
@@ -154,6 +156,9 @@ VLLM = EngineKind(
     sizes=_sizes,
     drafts=_drafts,
     context_argument="max_model_len",
+    at_once=lambda arguments: (
+        (arguments.get("max_num_seqs") or MAX_NUM_SEQS) * (arguments.get("data_parallel_size") or 1)
+    ),
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     quantised=_quantised,
     number_formats=("fp8_block", "int8_channel", "mxfp8"),

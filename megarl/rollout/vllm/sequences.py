@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,12 +94,12 @@ class SequencesInFlight:
                 del self._sequences[output.request_id]
                 sequence.finish(finish_reason(str(output.finish_reason)), self._returned)
 
-    def abort(self) -> None:
-        """Finish all sequences with the tokens that they have."""
-        self._core.abort(list(self._sequences))
-        sequences, self._sequences = self._sequences, {}
-        for sequence in sequences.values():
-            sequence.finish("abort", self._returned)
+    def abort(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
+        """Finish all sequences, or those of requests with these answers, with the tokens that they have."""
+        chosen = [name for name, each in self._sequences.items() if answers is None or each.request.future in answers]
+        self._core.abort(chosen)
+        for name in chosen:
+            self._sequences.pop(name).finish("abort", self._returned)
 
     def fail(self, error: BaseException) -> None:
         """Let all requests raise `error`."""

@@ -56,6 +56,7 @@ class EchoEngine:
         self._is_fenced = False
         self._changed = Condition()
         self._asked = SimpleQueue()
+        self._aborted = set()
 
     def start(self):
         pass_by("start")
@@ -77,6 +78,8 @@ class EchoEngine:
     def events(self):
         while (asked := self._asked.get()) is not None:
             number, request = asked
+            if number in self._aborted:
+                continue
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
             if request.prompt_token_ids[0] == TELLING:
@@ -90,6 +93,9 @@ class EchoEngine:
             answer = [echo(request, sample, version) for sample in range(request.sampling.samples)]
             yield SimpleNamespace(number=number, answer=answer)
             pass_by("generate")
+
+    def abort(self, numbers):
+        self._aborted.update(numbers)
 
     def generate_stream(self, request):
         yield request.prompt_token_ids
@@ -142,10 +148,10 @@ def tell(number, request):
     yield Event(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])
 
 
-def ask(prompt, samples=1):
+def ask(prompt, samples=1, priority=0):
     """A request, as far as an echo goes."""
     sampling = SimpleNamespace(samples=samples, seed=prompt + 100)
-    return SimpleNamespace(prompt_token_ids=[prompt], sampling=sampling, priority=0)
+    return SimpleNamespace(prompt_token_ids=[prompt], sampling=sampling, priority=priority)
 
 
 def echo(request, sample, version):

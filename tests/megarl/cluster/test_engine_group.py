@@ -96,6 +96,7 @@ def live_and_lose_one(engines):
     check_that_requests_go_to_the_least_loaded(engines)
     check_that_one_is_written_while_the_other_serves(engines)
     check_that_requests_wait_where_none_serves(engines)
+    check_that_engines_are_asked_for_what_they_have_room_for(engines)
     check_that_an_answer_nobody_waits_for_is_no_load(engines)
     lose_the_first(engines)
 
@@ -142,20 +143,40 @@ def check_that_requests_wait_where_none_serves(engines):
     assert states(engines) == [("serving", 3, 0)] * 2
 
 
+def check_that_engines_are_asked_for_what_they_have_room_for(engines):
+    engines.begin_update(4, ["weight"], timeout_s=60)
+    for handle in engines.handles:
+        handle._room = 2
+    requests = [request(prompt, priority=9 - prompt) for prompt in range(9)]
+    asked = engines.begin_generate(requests)
+    assert [load for _, _, load in states(engines)] == [2, 2]
+    # The lowest go first, and wait for nobody.
+    assert [each.request.priority for each in asked if each.handle is not None] == [4, 3, 2, 1]
+    engines._router.abandon(asked[-1:])
+    assert asked[4].handle is not None
+    assert asked[3].handle is None
+    engines.commit_update(4, timeout_s=60)
+    answers = [each.answer.result(60) for each in asked[:-1]]
+    assert [turn.token_ids[:2] for (turn,) in answers] == [[prompt, prompt + 100] for prompt in range(8)]
+    assert states(engines) == [("serving", 4, 0)] * 2
+    for handle in engines.handles:
+        handle._room = None
+
+
 def check_that_an_answer_nobody_waits_for_is_no_load(engines):
     answers = engines.generate_each([request(prompt) for prompt in (1, 2, SLOW, SLOW)])
     next(answers)
     assert 2 <= sum(load for _, _, load in states(engines)) <= 3
     answers.close()
     assert list(engines.generate_stream(request(9))) == [[9]]
-    assert states(engines) == [("serving", 3, 0)] * 2
+    assert states(engines) == [("serving", 4, 0)] * 2
 
 
 def lose_the_first(engines):
     with pytest.raises(WorkerGone, match="the process of engine_0 died"):
         engines.generate([request(DEADLY)])
-    assert states(engines) == [("down", 3, 0), ("serving", 3, 0)]
+    assert states(engines) == [("down", 4, 0), ("serving", 4, 0)]
     answers, servers = spread(engines, [request(prompt) for prompt in range(3)])
     assert answers == [[[prompt, prompt + 100, 0]] for prompt in range(3)]
     assert len(set.union(*servers)) == 1
-    engines.begin_update(4, ["weight"], timeout_s=60)
+    engines.begin_update(5, ["weight"], timeout_s=60)

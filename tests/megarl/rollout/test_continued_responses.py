@@ -61,3 +61,24 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
         assert told[sample].token_ids.tolist() == turn.token_ids[:length].tolist()
         assert told[sample].log_probs.tolist() == turn.log_probs[:length].tolist()
         assert set(told[sample].versions.tolist()) == {served.engine.version()}
+
+
+def test_requests_are_aborted_by_number_and_others_go_on(served, endless_prompt):
+    sampling = SamplingParameters(temperature=0, max_tokens=120)
+    served.engine.submit({number: Request(endless_prompt, sampling) for number in (5, 6, 7)})
+    events = served.engine.events()
+    # Until something is told of.
+    while isinstance(next(events), Event):
+        pass
+    served.engine.abort([6, 7, 99])
+    answers = {}
+    while len(answers) < 3:
+        if isinstance(event := next(events), Event):
+            answers[event.number] = event.answer[0]
+    assert [answers[number].finish_reason for number in (5, 6, 7)] == ["length", "abort", "abort"]
+    whole = answers[5].token_ids.tolist()
+    assert len(whole) == 120
+    for number in (6, 7):
+        cut = answers[number].token_ids.tolist()
+        assert cut == whole[: len(cut)]
+        assert len(cut) < 120
