@@ -97,7 +97,10 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
     metrics |= job.turns.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
-    return metrics | job.throughput.end_step(clock.end_step(tokens=batch.total_tokens))
+    timings = clock.end_step(tokens=batch.total_tokens)
+    waited = sum(timings.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "reward"))
+    metrics["schedule/trainer_idle"] = waited / timings["seconds/step"]
+    return metrics | job.throughput.end_step(timings)
 
 
 def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None) -> dict[str, MetricValue]:

@@ -179,13 +179,13 @@ class Engines:
         """Fence all engines until `commit_update`."""
         wait([handle.begin_update(version, names) for handle in self.handles], timeout_s)
 
-    def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> None:
-        """Lift the fence: from here on all engines serve `version`."""
+    def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
+        """Lift the fence: from here on all engines serve `version`. Returns the tokens that they compute anew."""
         committing = [(handle, handle.begin(Engine.commit_update, version, kv)) for handle in self.handles]
-        deadline, failures = time.monotonic() + timeout_s, list[WorkerFailed]()
+        deadline, failures, recomputed = time.monotonic() + timeout_s, list[WorkerFailed](), 0
         for handle, call in committing:
             try:
-                wait([call], max(0.0, deadline - time.monotonic()))
+                recomputed += sum(wait([call], max(0.0, deadline - time.monotonic())))
             except WorkerFailed as failure:
                 # The others have their weights all the same, and are to be known for it.
                 failures.append(failure)
@@ -194,6 +194,7 @@ class Engines:
                 self._restarts.serves(handle)
         if failures:
             raise failures[0]
+        return recomputed
 
     def trace_layouts(
         self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
@@ -267,6 +268,7 @@ class EngineGroup(Engines):
         shared = SharedByEngines(beginning, Router(handles, beginning), number_format(config.weights))
         super().__init__(handles, shared)
         self._start: tuple[Path, Arguments]
+        self._step_began_s = time.monotonic()
 
     def __enter__(self) -> Self:
         self.processes.__enter__()
@@ -326,8 +328,15 @@ class EngineGroup(Engines):
         self._restarts.give_weights = give_weights
 
     def end_step(self) -> dict[str, float]:
-        """Metrics of the restarts since the last step."""
-        return self._restarts.end_step()
+        """Metrics of engines that died or had nothing to sample since the last step."""
+        now_s = time.monotonic()
+        seconds, self._step_began_s = now_s - self._step_began_s, now_s
+        idle_s = [handle.take_idle_s() for handle in self.handles]
+        return {
+            **self._restarts.end_step(),
+            "engines/idle": sum(idle_s) / len(idle_s) / seconds,
+            "engines/tokens_moved": float(self._router.take_moved()),
+        }
 
     def _start_again(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
         """See `restarts.Start`."""

@@ -1,5 +1,6 @@
 """One engine as the controller knows it: its process, state, weights and load."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
@@ -34,8 +35,8 @@ class EngineHandle:
         self._state: EngineState = "starting"
         self.version = -1
         """The version of the weights that it serves; -1 are none."""
-        self.load = 0
-        """How many samples it has been asked for and has not given yet."""
+        self._load = 0
+        self._idle_s, self._since_s = 0.0, time.monotonic()
         self.worker_nodes: list[str] = []
         """The machine that each of its workers is on, as Ray names it; known once it has started."""
 
@@ -43,6 +44,28 @@ class EngineHandle:
     def name(self) -> str:
         """As its log is called."""
         return self.worker.log.stem
+
+    @property
+    def load(self) -> int:
+        """How many samples it has been asked for and has not given yet."""
+        return self._load
+
+    @load.setter
+    def load(self, samples: int) -> None:
+        self._note_time()
+        self._load = samples
+
+    def take_idle_s(self) -> float:
+        """Seconds without anything to sample, since they were taken last."""
+        self._note_time()
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
+
+    def _note_time(self) -> None:
+        now_s = time.monotonic()
+        if self._load == 0:
+            self._idle_s += now_s - self._since_s
+        self._since_s = now_s
 
     @property
     def is_full(self) -> bool:

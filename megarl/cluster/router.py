@@ -44,6 +44,11 @@ class Asked:
         """How many it asks for."""
         return self.request.sampling.samples
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that an engine computes before it samples, those of the prompt once."""
+        return len(self.request.prompt_token_ids) + sum(len(each.token_ids) for each in self.begun.values())
+
     def rest(self) -> Request:
         """As much of the request as no engine has told of."""
         if not self.begun:
@@ -81,6 +86,7 @@ class Router:
         """Those of whom nobody was asked, by priority and number: a heap."""
         self._streams: dict[Stream, EngineHandle] = {}
         self._partials: dict[Stream, Partials] = {}
+        self._moved = 0
         self._heartbeat = Heartbeat(handles)
         self._is_told = Event()
         self._is_closed = False
@@ -121,6 +127,12 @@ class Router:
             handle = min(self._able(among) or among, key=lambda each: each.load)
             handle.load += samples
             return handle
+
+    def take_moved(self) -> int:
+        """Tokens that one engine had computed and another has to again, since they were taken last."""
+        with self._lock:
+            moved, self._moved = self._moved, 0
+            return moved
 
     def close(self) -> None:
         """Hear of nothing more, before the engines are ended."""
@@ -228,6 +240,7 @@ class Router:
             is_dead = handle.state == "down" or stream.worker is not handle.worker
             told = partials.of([each.number for each in left])
             kept = sum(each.keep(told.get(each.number, {})) for each in left)
+            self._moved += sum(each.tokens for each in left)
             for each in left:
                 handle.load -= each.samples
                 each.handle = each.worker = None

@@ -22,7 +22,8 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
     `version` is that of the newest weights. There is at least one trajectory.
     """
     lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories])
-    ages = np.array([version - _oldest(trajectory, version) for trajectory in trajectories])
+    oldest, newest = np.array([_oldest_and_newest(trajectory, version) for trajectory in trajectories]).T
+    ages = version - oldest
     quantiles = np.quantile(lengths, list(_QUANTILES.values()))
     return {
         "response_length/mean": float(lengths.mean()),
@@ -33,14 +34,17 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
         "response_length/histogram": Histogram.of(lengths, length_edges(max_tokens)),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
+        "staleness/in_flight": float((newest - oldest).mean()),
+        "staleness/in_queue": float((version - newest).mean()),
     }
 
 
-def _oldest(trajectory: Trajectory, newest: int) -> int:
-    """The version of its oldest token; `newest` where none was sampled."""
+def _oldest_and_newest(trajectory: Trajectory, of_none: int) -> tuple[int, int]:
+    """The versions of its oldest and its newest token; `of_none` where none was sampled."""
     versions = [turn.versions for turn in trajectory.turns]
     values = [each.values if isinstance(each, Runs) else each for each in versions]
-    return min((min(each.tolist()) for each in values if len(each)), default=newest)
+    known = [version for each in values if len(each) for version in (int(each.min()), int(each.max()))]
+    return min(known, default=of_none), max(known, default=of_none)
 
 
 def length_edges(max_tokens: int) -> list[float]:

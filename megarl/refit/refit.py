@@ -40,6 +40,7 @@ class Refit:
         self._names = list(names)
         self._timeout_s = timeout_s
         self._kv = kv
+        self._recomputed = 0
         self._check = check
         self._version = -1
         self._turns = turns or Turns()
@@ -55,6 +56,7 @@ class Refit:
         path, (moved, repeated) = self._path, self._update(version)
         metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated)}
         metrics["refit/bytes"] = moved.size_bytes
+        metrics["refit/tokens_recomputed"], self._recomputed = float(self._recomputed), 0
         if moved.compared:
             metrics["refit/changed"] = moved.changed / moved.compared
         self._version = version
@@ -96,5 +98,5 @@ class Refit:
             self._path = self._path.to(engines)
             engines.begin_update(version, self._names, self._timeout_s)
             moved += self._path.send(version)
-            engines.commit_update(version, self._timeout_s, self._kv)
+            self._recomputed += engines.commit_update(version, self._timeout_s, self._kv)
         return moved

@@ -23,7 +23,7 @@ from megarl.rollout.protocol import (
     Request,
     UpdateError,
 )
-from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.request_in_flight import Listener, SampleInFlight, tokens_of
 from megarl.rollout.telling import Telling
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
@@ -187,7 +187,7 @@ class OwnedEngine(ABC):
         update.failed = False
 
     @by_owner
-    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> None:
+    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> int:
         """See `WeightTarget.commit_update`."""
         update = self._update_under_way("commit")
         update.check_version(version)
@@ -203,6 +203,7 @@ class OwnedEngine(ABC):
         self._version = version
         self._update = None
         self._release()
+        return 0 if kv == "keep" else tokens_of(self._samples())
 
     # The methods below, too, run in the owner thread.
 

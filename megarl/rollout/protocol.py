@@ -203,8 +203,10 @@ class WeightTarget(Protocol):
         the transfer is to be connected anew.
         """
 
-    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> None:
+    def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> int:
         """Serve the new weights. Unfinished responses go on with them, their keys and values computed anew or kept.
+
+        Returns the tokens that are to be computed anew, those of a prompt once; 0 where that is not known.
 
         Whatever has no token yet meets no keys and values of older weights, also where others keep theirs.
         Raises UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" where the engine

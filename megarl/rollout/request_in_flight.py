@@ -1,6 +1,6 @@
 """Requests in flight: each until all its samples are there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -56,3 +56,10 @@ class SampleInFlight:
         """Tokens that were not told of yet, their log-probs and versions."""
         start, self.told = self.told, len(self.token_ids)
         return self.token_ids[start:], self.log_probs[start:], self.versions[start:]
+
+
+def tokens_of(samples: Iterable[SampleInFlight]) -> int:
+    """Tokens that were computed for samples which have some, those of a prompt that they share once."""
+    begun = [each for each in samples if each.token_ids]
+    prompts = {id(each.request): len(each.request.prompt_of(each.sample)) for each in begun}
+    return sum(prompts.values()) + sum(len(each.token_ids) for each in begun)

@@ -55,6 +55,24 @@ class Served:
     """All that wait meanwhile."""
 
 
+@dataclass
+class Lengths:
+    """Tokens of the responses that were counted."""
+
+    tokens: int = 0
+    responses: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens of one; there is at least one."""
+        return self.tokens / self.responses
+
+    def count(self, group: PromptGroup) -> None:
+        """Count all responses of a group but its baseline."""
+        self.tokens += sum(each.sampled_tokens for each in group.trajectories)
+        self.responses += len(group.trajectories)
+
+
 def _told(
     method: Callable[Concatenate["Rollouts", P], None],
 ) -> Callable[Concatenate["Rollouts", P], None]:
@@ -92,6 +110,8 @@ class Rollouts:
         """Scored by the functions, but not by the reward model."""
         self._finished: dict[int, PromptGroup] = {}
         self._dropped: list[PromptGroup] = []
+        self._taken_metrics: dict[str, float] = {}
+        self._lengths = {"sampled": Lengths(), "trained": Lengths()}
         self._again: list[int] = []
         """Draws that were being sampled when the state was saved."""
 
@@ -115,6 +135,13 @@ class Rollouts:
         with self._changed:
             kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
             dropped, self._dropped = self._dropped, []
+            for group in kept:
+                self._lengths["trained"].count(group)
+            unscored = sum(not group.only_scored().trajectories for group in dropped)
+            self._taken_metrics = {
+                "schedule/dropped_unscored": float(unscored),
+                "schedule/dropped_equal": float(len(dropped) - unscored),
+            }
         sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
         check_any_scored(sampled)
         rollouts = ceil(len(sampled) / self._config.loop.prompts_per_step)
@@ -167,10 +194,16 @@ class Rollouts:
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
 
     def metrics(self) -> dict[str, float]:
-        """How many groups are on their way."""
+        """How many groups are on their way, what was dropped for the last batch, and how long responses are."""
         with self._changed:
             unfinished, waiting = len(self._schedule.unfinished), len(self._schedule.waiting)
-        return {"schedule/groups_in_flight": float(unfinished), "schedule/groups_waiting": float(waiting)}
+            lengths = {f"schedule/length_{name}": each.mean for name, each in self._lengths.items() if each.responses}
+        return {
+            "schedule/groups_in_flight": float(unfinished),
+            "schedule/groups_waiting": float(waiting),
+            **self._taken_metrics,
+            **lengths,
+        }
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""
@@ -221,6 +254,7 @@ class Rollouts:
         """Begin to score a group whose samples are there."""
         self._sampled.add(group.ordinal)
         complete = answered(group, [answer.result() for answer in answers])
+        self._lengths["sampled"].count(complete)
         batch = self._by.scorer.begin()
         begin_scoring(batch, complete, self._by.tokenizer)
         batch.when_finished(lambda: self._scored_one(complete, batch))

@@ -182,10 +182,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
     Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),
     Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
+    Metric("engines/idle", "", "share of the step in which an engine had nothing to sample, mean over the engines"),
+    Metric("engines/tokens_moved", "tokens", "what engines that died had computed and others computed again"),
+    Metric(
+        "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"
+    ),
+    Metric("schedule/trainer_idle", "", "share of the step in which the loop waited for responses and their rewards"),
+    Metric("schedule/length_sampled", "tokens", "mean length of all responses that were sampled since the start"),
+    Metric(
+        "schedule/length_trained",
+        "tokens",
+        "the same of those in a batch: less where long responses are trained on less often",
+    ),
+    Metric("schedule/dropped_equal", "groups", "dropped since the last batch as they teach nothing (dynamic_sampling)"),
+    Metric("schedule/dropped_unscored", "groups", "the same, as none of their responses has a score"),
     Metric("schedule/groups_in_flight", "", "groups that were being sampled or scored when the step had ended"),
     Metric("schedule/groups_waiting", "", "groups that were finished then, and waited for their batch"),
     Metric("staleness/mean", "versions", "how many versions behind the newest weights a response's oldest token is"),
     Metric("staleness/max", "versions", "the same of the oldest response"),
+    Metric("staleness/in_flight", "versions", "how many versions came while a response was sampled, in the mean"),
+    Metric("staleness/in_queue", "versions", "how many came from its last token to the batch that it is trained in"),
     Metric(
         "staleness/kept_kv_gap",
         "nats",

@@ -118,6 +118,9 @@ def test_one_rollout_gives_every_drawn_prompt_its_samples(scorer) -> None:
 def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> None:
     job = job_of(scorer, Answers("00", "11", "01", "10", "00", "20"), dynamic_sampling=True)
     sampled, groups, rollouts = sample(job, Clock())
+    metrics = job.rollouts.metrics()
+    assert (metrics["schedule/dropped_equal"], metrics["schedule/dropped_unscored"]) == (3, 0)
+    assert (metrics["schedule/length_sampled"], metrics["schedule/length_trained"]) == (1, 1)
     assert [len(call) for call in job.engines.calls] == [3, 1, 1, 1]
     assert [group.ordinal for group in groups] == [2, 3, 5]
     assert [group.rewards for group in groups] == [[0, 1], [1, 0], [2, 0]]
@@ -166,7 +169,8 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on_and_both_are_tho
     job.rollouts.hold()
     job.rollouts.release()
     assert [len(call) for call in job.engines.calls] == [4, 2]
-    assert sum(job.rollouts.metrics().values()) == 4
+    metrics = job.rollouts.metrics()
+    assert metrics["schedule/groups_in_flight"] + metrics["schedule/groups_waiting"] == 4
     assert [group.ordinal for group in sample(job, Clock()).groups] == [2, 3]
     assert [group.ordinal for group in sample(job, Clock()).groups] == [4, 5]
     # Nothing is sampled that no step needs.

@@ -115,6 +115,7 @@ class EchoEngine:
         with self._changed:
             self._version, self._is_fenced = version, False
             self._changed.notify_all()
+        return 0
 
     def close(self):
         self._asked.put(None)

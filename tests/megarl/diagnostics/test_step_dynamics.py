@@ -22,7 +22,7 @@ def response(length: int, *, oldest: int = 5, cut: bool = False) -> Trajectory:
 
 
 def test_responses_are_told_by_their_lengths_and_ages():
-    found = response_metrics([response(3), response(8, oldest=4, cut=True), response(5, oldest=7)], 7, max_tokens=8)
+    found = response_metrics([response(3), response(8, oldest=4, cut=True), response(5, oldest=7)], 8, max_tokens=8)
     histogram = found.pop("response_length/histogram")
     assert histogram == Histogram(tuple(x - 0.5 for x in range(10)), (0, 0, 0, 1, 0, 1, 0, 0, 1))
     assert found == pytest.approx(
@@ -34,8 +34,10 @@ def test_responses_are_told_by_their_lengths_and_ages():
             "response_length/p90": 7.4,
             "response_length/p99": 7.94,
             "response_length/truncated_fraction": 1 / 3,
-            "staleness/mean": (2 + 3 + 0) / 3,
-            "staleness/max": 3,
+            "staleness/mean": (3 + 4 + 1) / 3,
+            "staleness/max": 4,
+            "staleness/in_flight": (2 + 3 + 0) / 3,
+            "staleness/in_queue": 1,
         }
     )
 
