@@ -99,7 +99,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     metrics |= job.turns.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
     timings = clock.end_step(tokens=batch.total_tokens)
     waited = sum(timings.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "reward"))
-    metrics["schedule/trainer_idle"] = waited / timings["seconds/step"]
+    metrics["throughput/trainer_idle"] = waited / timings["seconds/step"]
     return metrics | job.throughput.end_step(timings)
 
 

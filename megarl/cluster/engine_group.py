@@ -164,12 +164,15 @@ class Engines:
         self._tell(Engine.reset_prefix_cache)
 
     def sleep(self) -> None:
-        """Let the engines give the memory of weights and KV cache back."""
+        """Let the engines give the memory of weights and KV cache back; requests go on when they are awake."""
+        self._router.sleep(self.handles)
         self._tell(Engine.sleep)
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
         """Let the engines have these parts back."""
         self._tell(Engine.wake_up, sorted(parts))
+        if "kv_cache" in parts:
+            self._router.wake_up(self.handles)
 
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what the engines hold, from now on, where there is no GPU to do it."""
@@ -334,7 +337,7 @@ class EngineGroup(Engines):
         idle_s = [handle.take_idle_s() for handle in self.handles]
         return {
             **self._restarts.end_step(),
-            "engines/idle": sum(idle_s) / len(idle_s) / seconds,
+            "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
             "engines/tokens_moved": float(self._router.take_moved()),
         }
 

@@ -35,6 +35,8 @@ class EngineHandle:
         self._state: EngineState = "starting"
         self.version = -1
         """The version of the weights that it serves; -1 are none."""
+        self.is_asleep = False
+        """Whether its memory is away; what was in flight was cut."""
         self._load = 0
         self._idle_s, self._since_s = 0.0, time.monotonic()
         self.worker_nodes: list[str] = []
@@ -71,6 +73,11 @@ class EngineHandle:
     def is_full(self) -> bool:
         """Whether it has as many samples to give as it computes at once, and the next ones at hand."""
         return self._room is not None and self.load >= self._room
+
+    @property
+    def has_room(self) -> bool:
+        """Whether something can be asked of it now."""
+        return self.is_up and not self.is_asleep and not self.is_full
 
     @property
     def state(self) -> EngineState:

@@ -16,7 +16,7 @@ _TOGETHER = 1024
 
 
 class Begun(NamedTuple):
-    """What there is of a sample: its tokens, their log-probs and the versions that sampled them."""
+    """The beginning of a sample: its tokens, their log-probs and the versions that sampled them."""
 
     token_ids: IntArray
     log_probs: FloatArray
@@ -27,6 +27,11 @@ class Begun(NamedTuple):
         """A sample of no tokens."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
+    @classmethod
+    def of(cls, turn: Turn) -> "Begun":
+        """A turn that was cut."""
+        return cls(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
+
     def __add__(self, other: "Begun") -> "Begun":  # type: ignore[override]
         return Begun(*(np.concatenate(both) for both in zip(self, other, strict=True)))
 
@@ -34,13 +39,13 @@ class Begun(NamedTuple):
         """The whole turn of a sample that another engine has ended."""
         if not len(self.token_ids):
             return turn
-        whole = self + Begun(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
+        whole = self + Begun.of(turn)
         prompt_ids = here(turn.prompt_ids)[: -len(self.token_ids)]
         return Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts)
 
 
 class Partials:
-    """Tokens that one engine told of. What it tells is not looked at until the engine dies; most of it never is."""
+    """Tokens that one engine told of. They are not looked at until the engine dies; most of them never are."""
 
     def __init__(self) -> None:
         self._told: list[Progress] = []
@@ -60,7 +65,7 @@ class Partials:
             self._told = [_merged(self._told, numbers)]
 
     def of(self, numbers: Collection[int]) -> dict[int, dict[int, Begun]]:
-        """What there is of the samples of each of these requests."""
+        """The beginnings of samples of these requests, by request and sample."""
         self.keep(numbers)
         found: dict[int, dict[int, Begun]] = {}
         for told in self._told:

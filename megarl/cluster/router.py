@@ -15,7 +15,7 @@ from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.partials import Begun, Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
-from megarl.cluster.worker_group import Worker
+from megarl.cluster.worker_group import Call, Worker, wait
 from megarl.data import Turn
 from megarl.rollout.protocol import Engine, Progress, Request
 
@@ -39,10 +39,13 @@ class Asked:
     begun: dict[int, Begun] = field(default_factory=dict)
     """Samples of which engines that died have told some tokens."""
 
+    ended: dict[int, Turn] = field(default_factory=dict)
+    """Samples that have ended, where others were cut."""
+
     @property
     def samples(self) -> int:
         """How many it asks for."""
-        return self.request.sampling.samples
+        return self.request.sampling.samples - len(self.ended)
 
     @property
     def tokens(self) -> int:
@@ -50,21 +53,36 @@ class Asked:
         return len(self.request.prompt_token_ids) + sum(len(each.token_ids) for each in self.begun.values())
 
     def rest(self) -> Request:
-        """As much of the request as no engine has told of."""
-        if not self.begun:
+        """As much of the request as there is nothing of."""
+        if not self.begun and not self.ended:
             return self.request
-        begun = [self.begun.get(sample, Begun.nothing()).token_ids.tolist() for sample in range(self.samples)]
-        return replace(self.request, begun=begun)
+        left = [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
+        return replace(self.request, begun={sample: self._begun(sample).token_ids.tolist() for sample in left})
 
     def keep(self, begun: Mapping[int, Begun]) -> int:
         """Keep what an engine that died has told of; how many tokens."""
         for sample, new in begun.items():
-            self.begun[sample] = self.begun.get(sample, Begun.nothing()) + new
+            self.begun[sample] = self._begun(sample) + new
         return sum(len(new.token_ids) for new in begun.values())
 
+    def keep_cut(self, turns: Sequence[Turn]) -> None:
+        """Keep an answer of which some turns were cut."""
+        for sample, turn in zip(self.rest().samples, turns, strict=True):
+            if turn.finish_reason == "abort":
+                self.keep({sample: Begun.of(turn)})
+            else:
+                self.ended[sample] = self._begun(sample).ended_by(turn)
+
     def whole(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of the answer, each behind what there was of it."""
-        return [self.begun.get(sample, Begun.nothing()).ended_by(turn) for sample, turn in enumerate(turns)]
+        """The turns of all samples, each behind what there was of it; `turns` are those of the last answer."""
+        if not self.begun and not self.ended:
+            return list(turns)
+        asked = dict(zip(self.rest().samples, turns, strict=True))
+        ended = {sample: self._begun(sample).ended_by(turn) for sample, turn in asked.items()} | self.ended
+        return [ended[sample] for sample in range(self.request.sampling.samples)]
+
+    def _begun(self, sample: int) -> Begun:
+        return self.begun.get(sample, Begun.nothing())
 
 
 class Router:
@@ -73,7 +91,7 @@ class Router:
     An engine gets what it has room for, and the rest waits here for whichever has room first.
 
     Requests that an engine leaves unanswered when it dies are asked again, from where it told of them: their seeds are
-    the same, and so are the tokens. Those of the lowest priority go first.
+    the same, and so are the tokens. Requests of the lowest priority go first.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
@@ -83,9 +101,10 @@ class Router:
         self._numbers = count()
         self._asked: dict[int, Asked] = {}
         self._waiting: list[tuple[int, int, Asked]] = []
-        """Those of whom nobody was asked, by priority and number: a heap."""
+        """Requests that no engine was asked for, by priority and number: a heap."""
         self._streams: dict[Stream, EngineHandle] = {}
         self._partials: dict[Stream, Partials] = {}
+        self._submitted: dict[EngineHandle, Call[None]] = {}
         self._moved = 0
         self._heartbeat = Heartbeat(handles)
         self._is_told = Event()
@@ -128,8 +147,23 @@ class Router:
             handle.load += samples
             return handle
 
+    def sleep(self, handles: Sequence[EngineHandle]) -> None:
+        """Ask these for nothing more until `wake_up`; returns when they have taken in all that they were asked for."""
+        with self._lock:
+            for handle in handles:
+                handle.is_asleep = True
+            submitted = [self._submitted.pop(handle) for handle in handles if handle in self._submitted]
+        wait(submitted)
+
+    def wake_up(self, handles: Sequence[EngineHandle]) -> None:
+        """Ask these again."""
+        with self._lock:
+            for handle in handles:
+                handle.is_asleep = False
+            self._send()
+
     def take_moved(self) -> int:
-        """Tokens that one engine had computed and another has to again, since they were taken last."""
+        """Tokens that an engine had computed and lost, to be computed again, since they were taken last."""
         with self._lock:
             moved, self._moved = self._moved, 0
             return moved
@@ -144,6 +178,7 @@ class Router:
 
     def _able(self, among: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
         """The engines that may be asked."""
+        among = [handle for handle in among if not handle.is_asleep]
         if serving := [handle for handle in among if handle.state == "serving"]:
             return serving
         # Where none serves, requests wait for the end of an update, or else for an engine that is started anew.
@@ -161,7 +196,7 @@ class Router:
         """Ask whoever can be asked and has room."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
         left = []
-        while self._waiting and any(handle.is_up and not handle.is_full for handle in self._handles):
+        while self._waiting and any(handle.has_room for handle in self._handles):
             entry = heappop(self._waiting)
             each = entry[-1]
             if each.number not in self._asked:
@@ -179,7 +214,7 @@ class Router:
             if not any(stream.worker is handle.worker for stream in self._streams):
                 stream = handle.stream(Engine.events)
                 self._streams[stream], self._partials[stream] = handle, Partials()
-            handle.begin(Engine.submit, requests)
+            self._submitted[handle] = handle.begin(Engine.submit, requests)
 
     def _listen(self) -> None:
         try:
@@ -213,16 +248,28 @@ class Router:
         if isinstance(result, Progress):
             self._keep(self._partials[stream], result)
             return
+        answer = result.answer
+        is_cut = not isinstance(answer, UserError) and any(turn.finish_reason == "abort" for turn in answer)
         with self._lock:
             asked = self._asked.pop(result.number, None)
             if asked is None or asked.handle is None:  # nobody waits for it any more
                 return
             asked.handle.load -= asked.samples
+            if is_cut:
+                self._ask_on(asked, answer)
             self._send()
-        if isinstance(result.answer, UserError):
-            asked.answer.set_exception(result.answer)
-        else:
-            asked.answer.set_result(asked.whole(result.answer) if asked.begun else result.answer)
+        if isinstance(answer, UserError):
+            asked.answer.set_exception(answer)
+        elif not is_cut:
+            asked.answer.set_result(asked.whole(answer))
+
+    def _ask_on(self, asked: Asked, turns: Sequence[Turn]) -> None:
+        """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
+        asked.keep_cut(turns)
+        self._moved += asked.tokens
+        asked.number, asked.handle, asked.worker = next(self._numbers), None, None
+        self._asked[asked.number] = asked
+        self._queue([asked])
 
     def _keep(self, partials: Partials, told: Progress) -> None:
         partials.add(told)

@@ -1,7 +1,7 @@
 """Protocol of an inference engine for the training loop: token ids in, token ids out, new weights in between."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, TypeVarTuple
 
 import torch
@@ -55,8 +55,8 @@ class SamplingParameters:
 class Request:
     """A prompt and how to continue it.
 
-    `begun` has the tokens that each sample has already, from an engine that did not end it; without any, none has. The
-    turns of the answer then begin behind these, in `max_tokens` as in the random streams.
+    `begun`, if there is any, names the samples that are asked for, with the tokens that each has: they were cut before.
+    The turns of the answer are theirs alone and begin behind these tokens, in `max_tokens` as in the random streams.
 
     Example: Request([5, 9], SamplingParameters(samples=8, max_tokens=1024, seed=7), priority=4096)
     """
@@ -65,11 +65,16 @@ class Request:
     sampling: SamplingParameters
     priority: int = 0
     """Where there is no room for all, lower ones are served first."""
-    begun: Sequence[Sequence[int]] = ()
+    begun: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The samples that are asked for, by their places among all."""
+        return sorted(self.begun) if self.begun else range(self.sampling.samples)
 
     def begun_of(self, sample: int) -> Sequence[int]:
         """The tokens that a sample has already."""
-        return self.begun[sample] if self.begun else ()
+        return self.begun.get(sample, ())
 
     def prompt_of(self, sample: int) -> list[int]:
         """All tokens that come before what is sampled."""

@@ -24,20 +24,19 @@ class RequestInFlight:
         # One array, which all samples share.
         self._prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
         self.future: Future[list[Turn]] = Future()
-        self._turns: list[Turn | None] = [None] * request.sampling.samples
-        self._unfinished = request.sampling.samples
+        self._turns: dict[int, Turn] = {}
 
     def prompt_of(self, sample: int) -> IntArray:
         """The tokens before what is sampled."""
         begun = self._request.begun_of(sample)
-        return np.concatenate([self._prompt_ids, np.array(begun, dtype=np.int32)]) if begun else self._prompt_ids
+        return np.concatenate([self._prompt_ids, np.array(begun, dtype=np.int32)]) if len(begun) else self._prompt_ids
 
     def finish(self, sample: int, turn: Turn) -> None:
         """Note one sample, and complete the future with the last one."""
         self._turns[sample] = turn
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            self.future.set_result(self._turns)  # type: ignore[arg-type]
+        samples = self._request.samples
+        if len(self._turns) == len(samples):
+            self.future.set_result([self._turns[each] for each in samples])
 
 
 @dataclass(eq=False)

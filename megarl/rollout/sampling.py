@@ -22,12 +22,10 @@ def check_sampling(sampling: SamplingParameters) -> None:
 
 def check_begun(request: Request) -> None:
     """Raise UserError for a request to continue what has ended, or other samples than are asked for."""
-    if request.begun and len(request.begun) != request.sampling.samples:
-        raise UserError(
-            f"a request for {request.sampling.samples} samples with the tokens of {len(request.begun)} that are begun:"
-            " give those of each"
-        )
-    longest = max(map(len, request.begun), default=0)
+    unknown = [sample for sample in request.begun if not 0 <= sample < request.sampling.samples]
+    if unknown:
+        raise UserError(f"a request to continue sample {unknown[0]} of {request.sampling.samples}: they count from 0")
+    longest = max(map(len, request.begun.values()), default=0)
     if longest >= request.sampling.max_tokens:
         raise UserError(
             f"a request to continue a sample of {longest} tokens, of {request.sampling.max_tokens} in all: it has ended"

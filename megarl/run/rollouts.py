@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from math import ceil
 from pathlib import Path
@@ -171,6 +171,7 @@ class Rollouts:
                 "sampler": self._sampler.state_dict(),
                 "schedule": self._schedule.state_dict(),
                 "groups": save_groups(groups, folder),
+                "lengths": {name: asdict(each) for name, each in self._lengths.items()},
             }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -186,6 +187,7 @@ class Rollouts:
                 f"continue with max_staleness={ceil(len(draws) / prompts) - 1} or more"
             )
         self._schedule.load_state_dict(state["schedule"])
+        self._lengths |= {name: Lengths(**each) for name, each in state.get("lengths", {}).items()}
         groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
         finished = set(self._schedule.waiting)
         self._finished = {group.ordinal: group for group in groups if group.ordinal in finished}

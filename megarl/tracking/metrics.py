@@ -182,13 +182,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
     Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),
     Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
-    Metric("engines/idle", "", "share of the step in which an engine had nothing to sample, mean over the engines"),
-    Metric("engines/tokens_moved", "tokens", "what engines that died had computed and others computed again"),
+    Metric(
+        "throughput/engines_idle",
+        "",
+        "share of the step in which an engine had nothing to sample, mean over the engines",
+    ),
+    Metric("engines/tokens_moved", "tokens", "what was computed again since its engine died or slept"),
     Metric(
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"
     ),
-    Metric("schedule/trainer_idle", "", "share of the step in which the loop waited for responses and their rewards"),
-    Metric("schedule/length_sampled", "tokens", "mean length of all responses that were sampled since the start"),
+    Metric("throughput/trainer_idle", "", "share of the step in which the loop waited for responses and their rewards"),
+    Metric("schedule/length_sampled", "tokens", "mean length of all responses that were sampled in the run"),
     Metric(
         "schedule/length_trained",
         "tokens",

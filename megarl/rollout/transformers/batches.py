@@ -39,11 +39,11 @@ class _Row(SampleInFlight):
 class _Batch:
     """Samples of `request`, with the keys and values of all their tokens but the last."""
 
-    def __init__(self, in_flight: RequestInFlight, request: Request, samples: range) -> None:
+    def __init__(self, in_flight: RequestInFlight, request: Request, samples: Sequence[int]) -> None:
         self.in_flight = in_flight
-        self._prompt = request.prompt_of(samples.start)
+        self._prompt = request.prompt_of(samples[0])
         self._sampling = request.sampling
-        begun = len(request.begun_of(samples.start))
+        begun = len(request.begun_of(samples[0]))
         self._left = request.sampling.max_tokens - begun
         self.rows = [
             _Row(in_flight, sample, random=_stream(request.sampling.seed, sample, begun)) for sample in samples
@@ -156,11 +156,12 @@ class Batches:
             self._check(request)
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request in zip(added, requests, strict=True):
-            samples = range(request.sampling.samples)
+            samples = request.samples
             # Samples that were begun have different lengths.
             together = 1 if request.begun else self._max_samples
             self._waiting += [
-                _Batch(in_flight, request, samples[start : start + together]) for start in samples[::together]
+                _Batch(in_flight, request, samples[start : start + together])
+                for start in range(0, len(samples), together)
             ]
         return [in_flight.future for in_flight in added]
 

@@ -55,8 +55,9 @@ class SequencesInFlight:
         """
         prepared = [self._core_requests(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
-        for in_flight, core_requests in zip(added, prepared, strict=True):
-            samples = [_SequenceInFlight(in_flight, sample, asked=asked) for sample, asked in enumerate(core_requests)]
+        for in_flight, request, asked in zip(added, requests, prepared, strict=True):
+            places = zip(request.samples, asked, strict=True)
+            samples = [_SequenceInFlight(in_flight, sample, asked=each) for sample, each in places]
             self._core.add([self._named(each, version) for each in samples])
         return [in_flight.future for in_flight in added]
 
@@ -122,7 +123,7 @@ class SequencesInFlight:
             raise UserError(f"a request for {request.sampling.samples} samples: ask for one or more")
         shared = None if request.begun else self._core_request(request, 0)
         samples = []
-        for sample in range(request.sampling.samples):
+        for sample in request.samples:
             asked = copy.copy(shared) if shared is not None else self._core_request(request, sample)
             asked.sampling_params = _of_sample(asked.sampling_params, request, sample)
             samples.append(asked)

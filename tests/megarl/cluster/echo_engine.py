@@ -157,4 +157,4 @@ def ask(prompt, samples=1, priority=0):
 
 def echo(request, sample, version):
     tokens = [*request.prompt_token_ids, request.sampling.seed, sample, os.getpid()]
-    return SimpleNamespace(token_ids=tokens, versions=[version] * len(tokens))
+    return SimpleNamespace(token_ids=tokens, versions=[version] * len(tokens), finish_reason="stop")

@@ -145,7 +145,7 @@ def check_a_death_in_a_rollout(engines, script, capsys):
     assert f"{one.name} serves again, " in capsys.readouterr().err
     metrics = engines.end_step()
     assert metrics["engines/seconds_down"] > 0
-    assert 0 < metrics["engines/idle"] < 1
+    assert 0 < metrics["throughput/engines_idle"] < 1
     # Prompts of one token, of the requests that it left.
     assert 0 < metrics["engines/tokens_moved"] <= len(REQUESTS)
     after = engines.end_step()

@@ -23,7 +23,7 @@ def test_a_continued_response_is_the_one_that_was_cut(served):
         # The samples of a request are cut at different places, and some not at all.
         cuts = [[min(cut * sample, len(turn.token_ids) - 1) for sample, turn in enumerate(turns)] for turns in whole]
         begun = [
-            replace(request, begun=[turn.token_ids[:end].tolist() for turn, end in zip(turns, ends, strict=True)])
+            replace(request, begun={place: turn.token_ids[: ends[place]].tolist() for place, turn in enumerate(turns)})
             for request, turns, ends in zip(requests, whole, cuts, strict=True)
         ]
         for turns, ends, rest in zip(whole, cuts, served.engine.generate(begun), strict=True):
@@ -35,11 +35,11 @@ def test_a_continued_response_is_the_one_that_was_cut(served):
 
 
 def test_what_has_ended_is_not_continued(served):
-    request = Request(PROMPTS[0], SAMPLING, begun=[[5], [], [5] * 24])
+    request = Request(PROMPTS[0], SAMPLING, begun={0: [5], 2: [5] * 24})
     with pytest.raises(UserError, match="continue a sample of 24 tokens, of 24 in all: it has ended"):
         served.engine.generate([request])
-    with pytest.raises(UserError, match="3 samples with the tokens of 1 that are begun: give those of each"):
-        served.engine.generate([replace(request, begun=[[5]])])
+    with pytest.raises(UserError, match="continue sample 3 of 3: they count from 0"):
+        served.engine.generate([replace(request, begun={3: [5]})])
 
 
 def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
