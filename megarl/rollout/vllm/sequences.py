@@ -15,6 +15,7 @@ from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleIn
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_begun, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
+from megarl.rollout.vllm.cpu import DRAWN
 
 
 @dataclass(eq=False, kw_only=True)
@@ -190,5 +191,5 @@ def _of_sample(params: Any, request: Request, sample: int) -> Any:
     if begun:
         params.max_tokens = sampling.max_tokens - begun
         # On a GPU the random numbers follow from a token's place; on a CPU they are a stream (`cpu`).
-        params.extra_args = {"drawn": begun}
+        params.extra_args = {DRAWN: begun}
     return params
