@@ -13,7 +13,7 @@ from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sampling import check_sampling, derive_seed
+from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -32,9 +32,7 @@ def check(request: Request, limits: Limits) -> None:
     """Raise UserError for a request that cannot be served."""
     prompt, sampling = request.prompt_token_ids, request.sampling
     check_sampling(sampling)
-    if request.begun:
-        # It never tells of tokens before the end, so that nobody has any to continue.
-        raise UserError("a request to continue samples: the SGLang engine samples them from their beginning alone")
+    check_begun(request)
     if not prompt:
         raise UserError("a prompt of 0 tokens: give it one or more")
     if len(prompt) + sampling.max_tokens > limits.tokens:
@@ -56,12 +54,15 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": min(sampling.top_k, limits.vocabulary) if sampling.top_k > 0 or not is_cut else limits.vocabulary,
-        "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
-    each = [{**shared, "sampling_seed": _seed(sampling, sample)} for sample in range(sampling.samples)]
-    body = {
-        "input_ids": [request.prompt_token_ids] * sampling.samples,
+    # Of a sample that was cut the random numbers go on: they follow from the seed and a token's place.
+    each = [
+        {**shared, "max_new_tokens": _most(request, sample), "sampling_seed": _seed(sampling, sample)}
+        for sample in request.samples
+    ]
+    body: dict[str, Any] = {
+        "input_ids": [request.prompt_of(sample) for sample in request.samples],
         "sampling_params": each,
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -69,7 +70,7 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "return_sampling_mask": is_cut,
         "return_routed_experts": limits.returned is not None,
     }
-    return {**body, "input_ids": request.prompt_token_ids, "sampling_params": each[0]} if stream else body
+    return {**body, "input_ids": body["input_ids"][0], "sampling_params": each[0]} if stream else body
 
 
 def turns(request: Request, answer: Any, prompt_ids: Any, limits: Limits) -> list[Turn]:
@@ -78,18 +79,34 @@ def turns(request: Request, answer: Any, prompt_ids: Any, limits: Limits) -> lis
     Raises FloatingPointError where a log-probability is no number, RuntimeError where an answer breaks the rules.
     """
     answers = answer if isinstance(answer, list) else [answer]
-    if len(answers) != request.sampling.samples:
-        raise RuntimeError(f"SGLang gave {len(answers)} samples and was asked for {request.sampling.samples}")
-    return [_turn(request, each, prompt_ids, limits) for each in answers]
+    if len(answers) != len(request.samples):
+        raise RuntimeError(f"SGLang gave {len(answers)} samples and was asked for {len(request.samples)}")
+    return [
+        _turn(request, sample, each, _before(request, sample, prompt_ids), limits)
+        for sample, each in zip(request.samples, answers, strict=True)
+    ]
 
 
 def aborted(request: Request, prompt_ids: Any, limits: Limits) -> list[Turn]:
     """The samples of a request that the server was never asked for."""
-    experts = () if limits.returned is None else limits.returned.records([], len(prompt_ids))
-    return [Turn.of(prompt_ids, [], [], [], "abort", experts) for _ in range(request.sampling.samples)]
+    before = [_before(request, sample, prompt_ids) for sample in request.samples]
+    if limits.returned is None:
+        return [Turn.of(each, [], [], [], "abort") for each in before]
+    records = limits.returned.records
+    return [Turn.of(each, [], [], [], "abort", records([], len(each))) for each in before]
 
 
-def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any, limits: Limits) -> Turn:
+def _most(request: Request, sample: int) -> int:
+    return request.sampling.max_tokens - len(request.begun_of(sample))
+
+
+def _before(request: Request, sample: int, prompt_ids: Any) -> Any:
+    """All tokens before what is sampled; `prompt_ids`, which samples share, where there is nothing else."""
+    begun = request.begun_of(sample)
+    return np.concatenate([prompt_ids, np.array(begun, dtype=np.int32)]) if begun else prompt_ids
+
+
+def _turn(request: Request, sample: int, answer: Mapping[str, Any], prompt_ids: Any, limits: Limits) -> Turn:
     about = answer["meta_info"]
     reason = about["finish_reason"]["type"]
     if reason not in _FINISH_REASONS:
@@ -101,8 +118,8 @@ def _turn(request: Request, answer: Mapping[str, Any], prompt_ids: Any, limits: 
     values = np.array(log_probs, dtype=np.float32)
     if not np.isfinite(values).all():
         raise FloatingPointError("SGLang gave log-probabilities that are no numbers; the weights hold NaN or inf")
-    if reason == "length" and len(token_ids) != request.sampling.max_tokens:
-        raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {request.sampling.max_tokens}")
+    if reason == "length" and len(token_ids) != _most(request, sample):
+        raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {_most(request, sample)}")
     experts = () if limits.returned is None else _experts(about, len(prompt_ids) + len(token_ids), limits.returned)
     return Turn.of(prompt_ids, token_ids, values, _versions(about, len(token_ids)), _FINISH_REASONS[reason], experts)
 

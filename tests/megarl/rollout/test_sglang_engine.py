@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -322,3 +323,17 @@ def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
     python, paths = installation.installation()
     assert (python, paths[0]) == (sys.executable, str(packages.parent))
     assert (Path(paths[1]) / "megarl").is_dir()
+
+
+def test_a_response_that_was_cut_goes_on_as_it_would_have(served):
+    request = Request(PROMPTS[0], SamplingParameters(samples=3, max_tokens=12, seed=4))
+    (whole,) = served.engine.generate([request])
+    cut = len(whole[1].token_ids) // 2
+    (rest,) = served.engine.generate([replace(request, begun={1: whole[1].token_ids[:cut].tolist(), 2: []})])
+    assert [turn.token_ids.tolist() for turn in rest] == [
+        whole[1].token_ids[cut:].tolist(),
+        whole[2].token_ids.tolist(),
+    ]
+    assert [turn.finish_reason for turn in rest] == [turn.finish_reason for turn in whole[1:]]
+    assert rest[0].prompt_ids.tolist() == PROMPTS[0] + whole[1].token_ids[:cut].tolist()
+    assert cut > 0
