@@ -311,8 +311,9 @@ class OwnedEngine(ABC):
         if self._can_step():
             with record_function("engine step"):
                 self._compute()
-            if self._telling.is_due() and (progress := self._telling.of(self._samples())) is not None:
-                self._told.put(progress)
+            if self._telling.is_due():
+                for progress in self._telling.of(self._samples()):
+                    self._told.put(progress)
             self._queue_step()
 
     def _die_of(self, step: Future[None]) -> None:

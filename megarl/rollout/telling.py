@@ -1,9 +1,8 @@
 """Tokens of unfinished requests, told of in time: whoever asked has them if the engine dies."""
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,8 @@ from megarl.rollout.request_in_flight import SampleInFlight
 
 _TOKENS = 64
 _SECONDS = 0.05
+_AT_ONCE = 8192
+"""Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
 
 
 class Telling:
@@ -37,26 +38,39 @@ class Telling:
         self._steps += 1
         return bool(self._numbers) and (self._steps >= _TOKENS or time.monotonic() >= self._next_s)
 
-    def of(self, samples: Iterable[SampleInFlight]) -> Progress | None:
-        """The new tokens of those `samples` that were submitted, if there are any."""
+    def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
+        """The new tokens of those `samples` that were submitted, if there are any; in pieces that travel by value."""
         self._steps, self._next_s = 0, time.monotonic() + _SECONDS
-        whose: list[tuple[int, int, int]] = []
-        token_ids: list[int] = []
-        log_probs: list[float] = []
-        versions: list[int] = []
+        news = _News()
         for each in samples:
             number = self._numbers.get(each.request.future)
             if number is not None and each.told < len(each.token_ids):
-                new, of_new, sampled_by = each.take_untold()
-                whose.append((number, each.sample, len(new)))
-                token_ids += new
-                log_probs += of_new
-                versions += sampled_by
-        if not whose:
-            return None
-        numbers, places, lengths = np.array(whose, dtype=np.int32).T
-        return Progress(numbers, places, lengths, _int32(token_ids), np.array(log_probs, np.float32), _int32(versions))
+                news.add(number, each)
+                if len(news.token_ids) >= _AT_ONCE:
+                    yield news.progress()
+                    news = _News()
+        if news.token_ids:
+            yield news.progress()
 
 
-def _int32(values: list[int]) -> Any:
-    return np.array(values, dtype=np.int32)
+class _News:
+    """Tokens of several samples, end to end."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._whose: list[tuple[int, int, int]] = []
+
+    def add(self, number: int, sample: SampleInFlight) -> None:
+        token_ids, log_probs, versions = sample.take_untold()
+        self.token_ids += token_ids
+        self._log_probs += log_probs
+        self._versions += versions
+        self._whose.append((number, sample.sample, len(token_ids)))
+
+    def progress(self) -> Progress:
+        numbers, samples, lengths = np.array(self._whose, dtype=np.int32).T
+        log_probs = np.array(self._log_probs, dtype=np.float32)
+        token_ids, versions = (np.array(each, dtype=np.int32) for each in (self.token_ids, self._versions))
+        return Progress(numbers, samples, lengths, token_ids, log_probs, versions)
