@@ -107,21 +107,3 @@ def exported(config: MegarlConfig) -> dict[str, torch.Tensor]:
 
 def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith(("seconds/", "throughput/"))}
-
-
-@pytest.mark.long
-def test_what_is_in_flight_when_the_engines_fall_asleep_goes_on_when_they_wake(tmp_path: Path) -> None:
-    config = small(tmp_path)
-    config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
-    config.schedule.max_staleness, config.schedule.in_flight = 1, "recompute"
-    config.loop.prompts_per_step, config.rollout.max_response_tokens, config.loop.steps = 2, 96, 4
-    config.loop.max_tokens_per_micro_batch = max(config.loop.max_tokens_per_micro_batch, 512)
-    with open_job(Start.of(config, "train")) as job:
-        job.refit(0)
-        clock = Clock()
-        found = [train_step(job, clock) for _ in range(4)]
-        assert job.state.sampler.drawn == 8
-    assert sum(line["engines/tokens_moved"] for line in found) > 0
-    assert max(line["staleness/in_flight"] for line in found) > 0
-    assert max(line["staleness/max"] for line in found) == 1
-    assert found[-1]["schedule/length_sampled"] == found[-1]["schedule/length_trained"]

@@ -120,7 +120,7 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         ),
         (
             ["schedule.max_staleness=1", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
-            r"schedule\.in_flight=wait with engines that take turns .* when they wake: set it to recompute",
+            r"schedule\.max_staleness=1 lets engines sample while the trainer learns, and cluster\.pools has them take",
         ),
         (["lora.alpha=8"], r"lora\.alpha is set, and with lora\.rank=0 no adapter is trained"),
         (["lora.rank=-1"], r"lora\.rank=-1 is too small"),

@@ -119,24 +119,10 @@ def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_gr
     check_an_update_in_the_middle(engine, trainer, folders, pool, endless_prompt, assert_greedy)
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_the_fence(served, pool, assert_greedy)
-    check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy)
     with pytest.raises(UserError, match="do not fit the engine's"):
         engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
     check_that_it_listens_here_alone(engines)
     check_that_the_death_of_a_rank_ends_all(served, engines, pool)
-
-
-def check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy):
-    version = served.engine.version()
-    served.update(served.second, version + 1)
-    served.greedy(BLOCK)
-    served.engine.pause("keep")
-    waiting = pool.submit(served.greedy, BLOCK)
-    time.sleep(0.2)
-    served.update(served.first, version + 2, kv="keep")
-    served.engine.resume()
-    for turn in (waiting.result(60), served.greedy(BLOCK)):
-        assert_greedy(served.folders[0], BLOCK, turn)
 
 
 def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
@@ -201,9 +187,8 @@ def check_the_fence(served, pool, assert_greedy):
 
 def check_that_the_death_of_a_rank_ends_all(served, engines, pool):
     """In the middle of a transfer, when the other rank, the engine and a request wait for it."""
-    version = served.engine.version() + 1
-    served.engine.begin_update(version, served.first.names)
-    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, version)
+    served.engine.begin_update(4, served.first.names)
+    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, 4)
     time.sleep(0.3)
     processes = {name: each for each in engines.processes() if "VLLM::" in (name := "".join(each.cmdline()))}
     assert len(processes) == 3
