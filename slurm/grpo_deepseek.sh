@@ -11,13 +11,13 @@
 # (--signal; longer than the longest step takes), and when it is preempted, the run is told to write one, and the job goes
 # back into the queue. So it does when a process or a machine dies.
 #
-# The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines 16 GPUs of one node, or of two with
-# rollout.engine_args.nnodes=2. On the one node asked for below, give sizes that fit it, for example for a small model of
-# this architecture on 8 GPUs:
+# The sizes of grpo_deepseek_v3 need many nodes (--nodes), and each of its engines 16 GPUs, of two nodes. On the one node
+# asked for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
 #
 #   cluster.trainer_ranks=4 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
 #   megatron.num_layers_in_first_pipeline_stage=null megatron.num_layers_in_last_pipeline_stage=null
 #   megatron.expert_model_parallel_size=4 rollout.replicas=1 rollout.engine_args.tensor_parallel_size=4
+#   rollout.engine_args.nnodes=1 rollout.weights=as_trained
 #
 # See "Slurm", "Several machines" and "GPUs" in docs/operations.md; slurm/cluster.sh has what the environment may say,
 # such as the image of a container. This script has been run by a Slurm of two nodes, not on GPUs.
