@@ -1,8 +1,8 @@
 """The gain of sampling ahead, really: steps a second of whole runs, with a core for the engine and one for the trainer.
 
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
-of its own; what is counted are the steps after the first ones. Both sides compute for about as long, so that at most
-twice as many steps could be made.
+of its own; what is counted are the steps after the first ones. At most as many times the steps can be made as a step
+of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice.
 """
 
 import argparse
