@@ -204,8 +204,8 @@ def _kill(
 
 def _steps_done(output: Path) -> int:
     """How many; -1 before the first rollout."""
-    if (output / "run" / "metrics.jsonl").exists():
-        return max((line["step"] for line in read_history(output / "run")), default=0)
+    if (output / "run" / "metrics.jsonl").exists() and (lines := read_history(output / "run")):
+        return lines[-1]["step"]
     return 0 if "first refit" in (output / "errors.log").read_text() else -1
 
 
