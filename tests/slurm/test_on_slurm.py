@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 JOB_S = 300.0
-SLURM_AND_RAY = ("srun", "slurmd", "slurmstepd", "gcs_server", "raylet", "ray")
+SLURM_AND_RAY = ("srun", "slurmd", "slurmstepd", "gcs_server", "raylet", "ray", "megarl")
 STRANGER = f"import ray; ray.init('{ADDRESSES['n1']}:6379'); print(ray.nodes())"
 TIMINGS = ("seconds/", "throughput/")
 """Metrics that may differ between two runs of the same numbers."""
@@ -159,7 +159,7 @@ def check_that_strangers_get_no_connection(slurm, job):
     assert "AuthenticationError" in refused, refused
     for node, address in ADDRESSES.items():
         everywhere = {program for host, program in slurm.listeners(node) if host not in (address, "127.0.0.1")}
-        # Slurm's own, and Ray's, which ask for the secret and cannot listen on one interface.
+        # Slurm's own, and Ray's, which ask for the secret and cannot listen on one interface: in the controller, too.
         assert {name for name in everywhere if name not in SLURM_AND_RAY and not name.startswith("ray::")} == set()
 
 
