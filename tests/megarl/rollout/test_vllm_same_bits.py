@@ -96,6 +96,7 @@ def test_a_response_is_the_same_whatever_is_served_with_it(engine, model, pool):
     check_same(alone[: len(CROWD)], generate(engine, CROWD), model)
     for seed in range(3):
         check_same(alone, arriving_anyhow(engine, pool, random.Random(seed)), model)
+    assert check_same_when_aborted(engine, pool, alone, model) > len(REQUESTS)
 
 
 def check_that_some_are_preempted(answers, case):
@@ -119,3 +120,29 @@ def arriving_anyhow(engine, pool, draw):
         answers[number] = pool.submit(generate, engine, [REQUESTS[number]])
         time.sleep(draw.random() * 0.1)
     return [answers[number].result(60)[0] for number in range(len(REQUESTS))]
+
+
+def check_same_when_aborted(engine, pool, expected, model):
+    """Abort all at random moments, until they have ended, and return how often a sample was continued."""
+    draw, cuts = random.Random(5), 0
+    begun = [{sample: ([], []) for sample in range(request.sampling.samples)} for request in REQUESTS]
+    ended = [dict.fromkeys(range(request.sampling.samples)) for request in REQUESTS]
+    while any(begun):
+        rest = {
+            number: replace(REQUESTS[number], begun={sample: tokens for sample, (tokens, _) in samples.items()})
+            for number, samples in enumerate(begun)
+            if samples
+        }
+        cuts += sum(bool(tokens) for request in rest.values() for tokens in request.begun.values())
+        generating = pool.submit(engine.generate, list(rest.values()))
+        time.sleep(0.05 + draw.random() * 0.3)
+        engine.pause("abort")
+        engine.resume()
+        for (number, request), turns in zip(rest.items(), generating.result(60), strict=True):
+            for sample, turn, (tokens, log_probs) in zip(request.samples, turns, sampled(turns), strict=True):
+                whole = tuple(
+                    old + new for old, new in zip(begun[number].pop(sample), (tokens, log_probs), strict=True)
+                )
+                (begun if turn.finish_reason == "abort" else ended)[number][sample] = whole
+    check_same(expected, [list(samples.values()) for samples in ended], model)
+    return cuts
