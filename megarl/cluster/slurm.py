@@ -66,7 +66,7 @@ class Supervised:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
+            preexec_fn=partial(_begin, os.getpid()),
         )
         for number in hears:
             signal.signal(number, self._pass_on)
@@ -97,6 +97,12 @@ class Supervised:
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.returncode
         return code if code >= 0 else 128 - code
+
+
+def _begin(parent: int) -> None:
+    """In the new program's process: end with its parent, and hear SIGINT, where the batch script did not, too."""
+    die_with(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def serve(address: str, head: str) -> int:
