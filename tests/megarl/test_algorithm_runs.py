@@ -164,6 +164,7 @@ RUNS = (
             "algorithm.kl_target=0.05",
             "algorithm.kl_horizon=32",
         ),
+        marks=(pytest.mark.long,),
     ),
 )
 

@@ -28,6 +28,7 @@ DEVICE_BYTES = 14 * MIB
 SHARED = PoolConfig(["trainer", "engine"], nodes=1, shared=True)
 
 
+@pytest.mark.long
 def test_taking_turns_changes_no_bit_and_halves_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     config = small(tmp_path)
     with open_job(Start.of(config, "train")) as job:

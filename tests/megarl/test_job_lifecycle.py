@@ -74,6 +74,7 @@ def spawned():
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_numbers(command, tmp_path, spawned):
     output = tmp_path / "run"
     killed = start(command(output), spawned)

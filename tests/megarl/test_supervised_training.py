@@ -113,6 +113,7 @@ def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
     check_that_it_resumes("dpo", tmp_path, 8, tmp_path, *given, *settings)
 
 
+@pytest.mark.long
 def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
     model, files = given
     settings = ("preference.steps=20", "cluster.trainer_ranks=1")

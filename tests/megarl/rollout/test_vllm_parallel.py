@@ -99,6 +99,7 @@ def check_that_it_listens_here_alone(engines):
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
+@pytest.mark.long
 def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt, tmp_path):
     arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
     assert VLLM.workers(arguments) == 2
