@@ -64,8 +64,9 @@ def build_scheduler(
     """The learning-rate schedule, counted in optimizer steps.
 
     `fields` are named as Megatron-LM's arguments (lr_warmup_steps, lr_decay_steps, lr_decay_style, ...); without any,
-    the rate is constant.
+    the rate is constant. A run that is shorter than its warm-up ends within it.
     """
+    warmup_steps = fields.get("lr_warmup_steps", 0)
     weight_decay = optimizer_fields.get("weight_decay", 0.0)
     lr = optimizer_fields["lr"]
     return OptimizerParamScheduler(
@@ -73,8 +74,8 @@ def build_scheduler(
         init_lr=fields.get("lr_warmup_init", 0.0),
         max_lr=lr,
         min_lr=optimizer_fields.get("min_lr") or 0.0,
-        lr_warmup_steps=fields.get("lr_warmup_steps", 0),
-        lr_decay_steps=fields.get("lr_decay_steps") or total_steps,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=fields.get("lr_decay_steps") or max(total_steps, warmup_steps + 1),
         lr_decay_style=fields.get("lr_decay_style", "constant"),
         start_wd=fields.get("start_weight_decay", weight_decay),
         end_wd=fields.get("end_weight_decay", weight_decay),

@@ -190,6 +190,12 @@ def _check_megatron(config: MegarlConfig) -> None:
             raise UserError(f"megatron.{name}={value} cannot be: it must be {bounds}")
     if (options.get("min_lr") or 0.0) > options["lr"]:
         raise UserError(f"megatron.min_lr={options['min_lr']} is above megatron.lr={options['lr']}: lower it")
+    warmup, decay = options.get("lr_warmup_steps") or 0, options.get("lr_decay_steps")
+    if decay is not None and warmup >= decay:
+        raise UserError(
+            f"megatron.lr_warmup_steps={warmup} leaves no step of megatron.lr_decay_steps={decay}, which counts them,"
+            " too: lower the one or raise the other"
+        )
 
 
 def _check_files(key: str, files: Iterable[str], needed: bool) -> None:

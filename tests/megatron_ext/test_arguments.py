@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -30,19 +31,28 @@ def test_every_default_of_megatron_is_accepted_by_the_type_read_for_it() -> None
 
 
 def test_scheduler_fields_reach_the_scheduler() -> None:
+    values = {"lr_warmup_init": 0.5, "lr_warmup_steps": 2, "lr_decay_steps": 4, "lr_decay_style": "linear"}
+    assert set(values) <= set(SCHEDULER_FIELDS)
+    assert rates(values, total_steps=10) == [0.5, 0.75, 1.0, 0.5, 0.0]
+
+
+def test_a_run_that_is_shorter_than_its_warm_up_ends_within_it() -> None:
+    assert rates({"lr_warmup_steps": 8}, total_steps=2) == [0.0, 0.125, 0.25, 0.375, 0.5]
+
+
+def rates(values: dict[str, Any], total_steps: int) -> list[float]:
+    """The learning rates of five steps, of which the highest is 1."""
     from megatron_ext.optimizer import build_scheduler
 
     weight = torch.nn.Parameter(torch.zeros(1))
     # Megatron's scheduler asks its optimizer for nothing but the parameter groups.
     optimizer = torch.optim.SGD([{"params": [weight], "default_config": True}], lr=1.0)
-    values = {"lr_warmup_init": 0.5, "lr_warmup_steps": 2, "lr_decay_steps": 4, "lr_decay_style": "linear"}
-    assert set(values) <= set(SCHEDULER_FIELDS)
-    scheduler = build_scheduler(optimizer, {"lr": 1.0}, values, total_steps=10)  # type: ignore[arg-type]
-    rates = []
+    scheduler = build_scheduler(optimizer, {"lr": 1.0}, values, total_steps)  # type: ignore[arg-type]
+    found = []
     for _ in range(5):
-        rates.append(optimizer.param_groups[0]["lr"])
+        found.append(optimizer.param_groups[0]["lr"])
         scheduler.step(1)
-    assert rates == [0.5, 0.75, 1.0, 0.5, 0.0]
+    return found
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def states(engines):
     return [(handle.state, handle.version, handle.load) for handle in engines.handles]
 
 
+@pytest.mark.long
 def test_engines_that_die_come_back_and_nothing_is_lost_or_done_twice(open_group, script, capsys, tmp_path):
     """In one test, because processes take seconds to start."""
     (tmp_path / "script" / "leave").touch()

@@ -104,6 +104,7 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         ),
         (["megatron.moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01 asks for none, which balances nothing: set"),
         (["megatron.moe_aux_loss_coeff=[0.0,0.1]"], "moe_aux_loss_coeff"),
+        (["megatron.lr_warmup_steps=5", "megatron.lr_decay_steps=5"], "lr_warmup_steps=5 leaves no step of .*=5"),
         (["megatron.moe_z_loss_coeff=-1e-3"], "moe_z_loss_coeff=-0.001 must not be negative"),
         (
             ["schedule.max_staleness=1", "schedule.window=8", "loop.prompts_per_step=4"],

@@ -27,7 +27,7 @@ def config(
 ) -> MegarlConfig:
     """The configuration of a script whose surroundings are there."""
     files = write_arithmetic(tmp_path / "data", held_out=8)
-    model = write_tiny_model("qwen3", tmp_path / "model")
+    model = write_tiny_model("qwen3", tmp_path / "model", fields={"num_hidden_layers": 4})
     surroundings = {"MODEL_PATH": model, "TRAIN_FILE": files.train, "TEST_FILE": files.eval, "REWARD_FILE": REWARDS}
     for variable, path in surroundings.items():
         monkeypatch.setenv(variable, str(path))
