@@ -110,6 +110,7 @@ def _of_transformers(folder: Path) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_bf16_is_fp32_within_a_bound(
     name: str,

@@ -202,7 +202,6 @@ def others(folder, tmp_path_factory):
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["TP2 EP2", "VPP2"])
 def test_a_refreshed_reference_is_the_same_after_resuming(name, others):
     for before, after in zip(*others.references[name], strict=True):
