@@ -28,7 +28,7 @@ class ForwardFlops(NamedTuple):
 def forward_flops(architecture: Architecture) -> ForwardFlops:
     """Matrix products of a model's forward pass; of experts those that a token goes to, windows not considered."""
     config = architecture.transformer_config
-    per_square = config["num_attention_heads"] * sum(_widths(architecture)) * architecture.num_layers
+    per_square = config["num_attention_heads"] * sum(head_widths(architecture)) * architecture.num_layers
     return ForwardFlops(2 * _active_weights(architecture), per_square)
 
 
@@ -45,8 +45,8 @@ def _active_weights(architecture: Architecture) -> float:
     )
 
 
-def _widths(architecture: Architecture) -> tuple[int, int]:
-    """Widths of a head's keys and values."""
+def head_widths(architecture: Architecture) -> tuple[int, int]:
+    """Widths of the keys and values of a head."""
     config = architecture.transformer_config
     if architecture.multi_latent_attention:
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]

@@ -1,23 +1,65 @@
-"""Peak rates of GPUs, by which the use that is made of them is measured."""
+"""Peak rates of GPUs, from their data sheets: what a forecast starts from, and what the use of a GPU is measured by."""
 
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "L40S": 362e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
+from dataclasses import dataclass
+
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. Operations are dense products, floating-point operations per second; sizes in bytes.
+
+    Example: Device(989e12, 1979e12, 80e9, 3350e9, 450e9), which is an H100
+    """
+
+    bf16_flops: float
+    fp8_flops: float
+    """As `bf16_flops` on a GPU that has no products in 8 bits."""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    """Each way; of a GPU without NVLink, the PCIe of its slot."""
+    nvlink_gpus: int = 8
+    """GPUs that reach each other over NVLink in the usual machine."""
+
+
+def _device(
+    bf16_tflops: float, fp8_tflops: float, gbytes: float, gbytes_per_s: float, nvlink_gbytes_per_s: float, gpus: int = 8
+) -> Device:
+    return Device(
+        bf16_tflops * _TERA,
+        fp8_tflops * _TERA,
+        gbytes * _GIGA,
+        gbytes_per_s * _GIGA,
+        nvlink_gbytes_per_s * _GIGA,
+        gpus,
+    )
+
+
+DEVICES = {
+    "A100": _device(312, 312, 80, 2039, 300),
+    "A800": _device(312, 312, 80, 2039, 200),
+    "H20": _device(148, 296, 96, 4000, 450),
+    "H100 PCIe": _device(756, 1513, 80, 2000, 300, 2),
+    "H100 NVL": _device(835, 1671, 94, 3900, 300, 2),
+    "H100": _device(989, 1979, 80, 3350, 450),
+    "H800": _device(989, 1979, 80, 3350, 200),
+    "H200": _device(989, 1979, 141, 4800, 450),
+    "GH200": _device(989, 1979, 96, 4000, 450, 1),
+    "L40S": _device(362, 733, 48, 864, 32),
+    "B200": _device(2250, 4500, 180, 7700, 900),
+    "GB200": _device(2500, 5000, 186, 8000, 900, 72),
 }
-"""Dense products in bfloat16, floating-point operations per second, by a part of the device's name: the data sheets."""
+"""TFLOP/s in bf16 and fp8, GB, GB/s of memory, GB/s of NVLink each way, GPUs joined by it; a part of the name first."""
+
+
+def device_named(name: str) -> Device | None:
+    """The device with a name such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    longest_first = sorted(DEVICES, key=len, reverse=True)
+    return next((DEVICES[known] for known in longest_first if known in name), None)
 
 
 def peak_bf16_flops(device: str) -> float | None:
-    """Peak of a device by its name, such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
-    longest_first = sorted(PEAK_BF16_FLOPS, key=len, reverse=True)
-    return next((PEAK_BF16_FLOPS[name] for name in longest_first if name in device), None)
+    """Peak of a device by its name; None if it is not known."""
+    found = device_named(device)
+    return found.bf16_flops if found else None

@@ -14,6 +14,10 @@ LARGEST_CODE = 448.0
 LARGEST_SCALE = 2.0**119
 SMALLEST_MAGNITUDE = 1e-10
 """The least that the largest magnitude of a block counts as, so that a block of zeros has a scale."""
+SMALLEST_MAGNITUDE_OF_POWERS = 1e-4
+"""The same where scales are powers of two."""
+HALVED_UP_TO = 232.0
+"""Up to here quotients are rounded to half of the largest code."""
 LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
 """Largest weight that can be encoded, just below the largest bfloat16."""
 # Large beside the cost of starting an operation, small enough for a processor's cache: 4 MiB in float32.

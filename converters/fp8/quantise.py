@@ -3,8 +3,12 @@
 The rule is that of DeepSeek-V3's kernels (inference/kernel.py): the scale of a block is its largest magnitude over 448,
 in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even.
 A block of zeros would then have the scale 0 and codes of 0 / 0, so its largest magnitude counts as 1e-10 at least, as
-in the kernels by which SGLang, slime and verl quantise. Where scales are to be powers of two, as in DeepSeek-V3.1, each
-is rounded up to the next.
+in the kernels by which SGLang, slime and verl quantise.
+
+Where scales are to be powers of two (UE8M0), as in DeepSeek-V3.1, the rule is that of `per_block_cast_to_fp8` in
+DeepGEMM (deep_gemm/utils/math.py): the scale is rounded up to the next power of two, and the largest magnitude counts
+as 1e-4 at least. If the largest code is then 224, half the scale with twice the codes is the same numbers. Engines come
+to these when they apply the rule once more to what they load, and so they are taken here.
 """
 
 import torch
@@ -12,9 +16,11 @@ import torch
 from converters.fp8.blocks import (
     BLOCK,
     CODES,
+    HALVED_UP_TO,
     LARGEST_CODE,
     LARGEST_WEIGHT,
     SMALLEST_MAGNITUDE,
+    SMALLEST_MAGNITUDE_OF_POWERS,
     Scratch,
     Tile,
     scales_shape,
@@ -58,16 +64,26 @@ def quantise_into(
     scratch = scratch or Scratch()
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
-        scale = _scales(source, tile, scratch)
+        largest = _largest_magnitudes(source, tile, scratch)
+        smallest = SMALLEST_MAGNITUDE_OF_POWERS if power_of_two else SMALLEST_MAGNITUDE
+        scale = largest.clamp_(min=smallest) / LARGEST_CODE
         if power_of_two:
             scale = _rounded_up(scale)
         single = scratch.like(tile, torch.float32)
         single.view(source.shape).copy_(source)
+        # A quotient is at most 448 * (1 + 2**-22), which rounds to 448: nothing is left to saturate.
+        single.div_(_spread(scale, source.shape[1]))
+        if not power_of_two:
+            target.copy_(single.view(target.shape))
+        else:
+            halved = largest <= HALVED_UP_TO * scale
+            made = single.to(CODES).view(torch.uint8)
+            target.copy_(
+                torch.where(_spread(halved, source.shape[1]), _doubled(made), made).view(CODES).view(target.shape)
+            )
+            scale = torch.where(halved, scale / 2, scale)
         row, column = tile.rows.start // BLOCK, tile.columns.start // BLOCK
         scales[row : row + tile.blocks, column : column + scale.shape[1]] = scale
-        # A quotient is at most 448 * (1 + 2**-22), which rounds to 448: nothing is left to saturate.
-        single.div_(scale.repeat_interleave(BLOCK, dim=1)[:, None, : source.shape[1]])
-        target.copy_(single.view(target.shape))
 
 
 def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -80,8 +96,8 @@ def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
         )
 
 
-def _scales(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
-    """The scales of the blocks of a tile."""
+def _largest_magnitudes(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
+    """The largest magnitude of each block of a tile."""
     integer = _INTEGERS[source.dtype]
     bits = scratch.like(tile, integer)
     torch.bitwise_and(source.view(integer), torch.iinfo(integer).max, out=bits.view(source.shape))
@@ -92,7 +108,18 @@ def _scales(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
         row, column = (~(largest <= LARGEST_WEIGHT)).nonzero()[0].tolist()
         row, column = row + tile.rows.start // BLOCK, column + tile.columns.start // BLOCK
         raise ValueError(f"block {row}, {column} holds a weight that is NaN, infinite or too large for FP8")
-    return largest.clamp_(min=SMALLEST_MAGNITUDE) / LARGEST_CODE
+    return largest
+
+
+def _spread(of_blocks: torch.Tensor, columns: int) -> torch.Tensor:
+    """Numbers of the blocks of a tile, for each of its columns and all rows of a block."""
+    return of_blocks.repeat_interleave(BLOCK, dim=1)[:, None, :columns]
+
+
+def _doubled(codes: torch.Tensor) -> torch.Tensor:
+    """The codes (as bytes) of twice the numbers: the next exponent, or twice the mantissa of a subnormal one."""
+    magnitudes = codes & 0x7F
+    return torch.where(magnitudes < 8, 2 * magnitudes, magnitudes + 8) | (codes & 0x80)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:

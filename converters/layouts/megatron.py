@@ -12,7 +12,7 @@ from converters.layout import Layout, Placement, Shape, Shard
 from converters.layouts.cuts import cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 
-__all__ = ["ModuleNames", "ParallelSizes", "megatron_layout"]
+__all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "megatron_layout"]
 
 ModuleNames = Literal["local", "te"]
 """Parameter names of megatron-core's local specs with SequentialMLP, or of its Transformer Engine specs."""
@@ -24,12 +24,13 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
     With several model chunks per rank, the names of chunk `i` begin with `model{i}.`.
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
     """
-    _check_divisible(architecture, parallel)
+    check_divisible(architecture, parallel)
     cuts = _Cuts(architecture, parallel, module_names)
     return Layout(parallel.world_size, architecture.hf_shapes, cuts.shard, cuts.only)
 
 
-def _check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None:
+def check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None:
+    """Raise UserError where heads, experts, layers or MLP widths cannot be divided by the sizes."""
     parallel.layers_of_stages(architecture.num_layers)
     experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
     if experts % ranks or (ranks > 1 and not experts):

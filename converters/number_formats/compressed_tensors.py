@@ -8,11 +8,12 @@ from converters.fp8 import quantised_names
 
 
 def compressed_tensors_config(
-    architecture: Architecture, layout: str, *, weights: Mapping[str, Any], activations: Mapping[str, Any]
+    architecture: Architecture, layout: str, *, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """All linear layers, and experts, in one scheme, but for those whose matrix is not among the `quantised_names`.
 
-    `layout` is the `format` of compressed-tensors: how codes and scales lie in a checkpoint.
+    `layout` is the `format` of compressed-tensors: how codes and scales lie in a checkpoint. Activations without a
+    scheme stay as they are.
     """
     quantised = quantised_names(architecture)
     kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
@@ -24,7 +25,7 @@ def compressed_tensors_config(
             "group_0": {
                 "targets": ["Linear"],
                 "weights": dict(weights),
-                "input_activations": dict(activations),
+                "input_activations": activations and dict(activations),
                 "format": layout,
             }
         },

@@ -1,5 +1,7 @@
 """Block FP8: e4m3 codes and a float32 scale for every 128 x 128, as DeepSeek-V3 was released (arXiv 2412.19437)."""
 
+from functools import partial
+
 import torch
 
 from converters.architectures import Architecture
@@ -12,21 +14,22 @@ _JOINED = ("q_proj", "k_proj", "gate_proj", "up_proj", "q_a_proj")
 """Engines keep each of these above another matrix, whose blocks begin where its own end."""
 
 
-def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
-    for name in sorted(quantised_names(architecture)):
-        rows, columns = architecture.hf_shapes[name]
-        matrix = name.rsplit(".", 2)[-2]
+def check_blocks(name: str, architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
+    """See `NumberFormat.check`; `name` is that of a format in blocks of 128 x 128."""
+    for weight in sorted(quantised_names(architecture)):
+        rows, columns = architecture.hf_shapes[weight]
+        matrix = weight.rsplit(".", 2)[-2]
         if matrix in _JOINED and rows % BLOCK:
             raise UserError(
-                f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and {name} has {rows} rows, on which"
+                f"rollout.weights={name} needs blocks of {BLOCK} x {BLOCK}, and {weight} has {rows} rows, on which"
                 f" the engine puts another matrix: take a model of whose sizes each is a multiple of {BLOCK}, or leave"
                 " rollout.weights out"
             )
-        ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel
+        ranks = expert_tensor_parallel if ".experts." in weight else tensor_parallel
         for cut, length in ((CUT_IN_ROWS, rows), (CUT_IN_COLUMNS, columns)):
             if ranks > 1 and matrix in cut and (length // ranks) % BLOCK:
                 raise UserError(
-                    f"rollout.weights=fp8_block needs blocks of {BLOCK} x {BLOCK}, and an engine that cuts {name} over"
+                    f"rollout.weights={name} needs blocks of {BLOCK} x {BLOCK}, and an engine that cuts {weight} over"
                     f" {ranks} ranks cuts its {length} through them: give it fewer, or leave rollout.weights out"
                 )
 
@@ -44,5 +47,5 @@ FP8_BLOCK = NumberFormat(
     dequantise=dequantise,
     # One launch reads the weights, twice as many bytes, and writes the codes, of which it takes the checksum.
     pack_passes=3,
-    check=_check,
+    check=partial(check_blocks, "fp8_block"),
 )

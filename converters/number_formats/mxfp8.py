@@ -7,16 +7,16 @@ rule FLOOR. The quantisers of vLLM and Transformer Engine take the next power of
 beyond 448; the checkpoints are read alike.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.architectures import Architecture
-from converters.errors import UserError
 from converters.fp8 import quantised_names
 from converters.number_formats.compressed_tensors import compressed_tensors_config
-from converters.number_formats.engine_cuts import CUT_IN_COLUMNS
+from converters.number_formats.engine_cuts import check_columns
 from converters.number_formats.number_format import NumberFormat
 from converters.number_formats.row_tiles import row_tiles
 
@@ -27,19 +27,6 @@ _BIAS = 127
 _MANTISSA_BITS = 23
 _NOT_FINITE = 255
 """Exponent bits of a float32 that is NaN or infinite."""
-
-
-def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
-    for name in sorted(quantised_names(architecture)):
-        columns = architecture.hf_shapes[name][1]
-        ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel
-        cut = ranks if name.rsplit(".", 2)[-2] in CUT_IN_COLUMNS else 1
-        if columns % cut or (columns // cut) % _BLOCK:
-            where = f", which an engine cuts over {cut} ranks" if cut > 1 else ""
-            raise UserError(
-                f"rollout.weights=mxfp8 needs whole blocks of {_BLOCK} columns, and {name} has {columns}{where}: take a"
-                " model of other sizes or fewer ranks, or leave rollout.weights out"
-            )
 
 
 def _engine_config(architecture: Architecture) -> dict[str, Any]:
@@ -98,5 +85,5 @@ MXFP8 = NumberFormat(
     # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
     # (read), scaled (read, written), clamped (read, written), made a code (read, written), and read for the checksum.
     pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,
-    check=_check,
+    check=partial(check_columns, "mxfp8", _BLOCK),
 )

@@ -1,7 +1,7 @@
 """The shape of a number format: codes in blocks, each block with a scale, and what a checkpoint in it looks like."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from converters.layout import Shape
 
 WHOLE_ROW = 2**62
 """Columns of a block that is as wide as its matrix."""
+_GLOBAL_SCALE = "_global_scale"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NumberFormat:
     """A form of weights: a code for each element of some matrices and a scale for each block of it.
 
@@ -35,9 +36,16 @@ class NumberFormat:
 
     `WHOLE_ROW` columns are all that there are."""
     codes: torch.dtype
+    elements_per_code: int = 1
+    """How many neighbours in a row are in one of `codes`. If more than one, engines take the format through their own
+    loader only, which makes it of values."""
+    codes_suffix: str = ""
+    """The codes of a tensor are called as it, with this at the end."""
     scales: torch.dtype
     scales_suffix: str
     """The scales of a tensor are called as it, with this at the end."""
+    global_scale: float | None = None
+    """The number by which all scales of all tensors are multiplied, where a checkpoint has one for each tensor."""
     quantised_names: Callable[[Architecture], frozenset[str]]
     """The one place that decides what is in this format; all else stays in high precision."""
     engine_config: Callable[[Architecture], dict[str, Any]]
@@ -68,17 +76,35 @@ class NumberFormat:
         start = tuple(at // size for at, size in zip(box.start, self.block, strict=True))
         return Box(start, tuple(-(-at // size) for at, size in zip(box.stop, self.block, strict=True)))
 
+    def codes_shape(self, shape: Shape) -> Shape:
+        """The shape of the codes of a matrix of `shape`."""
+        rows, columns = shape
+        return rows, columns // self.elements_per_code
+
     def held_bytes(self, box: Box) -> int:
         """Bytes of the codes of a box and of all scales that they need."""
-        return box.size * self.codes.itemsize + self.scales_box(box).size * self.scales.itemsize
+        scales = self.scales_box(box).size * self.scales.itemsize
+        return -(-box.size // self.elements_per_code) * self.codes.itemsize + scales
 
     def least_bytes(self, box: Box) -> int:
         """Bytes that a box cannot go below, however it is cut: of scales, the share of its elements."""
-        return box.size * self.codes.itemsize + box.size * self.scales.itemsize // math.prod(self.block)
+        scales = box.size * self.scales.itemsize // math.prod(self.block)
+        return box.size * self.codes.itemsize // self.elements_per_code + scales
 
     def scales_name(self, name: str) -> str:
         """The name of the scales of a tensor."""
         return name + self.scales_suffix
+
+    def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that a checkpoint in this format has in the place of a matrix, by their names.
+
+        Raises ValueError as `quantise_into`.
+        """
+        codes, scales = self.quantise(weight)
+        yield name + self.codes_suffix, codes
+        yield self.scales_name(name), scales
+        if self.global_scale is not None:
+            yield name + _GLOBAL_SCALE, torch.tensor([self.global_scale])
 
     def checkpoint(
         self, architecture: Architecture, dtypes: Mapping[str, torch.dtype] | None = None
@@ -97,15 +123,20 @@ class NumberFormat:
         new_shapes: dict[str, Shape] = {}
         new_dtypes: dict[str, torch.dtype] = {}
         for name, shape in shapes.items():
-            new_shapes[name], new_dtypes[name] = shape, dtypes[name]
-            if name in quantised:
-                new_dtypes[name], scales = self.codes, self.scales_name(name)
-                new_shapes[scales], new_dtypes[scales] = self.scales_box(Box.whole(shape)).shape, self.scales
+            if name not in quantised:
+                new_shapes[name], new_dtypes[name] = shape, dtypes[name]
+                continue
+            codes, scales = name + self.codes_suffix, self.scales_name(name)
+            new_shapes[codes], new_dtypes[codes] = self.codes_shape(shape), self.codes
+            new_shapes[scales], new_dtypes[scales] = self.scales_box(Box.whole(shape)).shape, self.scales
+            if self.global_scale is not None:
+                new_shapes[name + _GLOBAL_SCALE], new_dtypes[name + _GLOBAL_SCALE] = (1,), torch.float32
         return new_shapes, new_dtypes
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales of a whole matrix. Raises ValueError as `quantise_into`."""
-        codes = torch.empty(weight.shape, dtype=self.codes, device=weight.device)
+        rows, columns = weight.shape
+        codes = torch.empty(self.codes_shape((rows, columns)), dtype=self.codes, device=weight.device)
         shape = self.scales_box(Box.whole(weight.shape)).shape
         scales = torch.empty(shape, dtype=self.scales, device=weight.device)
         self.quantise_into(weight, codes, scales)

@@ -1,4 +1,4 @@
-"""INT8 per channel and MXFP8 against plain float64 implementations of the published rules, which share no code."""
+"""INT8 per channel, MXFP8 and NVFP4 against plain implementations of the published rules, which share no code."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_fp8 import VALUES, reference_codes
 
-from converters.number_formats import INT8_CHANNEL, MXFP8, NUMBER_FORMATS
+from converters.number_formats import INT8_CHANNEL, MXFP8, NUMBER_FORMATS, NVFP4
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LARGEST = float(torch.finfo(FP32).max)
@@ -69,6 +69,54 @@ def test_mxfp8_is_the_conversion_of_the_ocp_specification(weight):
         assert np.array_equal(own, reference_codes(scaled))
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def reference_e2m1(number: float) -> int:
+    """The nearest code of four bits, an even one in a tie."""
+    distances = np.abs(E2M1 - abs(number))
+    nearest = [code for code in range(8) if distances[code] == distances.min()]
+    code = next((code for code in nearest if code % 2 == 0), nearest[0])
+    return code | 8 if number < 0 and code else code
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights().map(lambda weight: weight.clamp(-10.5, 10.5)))
+@example(torch.full((2, 32), 10.5))
+@example(torch.zeros(1, 64))
+@example(
+    torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6.0]]) / 256
+)
+def test_nvfp4_is_the_published_rule_for_its_global_scale(weight):
+    codes, scales = NVFP4.quantise(weight)
+    assert (codes.dtype, tuple(codes.shape)) == (torch.uint8, (weight.shape[0], weight.shape[1] // 2))
+    assert (scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, (weight.shape[0], weight.shape[1] // 16))
+    blocks, pairs = weight.to(FP32).numpy().reshape(-1, 16), codes.numpy().reshape(-1, 8)
+    factors = VALUES[scales.view(torch.uint8).numpy().flatten()]
+    for block, own, scale in zip(blocks, pairs, factors, strict=True):
+        # A sixth is rounded to float32, and so are the products.
+        largest = np.abs(block).max() * np.float32(1 / 6) * np.float32(256)
+        assert scale == VALUES[reference_codes(np.array([largest]))[0]]
+        factor = np.float32(256 / scale) if scale else np.float32(0)
+        assert [each for pair in own.tolist() for each in (pair & 15, pair >> 4)] == [
+            reference_e2m1(float(each * factor)) for each in block
+        ]
+    each = np.stack([pairs & 15, pairs >> 4], 2).reshape(-1, 16)
+    values = np.where(each & 8, -1, 1) * E2M1[each & 7] * factors[:, None] / 256
+    assert np.array_equal(NVFP4.dequantise(codes, scales, FP32).numpy().reshape(-1, 16), values.astype(np.float32))
+
+
+def test_one_global_scale_for_all_tensors_is_as_precise_as_one_of_the_largest_weight():
+    generator = torch.Generator().manual_seed(1)
+    for size in (0.002, 0.02, 0.5):
+        weight = size * torch.randn(64, 512, generator=generator)
+        # With weights so large that its global scale is that of the recipe.
+        ratio = 0.9999 * 10.5 / float(weight.abs().max())
+        found, recipe = (NVFP4.dequantise(*NVFP4.quantise(weight * each), FP32) / each for each in (1, ratio))
+        errors = [float((each - weight).norm() / weight.norm()) for each in (found, recipe)]
+        assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
 def test_every_code_and_scale_is_decoded_to_its_value():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)
     for scale in (0, 1, 118, 127, 246):
@@ -99,6 +147,7 @@ def test_a_part_of_whole_blocks_has_the_bits_of_the_whole(number_format):
     [
         (INT8_CHANNEL, "row 1500 holds a weight that is NaN, infinite or too large"),
         (MXFP8, "block 1500, 2 holds a weight that is NaN or infinite"),
+        (NVFP4, "block 1500, 4 holds a weight that is NaN, infinite or above 10.5"),
     ],
 )
 def test_a_weight_that_has_no_code_is_named(number_format, says, value):
@@ -109,11 +158,22 @@ def test_a_weight_that_has_no_code_is_named(number_format, says, value):
 
 
 def test_columns_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="40 columns is not made of blocks of 16"):
+        NVFP4.quantise(torch.ones(1, 40))
     with pytest.raises(ValueError, match="40 columns is not made of blocks of 32"):
         MXFP8.quantise(torch.ones(1, 40))
 
 
-@pytest.mark.parametrize(("name", "error"), [("fp8_block", 0.0264), ("int8_channel", 0.0083), ("mxfp8", 0.0293)])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("fp8_block", 0.0264),
+        ("fp8_block_ue8m0", 0.0264),
+        ("int8_channel", 0.0083),
+        ("mxfp8", 0.0293),
+        ("nvfp4", 0.0952),
+    ],
+)
 def test_the_error_of_a_round_trip_is_the_documented_one(name, error):
     number_format = NUMBER_FORMATS[name]
     weight = 0.02 * torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,17 @@ from small_configs import make_config
 from converters.architectures import read_architecture
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.fp8 import quantise
-from converters.number_formats import AS_TRAINED, FP8_BLOCK, INT8_CHANNEL, MXFP8, NUMBER_FORMATS, number_format
+from converters.fp8 import is_block_fp8, quantise
+from converters.number_formats import (
+    AS_TRAINED,
+    FP8_BLOCK,
+    FP8_BLOCK_UE8M0,
+    INT8_CHANNEL,
+    MXFP8,
+    NUMBER_FORMATS,
+    NVFP4,
+    number_format,
+)
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 HEADS = {**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 1}
@@ -38,7 +47,8 @@ def test_scales_belong_to_the_blocks_that_a_box_reaches_into(number_format, rows
         assert mark[block].any()
         whole[block] = True
     assert number_format.is_whole(box, shape) == torch.equal(mark, whole)
-    assert number_format.held_bytes(box) == box.size + number_format.scales.itemsize * int(own.sum())
+    codes = -(-box.size // number_format.elements_per_code)
+    assert number_format.held_bytes(box) == codes + number_format.scales.itemsize * int(own.sum())
     assert number_format.least_bytes(box) <= number_format.held_bytes(box)
 
 
@@ -47,16 +57,24 @@ def test_a_checkpoint_has_the_scales_after_their_tensor(number_format):
     architecture = read_architecture(make_config("qwen3", **HEADS))
     shapes, dtypes = number_format.checkpoint(architecture, architecture.hf_dtypes(torch.float32))
     quantised = number_format.quantised_names(architecture)
-    scales_of = {name: name + number_format.scales_suffix for name in quantised}
-    assert shapes.keys() == dtypes.keys() == architecture.hf_shapes.keys() | set(scales_of.values())
-    names = list(shapes)
-    for name, scales_name in scales_of.items():
-        assert (dtypes[name], dtypes[scales_name]) == (number_format.codes, number_format.scales)
-        assert names[names.index(name) + 1] == scales_name
-        codes, scales = number_format.quantise(torch.ones(shapes[name]))
-        assert (tuple(codes.shape), tuple(scales.shape)) == (shapes[name], shapes[scales_name])
-        # Ones are no code's neighbours in any of the formats, but a part of them.
-        assert (number_format.dequantise(codes, scales, torch.bfloat16) == 1).all()
+    names, of_quantised = list(shapes), set[str]()
+    for name in quantised:
+        # Each format has a scale of which one is a code, or nearly.
+        weight = torch.ones(architecture.hf_shapes[name])
+        found = dict(number_format.tensors(name, weight))
+        codes, scales, *constants = found
+        assert (codes, scales) == (name + number_format.codes_suffix, name + number_format.scales_suffix)
+        at = names.index(codes)
+        assert names[at : at + len(found)] == list(found)
+        assert {each: (shapes[each], dtypes[each]) for each in found} == {
+            each: (tuple(tensor.shape), tensor.dtype) for each, tensor in found.items()
+        }
+        assert [found[each].item() for each in constants] == [number_format.global_scale] * len(constants)
+        decoded = number_format.dequantise(found[codes], found[scales], torch.bfloat16)
+        assert decoded.shape == weight.shape
+        assert torch.allclose(decoded, torch.ones((), dtype=torch.bfloat16), rtol=0.05)
+        of_quantised |= found.keys()
+    assert shapes.keys() == dtypes.keys() == (architecture.hf_shapes.keys() - quantised) | of_quantised
     assert dtypes["lm_head.weight"] is torch.float32
     config = number_format.engine_config(architecture)
     kept = config.get("ignore") or config["modules_to_not_convert"]
@@ -70,16 +88,29 @@ def test_mxfp8_is_for_columns_of_whole_blocks():
     with pytest.raises(UserError, match=r"mxfp8 needs .* 32 columns, and .*o_proj.weight has 256, .* over 16 ranks"):
         MXFP8.check(fits, 16, 16)
     odd = read_architecture(make_config("qwen3", **{**HEADS, "hidden_size": 240}))
+    NVFP4.check(odd, 16, 16)
+    with pytest.raises(UserError, match=r"nvfp4 needs .* 16 columns, and .*o_proj.weight has 256, .* over 32 ranks"):
+        NVFP4.check(odd, 32, 32)
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.gate_proj\.weight has 240: take a model"):
         MXFP8.check(odd, 1, 1)
 
 
-def test_the_rule_is_that_of_checkpoints():
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, FP8_BLOCK_UE8M0], ids=lambda each: each.name)
+def test_the_rule_is_that_of_checkpoints(number_format):
     weight = torch.randn(130, 200)
-    for found, expected in zip(FP8_BLOCK.quantise(weight), quantise(weight), strict=True):
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    expected = quantise(weight, power_of_two=number_format is FP8_BLOCK_UE8M0)
+    for found, each in zip(number_format.quantise(weight), expected, strict=True):
+        assert torch.equal(found.view(torch.uint8), each.view(torch.uint8))
 
 
+def test_a_checkpoint_whose_scales_are_powers_of_two_says_so():
+    architecture = read_architecture(make_config("qwen3", **HEADS))
+    plain, powers = (each.engine_config(architecture) for each in (FP8_BLOCK, FP8_BLOCK_UE8M0))
+    assert powers == {**plain, "scale_fmt": "ue8m0"}
+    assert is_block_fp8({"quantization_config": powers})
+
+
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, FP8_BLOCK_UE8M0], ids=lambda each: each.name)
 @pytest.mark.parametrize(
     ("fields", "tensor_parallel", "says"),
     [
@@ -89,10 +120,12 @@ def test_the_rule_is_that_of_checkpoints():
         ({"num_key_value_heads": 4}, 4, r"self_attn\.k_proj\.weight over 4 ranks cuts its 256 through them"),
     ],
 )
-def test_a_model_whose_blocks_an_engine_would_cut_is_refused(fields, tensor_parallel, says):
+def test_a_model_whose_blocks_an_engine_would_cut_is_refused(number_format, fields, tensor_parallel, says):
     architecture = read_architecture(make_config("qwen3", **{**HEADS, **fields}))
-    with pytest.raises(UserError, match=f"^rollout.weights=fp8_block needs blocks of 128 x 128, and .*{says}"):
-        FP8_BLOCK.check(architecture, tensor_parallel, tensor_parallel)
+    with pytest.raises(
+        UserError, match=f"^rollout.weights={number_format.name} needs blocks of 128 x 128, and .*{says}"
+    ):
+        number_format.check(architecture, tensor_parallel, tensor_parallel)
 
 
 @pytest.mark.parametrize(("fields", "tensor_parallel"), [({}, 1), ({"num_key_value_heads": 4}, 2)])
@@ -111,7 +144,13 @@ def test_experts_that_are_not_cut_fit():
 def test_formats_by_name():
     assert number_format(AS_TRAINED) is None
     assert [number_format(name) for name in NUMBER_FORMATS] == list(NUMBER_FORMATS.values())
-    assert [each.title for each in NUMBER_FORMATS.values()] == ["block FP8", "INT8 per channel", "MXFP8"]
+    assert [each.title for each in NUMBER_FORMATS.values()] == [
+        "block FP8",
+        "block FP8 with powers of two",
+        "INT8 per channel",
+        "MXFP8",
+        "NVFP4",
+    ]
     with pytest.raises(
         UserError, match=r"'fp8_blocks': it is none of as_trained, fp8_block, .*; did you mean fp8_block"
     ):
