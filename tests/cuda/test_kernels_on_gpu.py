@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
 
+from converters.number_formats import FP8_BLOCK
 from megarl.resharding.kernels import gather, scatter
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1), needs_package("triton")]
@@ -29,7 +30,7 @@ def test_a_gpu_makes_the_bytes_of_the_host(copied, quantised, seed):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(value):
-    found = block([], [Matrix((130, 136), torch.bfloat16, 1, False, 1.0)] * 2, device="cuda")
+    found = block([], [Matrix((130, 136), torch.bfloat16, 1, FP8_BLOCK, 1.0)] * 2, device="cuda")
     found.quantised[1].local[129, 130] = value
     with pytest.raises(ValueError, match=r"block 1, 1 of matrix 1 .*NaN, infinite or too large"):
         gather(found, 0)

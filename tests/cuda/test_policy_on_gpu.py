@@ -68,7 +68,9 @@ def train(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype) -> 
     log_probs = model.log_probs(batch, MICRO_BATCHES, temperature=TEMPERATURE)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    forward_backward(model.chunks, model._pack(batch, MICRO_BATCHES), SftObjective(), predict_labels(TEMPERATURE))
+    forward_backward(
+        model.chunks, model.micro_batches_of(batch, MICRO_BATCHES), SftObjective(), predict_labels(TEMPERATURE)
+    )
     local = {
         name: getattr(tensor, "main_grad", torch.zeros_like(tensor)).float().cpu()
         for name, tensor in model.local_tensors().items()

@@ -7,7 +7,7 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
 from megarl.resharding.kernels.quantised import Quantised
 
@@ -27,6 +27,8 @@ class Kind(IntEnum):
 
 
 _COPIES = {1: Kind.COPY_1, 2: Kind.COPY_2, 4: Kind.COPY_4, 8: Kind.COPY_8}
+_IN_KERNEL = (FP8_BLOCK.name, FP8_BLOCK_UE8M0.name)
+"""The number formats that the kernel knows."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 
 
@@ -77,10 +79,10 @@ class LaunchTable:
         pairs = list(zip(packed, local, strict=True))
         self.conversions = [(there, here) for there, here in pairs if there.dtype != here.dtype]
         self._work = [work for there, here in pairs for work in _copies(there, here)]
-        self.in_torch = [each for each in quantised if each.number_format != FP8_BLOCK]
+        self.in_torch = [each for each in quantised if each.number_format.name not in _IN_KERNEL]
         for each in self.in_torch:
             self._work += [*_copies(each.codes, each.codes), *_copies(each.scales, each.scales)]
-        self._work += [_quantised(each) for each in quantised if each.number_format == FP8_BLOCK]
+        self._work += [_quantised(each) for each in quantised if each.number_format.name in _IN_KERNEL]
         counts = torch.tensor([work.tiles for work in self._work], dtype=torch.int64)
         self._first = (counts.cumsum(0) - counts).tolist()
         self.tiles = int(counts.sum())
@@ -129,6 +131,6 @@ def _row(work: _Work, first_tile: int, memory: int) -> list[int]:
         Column.COLUMN_STRIDE: plane.column_stride,
         Column.SCALES: scales,
         Column.SCALES_OFFSET_BYTES: scales - memory if scales else 0,
-        Column.POWER_OF_TWO: work.quantised is not None and work.quantised.power_of_two,
+        Column.POWER_OF_TWO: work.quantised is not None and work.quantised.number_format.name == FP8_BLOCK_UE8M0.name,
     }
     return [int(values[column]) for column in Column]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from converters.fp8 import quantise_into
 from converters.number_formats import FP8_BLOCK, NumberFormat
 
 
@@ -23,17 +22,12 @@ class Quantised:
     local: Tensor
     codes: Tensor
     scales: Tensor
-    power_of_two: bool = False
-    """Whether scales of block FP8 are rounded up to powers of two."""
     number_format: NumberFormat = FP8_BLOCK
 
     def quantise(self) -> None:
         """Make codes and scales in torch. Raises ValueError, naming the tensor, for what has none."""
         try:
-            if self.power_of_two:
-                quantise_into(self.local, self.codes, self.scales, power_of_two=True)
-            else:
-                self.number_format.quantise_into(self.local, self.codes, self.scales)
+            self.number_format.quantise_into(self.local, self.codes, self.scales)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
 

@@ -7,7 +7,15 @@ interpreter, and no NaN changes on its way.
 import triton
 import triton.language as tl
 
-from converters.fp8.blocks import BLOCK, LARGEST_CODE, LARGEST_SCALE, LARGEST_WEIGHT, SMALLEST_MAGNITUDE
+from converters.fp8.blocks import (
+    BLOCK,
+    HALVED_UP_TO,
+    LARGEST_CODE,
+    LARGEST_SCALE,
+    LARGEST_WEIGHT,
+    SMALLEST_MAGNITUDE,
+    SMALLEST_MAGNITUDE_OF_POWERS,
+)
 from megarl.resharding.kernels.launch_table import COPY_UNITS, Column, Kind
 
 SUMS = 256
@@ -37,7 +45,9 @@ _COPY_UNITS = tl.constexpr(COPY_UNITS)
 _BLOCK = tl.constexpr(BLOCK)
 _SLAB = tl.constexpr(16)
 _SMALLEST_MAGNITUDE = tl.constexpr(SMALLEST_MAGNITUDE)
+_SMALLEST_MAGNITUDE_OF_POWERS = tl.constexpr(SMALLEST_MAGNITUDE_OF_POWERS)
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
+_HALVED_UP_TO = tl.constexpr(HALVED_UP_TO)
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 _SMALLEST_NORMAL_CODE = tl.constexpr(2.0**-6)
@@ -99,12 +109,14 @@ def _quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     for slab in range(0, _BLOCK, _SLAB):
         local, _at, inside = _slab(row, tile, slab, LOCAL)
         largest = tl.maximum(largest, tl.max(_float32_bits(tl.load(local, mask=inside, other=0.0)) & 0x7FFFFFFF))
-    scale = _scale(largest, tl.load(row + _POWER_OF_TWO))
-    tl.store(tl.load(row + _SCALES).to(tl.pointer_type(tl.int32)) + tile, scale)
-    total = _scale_sum(row, tile, scale, WITH_CHECKSUM)
+    scale, halved = _scale(largest, tl.load(row + _POWER_OF_TWO))
+    # A power of two is halved in its exponent.
+    kept = scale - (halved << 23)
+    tl.store(tl.load(row + _SCALES).to(tl.pointer_type(tl.int32)) + tile, kept)
+    total = _scale_sum(row, tile, kept, WITH_CHECKSUM)
     for slab in range(0, _BLOCK, _SLAB):
         local, at, inside = _slab(row, tile, slab, LOCAL)
-        codes = _encode(_float32_bits(tl.load(local, mask=inside, other=0.0)), scale)
+        codes = _encode(_float32_bits(tl.load(local, mask=inside, other=0.0)), scale, halved)
         tl.store(tl.load(row + _PACKED).to(tl.pointer_type(tl.int8)) + at, codes, mask=inside)
         total += _sum(codes, tl.load(row + _OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
     return total, (largest > _bits(_LARGEST_WEIGHT)).to(tl.int32)
@@ -196,16 +208,22 @@ def _float32_bits(values):
 
 @triton.jit
 def _scale(largest, power_of_two):
-    """The bits of the scale of a block whose largest magnitude has these bits."""
-    magnitude = tl.maximum(largest, _bits(_SMALLEST_MAGNITUDE)).to(tl.float32, bitcast=True)
+    """The bits of the scale of a block whose largest magnitude has these bits; and whether, as 0 or 1, it is halved."""
+    smallest = tl.where(power_of_two != 0, _bits(_SMALLEST_MAGNITUDE_OF_POWERS), _bits(_SMALLEST_MAGNITUDE))
+    magnitude = tl.maximum(largest, smallest).to(tl.float32, bitcast=True)
     scale = tl.div_rn(magnitude, tl.full((), _LARGEST_CODE, tl.float32)).to(tl.int32, bitcast=True)
     # A mantissa that is not zero carries into the exponent.
-    return tl.where(power_of_two != 0, (scale + 0x7FFFFF) & 0x7F800000, scale)
+    scale = tl.where(power_of_two != 0, (scale + 0x7FFFFF) & 0x7F800000, scale)
+    halved = (power_of_two != 0) & (magnitude <= _HALVED_UP_TO * scale.to(tl.float32, bitcast=True))
+    return scale, halved.to(tl.int32)
 
 
 @triton.jit
-def _encode(bits, scale):
-    """The e4m3 codes of numbers over a scale, all as bits of float32: to nearest, ties to even, as `quantise`."""
+def _encode(bits, scale, halved):
+    """The e4m3 codes of numbers over a scale, all as bits of float32: to nearest, ties to even, as `quantise`.
+
+    They are those of twice the numbers where the scale is `halved`.
+    """
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     quotient = tl.div_rn(magnitude, scale.to(tl.float32, bitcast=True) + tl.zeros_like(magnitude))
     raw = quotient.to(tl.int32, bitcast=True)
@@ -213,6 +231,7 @@ def _encode(bits, scale):
     normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     small = (quotient + _ROUNDING).to(tl.int32, bitcast=True) - _bits(_ROUNDING)
     codes = tl.where(raw < _bits(_SMALLEST_NORMAL_CODE), small, normal)
+    codes = tl.where(halved != 0, tl.where(codes < 8, codes * 2, codes + 8), codes)
     return (codes | ((bits >> 24) & 0x80)).to(tl.int8)
 
 

@@ -71,7 +71,7 @@ class Quantised:
     number_format: NumberFormat
     names: Collection[str]
     as_values: Collection[str] = ()
-    """The ones among `names` that no sender can quantise, since each has a part of a block."""
+    """The ones among `names` that go as values: no sender has more than a part of a block, or codes share a byte."""
 
 
 def cut_into_buckets(
@@ -142,11 +142,8 @@ def loadable(bucket: Bucket, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
         entry = as_values.get(name)
         if entry is None or entry.scales_offset_bytes is not None:
             yield name, view.clone()
-            continue
-        number_format = NUMBER_FORMATS[entry.number_format]
-        codes, scales = number_format.quantise(view)
-        yield name, codes
-        yield number_format.scales_name(name), scales
+        else:
+            yield from NUMBER_FORMATS[entry.number_format].tensors(name, view)
 
 
 def _view(memory: Tensor, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -12,13 +12,13 @@ from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, 
 
 from converters.boxes import Box as Region
 from converters.fp8 import LARGEST_WEIGHT, quantise
-from converters.number_formats import INT8_CHANNEL, MXFP8
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
 from megarl.resharding.kernels import Block, Quantised, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
 """Not shrunk: an example takes the interpreter long."""
-PLAIN = Matrix((1, 136), torch.bfloat16, 0, False, 1.0)
+PLAIN = Matrix((1, 136), torch.bfloat16, 0, FP8_BLOCK, 1.0)
 
 
 def same_as_on_the_host(copied, quantised, seed):
@@ -27,7 +27,7 @@ def same_as_on_the_host(copied, quantised, seed):
     host.gather(expected, None)
     assert torch.equal(counted(found), counted(expected))
     for each in found.quantised:
-        codes, scales = quantise(each.local, power_of_two=each.power_of_two)
+        codes, scales = each.number_format.quantise(each.local)
         assert torch.equal(codes.view(torch.uint8), each.codes.view(torch.uint8))
         assert torch.equal(scales, each.scales)
 
@@ -52,7 +52,7 @@ def test_quantised_matrices_of_any_numbers(copied, matrix, seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
-    found = block([], [Matrix((8, 128), dtype, 0, False, 0.0)])
+    found = block([], [Matrix((8, 128), dtype, 0, FP8_BLOCK, 0.0)])
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(limit)) for limit in (0.0, 448.0)]
@@ -101,7 +101,7 @@ def test_without_a_checksum_the_same_is_moved():
 
 
 def test_codes_and_scales_that_stay_so_are_counted_as_where_they_were_made():
-    found = block([], [Matrix((130, 256), torch.bfloat16, 0, False, 1.0), PLAIN])
+    found = block([], [Matrix((130, 256), torch.bfloat16, 0, FP8_BLOCK, 1.0), PLAIN])
     packed = [part for each in found.quantised for part in (each.codes, each.scales)]
     local = [torch.zeros_like(part) for part in packed]
     sent = on_gpu.gather(found, 7)
@@ -133,7 +133,7 @@ def test_a_code_or_a_scale_that_is_no_number_is_named(kernels, code, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_code_is_dequantised_as_on_the_host(dtype):
-    found = block([], [Matrix((16, 16), dtype, 0, False, 1.0)])
+    found = block([], [Matrix((16, 16), dtype, 0, FP8_BLOCK, 1.0)])
     found.quantised[0].codes.view(torch.uint8).view(-1).copy_(torch.arange(256))
     found.quantised[0].codes.view(torch.uint8)[found.quantised[0].codes.isnan()] = 0
     for scale in (1e-41, 2.0**119, -0.7):

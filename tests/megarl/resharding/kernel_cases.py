@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from converters.fp8 import LARGEST_WEIGHT, scales_shape
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, NumberFormat
 from megarl.resharding.kernels import Block, Quantised
 
 ALIGNMENT = 64
@@ -34,7 +35,7 @@ class Matrix:
     shape: tuple[int, int]
     dtype: torch.dtype
     start: int
-    power_of_two: bool
+    number_format: NumberFormat
     scale: float
 
 
@@ -60,7 +61,7 @@ matrices = st.builds(
     st.tuples(st.sampled_from((1, 100, 128, 130)), st.sampled_from((3, 128, 136))),
     st.sampled_from((torch.bfloat16, torch.float32)),
     st.sampled_from((0, 1, 8)),
-    st.booleans(),
+    st.sampled_from((FP8_BLOCK, FP8_BLOCK_UE8M0)),
     st.sampled_from((0.0, 1e-42, 1e-9, 0.02, 300.0, 1e30)),
 )
 
@@ -84,7 +85,7 @@ def block(
             numbers(matrix, generator, device),
             view(next(pieces), torch.float8_e4m3fn, matrix.shape),
             view(next(pieces), torch.float32, scales_shape(matrix.shape)),
-            matrix.power_of_two,
+            matrix.number_format,
         )
         for number, matrix in enumerate(quantised)
     ]
