@@ -13,12 +13,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 
 from converters.errors import UserError
 from converters.formats.torch_dist import COMMON, StoredObject, TorchDistCheckpoint, unwrapped
@@ -35,12 +40,14 @@ from megatron_ext.checkpoint_state import (
     sharded_reference,
     sharded_rng_state,
 )
-from megatron_ext.checkpoint_writer import PendingSave
+from megatron_ext.checkpoint_writer import PendingSave, Plan
 from megatron_ext.host_copies import HostCopies
 from megatron_ext.intact import require_intact
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.optimizer_shards import FORMAT, main_states, sharded_states, take_over
 
+_Part: TypeAlias = tuple[Any, ...]
+"""A part of a state that is saved, all but its values: what a plan follows from."""
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"  # Megatron-LM's names
 _TENSORS, _RNG, _LAYOUT = "optimizer_tensors", "rng_state", "layout"
 
@@ -52,6 +59,8 @@ class Saving:
         self._engine = engine
         self._copies = HostCopies()
         self._pending: PendingSave | None = None
+        self._planned: tuple[list[_Part], Plan] | None = None
+        """Parts of the state that was saved last, and who wrote which."""
 
     def begin(self, folder: Path, *, in_background: bool) -> None:
         """Collective: begin to write this rank's part of the model, optimizer, schedule and RNG to `folder`.
@@ -68,11 +77,20 @@ class Saving:
         with _garbage_left():
             state = _state(self._engine)
             _check_room(state, folder)
-            self._pending = PendingSave(state, folder, self._copies if in_background else None)
+            parts = _parts(state)
+            self._pending = PendingSave(state, folder, self._copies if in_background else None, self._plan_of(parts))
+            self._planned = parts, self._pending.plan
         if in_background:
             self._engine.lend_state(self._pending.wait_until_copied)
         if self._engine.adapters is not None and torch.distributed.get_rank() == 0:
             self._engine.adapters.write_config(folder)
+
+    def _plan_of(self, parts: list[_Part]) -> Plan | None:
+        """Collective: the plan of the save before, if on no rank the parts have changed since."""
+        is_known = torch.tensor([self._planned is not None and self._planned[0] == parts], dtype=torch.int32)
+        is_known = is_known.to(device.device())
+        torch.distributed.all_reduce(is_known, op=torch.distributed.ReduceOp.MIN)
+        return self._planned[1] if self._planned is not None and bool(is_known) else None
 
     def is_written(self) -> bool:
         """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
@@ -82,7 +100,8 @@ class Saving:
         """Collective: wait until all is written; the folder is complete then. Raises as `is_written`."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.finish()
+            with _garbage_left():
+                pending.finish()
 
 
 def save(engine: MegatronModel, folder: Path) -> None:
@@ -193,6 +212,19 @@ def _parameter_groups(engine: MegatronModel) -> dict[Any, Any]:
 
 def _numbered(shards: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
     return {str(number): shard for number, shard in enumerate(shards)}
+
+
+def _parts(state: Mapping[str, Any]) -> list[_Part]:
+    return [_part(value) for value in nested_values(state) if isinstance(value, ShardedBase)]
+
+
+def _part(value: ShardedBase) -> _Part:
+    if isinstance(value, ShardedTensor):
+        where = value.local_shape, value.global_shape, value.global_offset, value.replica_id
+        return value.key, value.dtype, *where
+    if isinstance(value, ShardedTensorFactory):
+        return value.key, value.data.dtype, value.data.shape, value.replica_id
+    return value.key, value.replica_id
 
 
 def _check_room(state: Mapping[str, Any], folder: Path) -> None:

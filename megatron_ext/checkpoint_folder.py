@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,12 @@ def begin(root: Path, iteration: int) -> Path:
 
 def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None:
     """Leave word for `commit` of what is in the files of `folder`, so that it need not read them for the manifest."""
-    (folder / _WRITTEN).write_text(json.dumps({name: [astuple(each) for each in all] for name, all in written.items()}))
+    listed = {name: [_as_list(each) for each in places] for name, places in written.items()}
+    (folder / _WRITTEN).write_text(json.dumps(listed))
+
+
+def _as_list(written: Written) -> list[Any]:
+    return [written.file, written.offset, written.nbytes, written.crc32]
 
 
 def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int, keep_every: int = 0) -> Path:

@@ -41,18 +41,36 @@ from megatron_ext import checkpoint_folder, device, versions
 from megatron_ext.host_copies import HostCopies
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Who writes which part, and the table of contents: the same for all states that have the same parts."""
+
+    local: SavePlan
+    central: SavePlan
+    metadata: Metadata | None
+    """On the rank that writes the table of contents."""
+
+
 class PendingSave:
     """Begin to save `state` to `folder`: collective, as `finish` is.
 
     With `copies` the data goes to host memory first, and the caller may change its tensors after `wait_until_copied`;
-    without, they stay as they are until `finish`.
+    without, they stay as they are until `finish`. With the `plan` of an earlier save, on all ranks, nothing is planned
+    and compared between them: all that takes longer the more ranks there are.
     """
 
-    def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None) -> None:
+    def __init__(
+        self, state: ShardedStateDict, folder: Path, copies: HostCopies | None, plan: Plan | None = None
+    ) -> None:
         self._folder = folder
-        self._strategy = _Strategy(copies)
+        self._strategy = _Strategy(copies, plan)
         self._request = dist_checkpointing.save(
-            state, str(folder), self._strategy, async_sharded_save=True, content_metadata=_CONTENT
+            state,
+            str(folder),
+            self._strategy,
+            validate_access_integrity=plan is None,
+            async_sharded_save=True,
+            content_metadata=_CONTENT,
         )
         # The copies are made beside all that is asked of the device from now on.
         device.synchronize()
@@ -60,6 +78,11 @@ class PendingSave:
         self._copied = threading.Event()
         self._thread = threading.Thread(target=device.with_device(self._write), name="checkpoint", daemon=True)
         self._thread.start()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this save, for later ones."""
+        return self._strategy.plan
 
     def wait_until_copied(self) -> None:
         """Return when nobody reads the caller's tensors any more, or their copying has failed."""
@@ -103,21 +126,31 @@ _CONTENT = {
 
 
 class _Strategy(versions.SaveStrategy):
-    """Plans a save as megatron-core does, for a `writer` that is left to the caller."""
+    """Plans a save as megatron-core does, or goes by a plan, for a `writer` that is left to the caller."""
 
     writer: "_Writer"
+    plan: Plan
 
-    def __init__(self, copies: HostCopies | None) -> None:
+    def __init__(self, copies: HostCopies | None, known: Plan | None) -> None:
         super().__init__("torch_dist", 1)
-        self._copies = copies
+        self._copies, self._known = copies, known
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, *_: str) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(by_key, is_loading=False)
         self.writer = _Writer(checkpoint_dir, self._copies)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planned, *_ = save_state_dict_async_plan(state, self.writer, None, 0, planner=planner)
-        return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*planned)])
+        known = self._known
+        (writer, metadata, ranks), central, local, *_ = save_state_dict_async_plan(
+            state,
+            self.writer,
+            None,
+            0,
+            planner=planner,
+            cached_ckpt_structure=None if known is None else (known.central, known.local, True),
+        )
+        self.plan = known or Plan(local, central, metadata)
+        return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(writer, self.plan.metadata, ranks)])
 
     def can_handle_sharded_objects(self) -> bool:
         return True

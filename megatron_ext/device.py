@@ -276,6 +276,8 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def create(*args: Any, **options: Any) -> Tensor:
         if str(options.get("device", "")).startswith("cuda"):
             options["device"] = CPU
+        # Memory that a GPU copies from by itself; without one torch refuses to make any.
+        options.pop("pin_memory", None)
         return factory(*args, **options)
 
     return create

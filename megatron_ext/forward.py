@@ -166,7 +166,7 @@ def _forward_step(
     watch(model, micro_batch)
     with record_function(f"forward pass of {own.tokens.shape[1]} tokens"):
         taken = None if own.ahead is None else own.ahead.taken
-        output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=_packed_sequences(own))
+        output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))
 
     def on_last_stage(hidden: Any, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
         with record_function("predictions and loss"):
@@ -175,8 +175,8 @@ def _forward_step(
     return output, on_last_stage
 
 
-def _packed_sequences(own: Part) -> PackedSeqParams:
-    """The bounds of the sequences, for every layer."""
+def packed_sequences(own: Part) -> PackedSeqParams:
+    """The bounds of the sequences of a micro-batch, for every layer."""
     bounds: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": own.cu_seqlens,

@@ -63,7 +63,7 @@ class MegatronModel:
         self.architecture = with_head(architecture, head)
         self.options = options
         self.rank = rank
-        self._bare_chunks = build_model(
+        self.bare_chunks = build_model(
             self.architecture,
             options.parallel,
             params_dtype=options.params_dtype,
@@ -72,7 +72,9 @@ class MegatronModel:
             shared_prefixes=options.shared_prefixes,
             mtp_is_detached=options.mtp_training == "detached",
         )
-        self._predicting = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
+        """Model chunks of this rank, one per virtual pipeline stage, as they are without data parallelism."""
+        self.predicting = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
+        """Number of layers for multi-token prediction that train."""
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
         self.adapters: Adapters | None = None
@@ -90,7 +92,7 @@ class MegatronModel:
         Whoever keeps them calls `complete_weights` each time before reading.
         """
         self.complete_weights()
-        return local_tensors(self._bare_chunks)
+        return local_tensors(self.bare_chunks)
 
     def complete_weights(self) -> None:
         """Give every rank all weights of the last train step.
@@ -116,18 +118,18 @@ class MegatronModel:
 
     def load_huggingface(self, checkpoint: HuggingFaceCheckpoint) -> None:
         """Read this rank's boxes of a HuggingFace checkpoint; call before `prepare_training`."""
-        load_huggingface(self._bare_chunks, self.architecture, self.options.parallel, self.rank, checkpoint)
+        load_huggingface(self.bare_chunks, self.architecture, self.options.parallel, self.rank, checkpoint)
 
     def load_distributed(self, folder: Path) -> None:
         """Read this rank's part of a torch_dist checkpoint of any layout; call before `prepare_training`."""
-        load_distributed(self._bare_chunks, self.architecture, folder)
+        load_distributed(self.bare_chunks, self.architecture, folder)
 
     def add_adapters(self) -> None:
         """Freeze the weights and put adapters beside them, if the options ask for any; between loading and training."""
         options = self.options.adapter
         if options is None:
             return
-        self.adapters = Adapters(self._bare_chunks, self.architecture, options.lora, self.options.parallel, self.rank)
+        self.adapters = Adapters(self.bare_chunks, self.architecture, options.lora, self.options.parallel, self.rank)
         if options.path is None:
             self.adapters.initialise(options.seed)
         else:
@@ -152,29 +154,29 @@ class MegatronModel:
         self.complete_weights()
         with patient_barrier() as barrier, self.trained_weights():
             export_huggingface(
-                self._bare_chunks, self.architecture, self.options.parallel, self.rank, folder, copy_from, barrier
+                self.bare_chunks, self.architecture, self.options.parallel, self.rank, folder, copy_from, barrier
             )
 
     def prepare_training(self, total_steps: int) -> None:
         """Wrap the model for data parallelism and make its optimizer and schedule of `total_steps` optimizer steps."""
         options = self.options
         if options.freeze_moe_router:
-            freeze_routers(self._bare_chunks)
-        prepare_layers(self._bare_chunks, options.mtp_training)
-        self.chunks = wrap_distributed(self._bare_chunks, options.distributed)
+            freeze_routers(self.bare_chunks)
+        prepare_layers(self.bare_chunks, options.mtp_training)
+        self.chunks = wrap_distributed(self.bare_chunks, options.distributed)
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
         self.scheduler: OptimizerParamScheduler = build_scheduler(
             self.optimizer, options.optimizer, options.scheduler, total_steps
         )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
-        self._expert_load = ExpertLoad(self._bare_chunks, self.architecture.num_layers)
-        self._balance = RouterBalance(self._bare_chunks, RouterLosses.of(options.transformer))
+        self._expert_load = ExpertLoad(self.bare_chunks, self.architecture.num_layers)
+        self._balance = RouterBalance(self.bare_chunks, RouterLosses.of(options.transformer))
         self.residence = Residence(self._weight_tensors, self._training_tensors, self.chunks)
 
     def freeze(self) -> None:
         """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""
-        for chunk in self._bare_chunks:
+        for chunk in self.bare_chunks:
             chunk.eval().requires_grad_(False)
 
     def offload(self, parts: Collection[StatePart]) -> None:
@@ -197,8 +199,8 @@ class MegatronModel:
 
         `micro_batches` lists the sequences of each micro-batch. None on all but the last pipeline stage.
         """
-        packed = self._pack(batch, micro_batches)
-        predictions = forward(self._bare_chunks, packed, predict_labels(temperature))
+        packed = self.micro_batches_of(batch, micro_batches)
+        predictions = forward(self.bare_chunks, packed, predict_labels(temperature))
         if not predictions:
             return None
         return LogProbs(
@@ -215,8 +217,8 @@ class MegatronModel:
 
         Needs a model with a value head. None on all but the last pipeline stage.
         """
-        packed = self._pack(batch, micro_batches)
-        values = forward(self._bare_chunks, packed, predict_values)
+        packed = self.micro_batches_of(batch, micro_batches)
+        values = forward(self.bare_chunks, packed, predict_values)
         return _unpack_all(values, packed, batch, micro_batches) if values else None
 
     def scores(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
@@ -224,8 +226,8 @@ class MegatronModel:
 
         Needs a model with a value head. None on all but the last pipeline stage.
         """
-        packed = self._pack(batch, micro_batches)
-        values = forward(self._bare_chunks, packed, predict_values)
+        packed = self.micro_batches_of(batch, micro_batches)
+        values = forward(self.bare_chunks, packed, predict_values)
         if not values:
             return None
         scores = [each[last_tokens(micro_batch)] for each, micro_batch in zip(values, packed, strict=True)]
@@ -249,11 +251,11 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packed = self._pack(batch, micro_batches)
-        with self._balance.step(batch.lengths, lambda: forward(self._bare_chunks, packed, predict_nothing)):
-            if self._predicting:
+        packed = self.micro_batches_of(batch, micro_batches)
+        with self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing)):
+            if self.predicting:
                 metrics, ahead = forward_backward_ahead(
-                    self.chunks, packed, batch, objective, layers=self._predicting, temperature=temperature
+                    self.chunks, packed, batch, objective, layers=self.predicting, temperature=temperature
                 )
             else:
                 predict = predict_values if self.architecture.head == "value" else predict_labels(temperature)
@@ -301,7 +303,7 @@ class MegatronModel:
         return self.reference
 
     def _weight_tensors(self) -> Iterator[Tensor]:
-        for chunk in self._bare_chunks:
+        for chunk in self.bare_chunks:
             yield from chunk.parameters()
             yield from chunk.buffers()
 
@@ -310,12 +312,13 @@ class MegatronModel:
         if self.reference is not None:
             yield from self.reference.tensors.values()
 
-    def _pack(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    def micro_batches_of(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        """This rank's micro-batches of `batch`; `micro_batches` lists the sequences of each."""
         self.residence.require("weights")
         packed = [self._packed(batch, sequences).to(device.device()) for sequences in micro_batches]
         for each in packed:
             if each.routed_experts is not None:
-                routing_of(self._bare_chunks[0].config).check(each.routed_experts)
+                routing_of(self.bare_chunks[0].config).check(each.routed_experts)
         return packed
 
     def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:

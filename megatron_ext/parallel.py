@@ -47,6 +47,11 @@ def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: in
             f"the parallel sizes are for {parallel.world_size} ranks, but the job has {dist.get_world_size()}; start"
             " as many processes as the sizes ask for"
         )
+    make_groups(parallel, seed=seed)
+
+
+def make_groups(parallel: ParallelSizes, *, seed: int = _SEED, create_gloo_process_groups: bool = True) -> None:
+    """Make Megatron's groups and random number generators in a process that has joined its job."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -54,6 +59,7 @@ def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: in
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        create_gloo_process_groups=create_gloo_process_groups,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

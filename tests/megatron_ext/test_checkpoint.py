@@ -179,6 +179,7 @@ class Others:
     references: Mapping[str, tuple[list[dict], list[dict]]]
     critics: Mapping[str, tuple[list[dict], list[dict]]]
     moved: list[dict[str, int]]
+    again: list[list[int]]
     root: Path
 
 
@@ -193,10 +194,12 @@ def others(folder, tmp_path_factory):
     for name, (sizes, dtype) in critics.items():
         target = root / f"critic {name}"
         cases += [(each, sizes, folder, target, dtype) for each in (train_critic_and_save, load_and_train_critic)]
-    results = iter(run_in_turn([*cases, (moved_while_saving, DP2, folder, root / "moved")]))
+    cases += [(moved_while_saving, DP2, folder, root / "moved"), (save_again, DP2, folder, root / "again")]
+    results = iter(run_in_turn(cases))
     return Others(
         {name: (next(results), next(results)) for name in references},
         {name: (next(results), next(results)) for name in critics},
+        next(results),
         next(results),
         root,
     )
@@ -227,6 +230,11 @@ def test_no_rank_sends_its_state_to_another_to_save_it(others):
     for moved in others.moved:
         assert moved["here"] == 0
         assert moved["megatron-core"] > moved["state"] // 2
+
+
+def test_a_save_goes_by_the_plan_of_the_one_before_as_long_as_the_parts_are_the_same(others):
+    # The third has the reference, too, which was refreshed.
+    assert others.again == 2 * [[1, 0, 1]]
 
 
 def test_megatron_core_reads_the_optimizer_s_state_as_its_own(others):
@@ -482,6 +490,32 @@ def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path
     target.mkdir(exist_ok=True)
     checkpoint.save(model, target)
     return with_reference(model)
+
+
+def save_again(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[int]:
+    """How often each of three saves was planned; each holds the values of its own time."""
+    from megatron_ext import checkpoint, checkpoint_writer
+
+    model = make_model(rank, sizes, folder, reference=True)
+    saving, planned, saved = checkpoint.Saving(model), [], []
+    for number in range(3):
+        train(model, range(number, number + 1))
+        if number == 2:
+            model.refresh_reference()
+        own = target / str(number)
+        own.mkdir(parents=True, exist_ok=True)
+        planner = checkpoint_writer.MCoreSavePlanner
+        with mock.patch.object(
+            planner, "create_local_plan", autospec=True, side_effect=planner.create_local_plan
+        ) as plan:
+            saving.begin(own, in_background=number == 1)
+            saving.finish()
+        planned.append(plan.call_count)
+        saved.append({name: tensor.detach().clone() for name, tensor in model.local_tensors().items()})
+    for number, weights in reversed(list(enumerate(saved))):
+        checkpoint.load(model, target / str(number))
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in model.local_tensors().items())
+    return planned
 
 
 def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:

@@ -94,7 +94,7 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, head: str) -
         predictions = model.values(batch, micro_batches)
     else:
         predictions = model.log_probs(batch, micro_batches, temperature=0.5)
-    packed = model._pack(batch, micro_batches)
+    packed = model.micro_batches_of(batch, micro_batches)
     predict = predict_values if head == "value" else predict_labels(0.5)
     metrics = forward_backward(model.chunks, packed, OfWholeResponses(), predict)
     # A part of the sequences is computed here, not all of them.
@@ -103,7 +103,7 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, head: str) -
     norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
     found = {"own": own, "predictions": predictions, "loss": sum(metrics), "part": part, "norms": norms}
     if head == "language_model":
-        found["gradient"] = in_huggingface_names(rank, sizes, folder, model._bare_chunks)
+        found["gradient"] = in_huggingface_names(rank, sizes, folder, model.bare_chunks)
     return found
 
 

@@ -88,6 +88,11 @@ def test_tensors_have_the_type_names_of_cuda(dtype: torch.dtype, name: str) -> N
     assert torch.zeros(1).type(dtype).dtype is dtype
 
 
+def test_pinned_memory_is_that_of_the_host() -> None:
+    # Latent attention under context parallelism asks for it, whatever the device.
+    assert torch.tensor([1], pin_memory=True).item() == 1
+
+
 def test_installing_after_megatron_is_refused() -> None:
     code = "import sys; sys.modules['megatron.core'] = sys; from megatron_ext import device; device.install()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

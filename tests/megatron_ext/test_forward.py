@@ -69,7 +69,7 @@ def sizes_of_micro_batches(rank: int, sizes: ParallelSizes, folder: Path) -> tup
     for name, fields in {"fp8": {"fp8": "e4m3"}, "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}.items():
         # The model stays as it is: products of 8 bits need a GPU.
         model.options = replace(model.options, transformer=fields)
-        found[name] = [each.tokens.numel() for each in model._pack(BATCH, [[0, 1]])]
+        found[name] = [each.tokens.numel() for each in model.micro_batches_of(BATCH, [[0, 1]])]
         padded = model.log_probs(BATCH, [[0, 1]], temperature=1.0).log_probs
         differences.append(float((padded - plain).abs().max()))
     return found, differences

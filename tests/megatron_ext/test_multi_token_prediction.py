@@ -115,7 +115,7 @@ def _result(rank: int, sizes: ParallelSizes, folder: Path, cut: Cut) -> Found:
     lengths = torch.tensor([len(each) for each in tokens])
     batch = RaggedBatch(torch.cat(tokens), lengths, {"weights": torch.cat(of_loss)})
     step = model.train_step(batch, places, weighted, temperature=TEMPERATURE)
-    share = in_huggingface_names(rank, sizes, folder, model._bare_chunks)
+    share = in_huggingface_names(rank, sizes, folder, model.bare_chunks)
     return Found(parallel_rank().data, step.ahead, step.gradient_norm, share)
 
 

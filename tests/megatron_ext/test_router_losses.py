@@ -110,7 +110,7 @@ def _result(rank: int, sizes: ParallelSizes, folder: Path, cut: Cut) -> tuple[Ma
     first = model.train_step(batch, places, nothing)
     second = model.train_step(batch, places, nothing)
     assert second.router_losses == first.router_losses
-    return second.router_losses, in_huggingface_names(rank, sizes, folder, model._bare_chunks)
+    return second.router_losses, in_huggingface_names(rank, sizes, folder, model.bare_chunks)
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool
         critic.local_tensors()["value_head.weight"].data.normal_(generator=torch.Generator().manual_seed(5))
         values = critic.values(batch, micro_batches), critic.scores(batch, micro_batches)
     predictions = model.log_probs(batch, micro_batches, temperature=0.5)
-    packed = model._pack(batch, micro_batches)
+    packed = model.micro_batches_of(batch, micro_batches)
     metrics = forward_backward(model.chunks, packed, OfWholeResponses(), predict_labels(0.5))
     return {
         "own": own,
@@ -115,7 +115,7 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool
         "values": values,
         "loss": sum(metrics),
         "computed": sum(each.own.tokens.shape[1] for each in packed),
-        "gradient": in_huggingface_names(rank, sizes, folder, model._bare_chunks),
+        "gradient": in_huggingface_names(rank, sizes, folder, model.bare_chunks),
     }
 
 
