@@ -61,7 +61,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     for kind, registry in _PARTS_WITH_OPTIONS.items():
         _check_part(kind, registry, config)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
-    for name, known in (("kl_in", ("loss", "reward")), ("ratio_to", ("old", "rollout"))):
+    for name, known in (("kl_in", ("loss", "reward")), ("ratio_to", ("old", "rollout", "interpolated"))):
         if getattr(config, name) not in known:
             raise UserError(f"algorithm.{name}={getattr(config, name)!r} is not known: it must be {' or '.join(known)}")
     _check_values(config)
@@ -141,8 +141,16 @@ def _several_updates_have_a_ratio(config: AlgorithmConfig) -> None:
     )
 
 
+def _interpolation_spares_something(config: AlgorithmConfig) -> None:
+    if config.ratio_to == "interpolated" and config.updates_per_step == 1:
+        raise UserError(
+            "algorithm.ratio_to=interpolated estimates the policy before the first of several updates, and with"
+            " updates_per_step=1 that is the present one, exactly: set ratio_to=old, or updates_per_step to more"
+        )
+
+
 def _ratios_are_taken_once(config: AlgorithmConfig) -> None:
-    if config.ratio_to == "old" or not POLICY_LOSSES[config.policy_loss].has_ratio:
+    if config.ratio_to != "rollout" or not POLICY_LOSSES[config.policy_loss].has_ratio:
         return
     for correction in config.corrections:
         if CORRECTIONS[correction.kind].weighs:
@@ -209,6 +217,7 @@ _CHECKS = (
     _covariances_have_a_band,
     _responses_stay_whole,
     _several_updates_have_a_ratio,
+    _interpolation_spares_something,
     _ratios_are_taken_once,
     _filters_have_a_band,
     _statistics_leave_out_what_the_loss_does,

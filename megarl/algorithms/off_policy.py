@@ -1,4 +1,4 @@
-"""How far the policy that is trained has moved from the one that sampled (staleness, and engine against trainer)."""
+"""The policy that is trained against the one that sampled: how far it has moved (staleness, engine against trainer)."""
 
 from torch import Tensor
 
@@ -36,6 +36,15 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, ragged: Rag
             "off_policy/perplexity_ratio": Mean.of((rollout - policy).exp()),
         },
     )
+
+
+def interpolated(rollout_log_probs: Tensor, log_probs: Tensor, staleness: Tensor) -> Tensor:
+    """Log-probs [T] of the proximal policy without a forward pass of its own; `log_probs` have no gradient.
+
+    It lies between the policy that sampled, `staleness` [T] versions ago, and the present one, on its way to the next
+    version: d / (d + 1) of the way, in log-probs. Source: A-3PO (arXiv:2512.06547), AReaL's "loglinear".
+    """
+    return rollout_log_probs + staleness / (staleness + 1) * (log_probs - rollout_log_probs)
 
 
 def less_one(mean: Tensor) -> Tensor:

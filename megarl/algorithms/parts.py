@@ -1,7 +1,10 @@
-"""Parts of an algorithm: looked up by name, with options that are the keyword-only parameters of their functions."""
+"""Parts of an algorithm: looked up by name, and called with what their functions name.
+
+The keyword-only parameters of a part are its options; the others are its inputs, which those without a default need.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
@@ -63,6 +66,38 @@ def option_defaults(function: Callable[..., object]) -> dict[str, Any]:
     """Name -> default of the keyword-only parameters of `function`."""
     parameters = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def inputs_of(*functions: Callable[..., object]) -> dict[str, bool]:
+    """The inputs of `functions` by name, and whether one of them cannot do without.
+
+    Example: {"rewards": True, "token_rewards": False} of `def f(rewards, token_rewards=None, *, gamma=1.0)`
+    """
+    found: dict[str, bool] = {}
+    for function in functions:
+        for each in inspect.signature(function).parameters.values():
+            if each.kind is not each.KEYWORD_ONLY:
+                found[each.name] = found.get(each.name, False) or each.default is each.empty
+    return found
+
+
+def check_inputs(function: Callable[..., object], known: Collection[str]) -> None:
+    """Raise TypeError for an input of `function` that is not among those `known`: nobody would give it."""
+    for name in inputs_of(function):
+        if name not in known:
+            raise TypeError(
+                f"{function.__qualname__} has a parameter {name}, which is no input here{did_you_mean(name, known)}; "
+                f"inputs are {', '.join(known)}, and an option comes after a *"
+            )
+
+
+def call(function: Callable[..., Part], inputs: Mapping[str, Any], /, **options: Any) -> Part:
+    """Call `function` with those of the `inputs` that it names, and with its `options`.
+
+    Raises KeyError for an input without a default that is not among them.
+    """
+    named = {name: inputs[name] for name, is_needed in inputs_of(function).items() if is_needed or name in inputs}
+    return function(**named, **options)
 
 
 def _option(annotation: Any) -> Option:

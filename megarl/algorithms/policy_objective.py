@@ -11,8 +11,8 @@ from megarl.algorithms.compatibility import check_algorithm
 from megarl.algorithms.corrections import correction_factor, correction_metrics, near_or_rewarded
 from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
-from megarl.algorithms.off_policy import largest, off_policy_metrics
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, Tokens, probability_ratio
+from megarl.algorithms.off_policy import interpolated, largest, off_policy_metrics
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, probability_ratio
 from megarl.algorithms.policy_losses.ratios import ratio_counts
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
@@ -63,49 +63,57 @@ class PolicyObjective:
         """
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()
-        anchor = batch.fields[self._anchor][trained] if self._anchor in batch.fields else log_probs
-        tokens = Tokens(log_probs, anchor, batch.fields["advantages"][trained], Ragged(trained.sum()[None]))
+        fields = {name: values[trained] for name, values in batch.fields.items()}
+        inputs = {
+            **fields,
+            "log_probs": log_probs,
+            "old_log_probs": self._anchor(log_probs, fields),
+            "responses": Ragged(trained.sum()[None]),
+        }
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        chosen = self._loss.select(tokens, generator, self.algorithm.policy_loss_options)
+        chosen = self._loss.select(inputs, generator, self.algorithm.policy_loss_options)
         return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Loss (a differentiable scalar) and metrics of one micro-batch of T' places.
 
         Fields [T']: `advantages`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
-        `rollout_log_probs` of the engine; `on_kept_kv` where engines keep keys and values; `old_log_probs` of the
-        policy before the step's first update, which without this field is the present one; `reference_log_probs` where
-        the loss needs them (the KL is reported wherever they are); `chosen` where `needs_selection`. A value outside
-        the trained tokens, even one that is not a number, changes nothing. Raises UserError for a log-prob inside that
-        is not a finite number.
+        `rollout_log_probs` of the engine; `staleness` where ratios are interpolated; `on_kept_kv` where engines keep
+        keys and values; `old_log_probs` of the policy before the step's first update, which without this field is the
+        present one; `reference_log_probs` where the loss needs them (the KL is reported wherever they are); `chosen`
+        where `needs_selection`. A value outside the trained tokens, even one that is not a number, changes nothing.
+        Raises UserError for a log-prob inside that is not a finite number.
 
         Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
         the present policy to it.
         """
-        places, ragged, fields = trained_tokens(micro_batch)
-        tokens = self._tokens(predictions.log_probs[places], ragged, fields)
-        present, rollout, entropy = tokens.log_probs.detach(), fields["rollout_log_probs"], predictions.entropy[places]
-        check_tokens_finite("policy's log-prob", present, ragged, micro_batch.names)
-        compared = present if self.algorithm.ratio_to == "rollout" else tokens.old_log_probs
-        policy = self._loss(tokens, self.algorithm.policy_loss_options)
-        loss, metrics = policy.loss, _metrics(tokens, entropy.detach())
-        metrics = metrics | off_policy_metrics(present, rollout, tokens.ragged)
+        places, responses, fields = trained_tokens(micro_batch)
+        log_probs, entropy = predictions.log_probs[places], predictions.entropy[places]
+        present, rollout = log_probs.detach(), fields["rollout_log_probs"]
+        check_tokens_finite("policy's log-prob", present, responses, micro_batch.names)
+        old = self._anchor(present, fields)
+        compared = present if self.algorithm.ratio_to == "rollout" else old
+        inputs = {**fields, "log_probs": log_probs, "old_log_probs": old, "responses": responses}
+        policy = self._loss(inputs, self.algorithm.policy_loss_options)
+        loss, metrics = policy.loss, _metrics(present, old, entropy.detach())
+        metrics = metrics | off_policy_metrics(present, rollout, responses)
         if self._knows_the_old_policy:
             metrics = metrics | _difference(compared - rollout)
             if "on_kept_kv" in fields:
                 gap = (compared - rollout)[fields["on_kept_kv"]].abs()
                 metrics = metrics | Metrics(means={"staleness/kept_kv_gap": Mean.of(gap)})
         if self.algorithm.corrections:
-            factor = correction_factor(self.algorithm.corrections, compared - rollout, tokens.ragged)
-            loss, metrics = factor * loss, metrics | correction_metrics(factor, tokens.ragged)
+            factor = correction_factor(self.algorithm.corrections, compared - rollout, responses)
+            loss, metrics = factor * loss, metrics | correction_metrics(factor, responses)
         if self.algorithm.off_policy_mask is not None:
-            kept = near_or_rewarded(present - rollout, tokens.advantages, tokens.ragged, self.algorithm.off_policy_mask)
+            bound = self.algorithm.off_policy_mask
+            kept = near_or_rewarded(present - rollout, fields["advantages"], responses, bound)
             loss = kept * loss
             metrics = metrics | Metrics(means={"policy/off_policy_masked": Mean.of(1 - kept)})
         if self.algorithm.entropy_coefficient:
             loss = loss - self.algorithm.entropy_coefficient * entropy
-        if tokens.reference_log_probs is not None:
-            estimate = self._kl(tokens, tokens.reference_log_probs)
+        if self.has_kl_in("loss") or "reference_log_probs" in fields:
+            estimate = self._kl(log_probs, old, fields["reference_log_probs"])
             metrics = metrics | Metrics(kl_to_reference=Mean.of(estimate))
             if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
@@ -113,11 +121,11 @@ class PolicyObjective:
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
         return total, metrics | Metrics(sums={"policy/loss": total.detach()}, means=details)
 
-    def _kl(self, tokens: Tokens, reference: Tensor) -> Tensor:
-        estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](tokens.log_probs, reference)
+    def _kl(self, log_probs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](log_probs, reference)
         if not self.algorithm.kl_unbiased:
             return estimate
-        return importance_weighted(estimate, tokens.log_probs - tokens.old_log_probs)
+        return importance_weighted(estimate, log_probs - old)
 
     @property
     def _loss(self) -> PolicyLoss:
@@ -128,23 +136,14 @@ class PolicyObjective:
         """Whether what is compared with the engine has not moved since it sampled: they differ by arithmetic alone."""
         return self.algorithm.ratio_to == "old" or self.algorithm.updates_per_step == 1
 
-    @property
-    def _anchor(self) -> str:
-        """The field with the log-probs of the policy that ratios are to."""
-        return f"{self.algorithm.ratio_to}_log_probs"
-
-    def _tokens(self, log_probs: Tensor, ragged: Ragged, fields: Mapping[str, Tensor]) -> Tokens:
-        anchor = fields[self._anchor] if self._anchor in fields else log_probs.detach()
-        tokens = Tokens(log_probs, anchor, fields["advantages"], ragged)
-        if self.has_kl_in("loss") or self._loss.needs_reference or "reference_log_probs" in fields:
-            tokens = replace(tokens, reference_log_probs=fields["reference_log_probs"])
-        if self.needs_selection:
-            tokens = replace(tokens, chosen=fields["chosen"])
-        return tokens
+    def _anchor(self, present: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """Log-probs [T] of the policy that ratios are to; those `present` have no gradient."""
+        if self.algorithm.ratio_to == "interpolated":
+            return interpolated(fields["rollout_log_probs"], present, fields["staleness"])
+        return fields.get(f"{self.algorithm.ratio_to}_log_probs", present)
 
 
-def _metrics(tokens: Tokens, entropy: Tensor) -> Metrics:
-    log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
+def _metrics(log_probs: Tensor, old: Tensor, entropy: Tensor) -> Metrics:
     ratio = probability_ratio(log_probs, old)
     return Metrics(
         maxima={"policy/ratio_max": largest(ratio)},

@@ -43,6 +43,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
 }
 _AT_LEAST: Mapping[str, int] = {
     "lora.rank": 0,
+    "cluster.nodes": 1,
     "rollout.replicas": 1,
     "rollout.max_response_tokens": 1,
     "refit.bucket_bytes": ALIGNMENT_BYTES,
@@ -148,6 +149,11 @@ def _check_values(config: MegarlConfig) -> None:
         raise UserError(
             f"cluster.trainer_ranks={config.cluster.trainer_ranks} and rollout.replicas={config.rollout.replicas} are "
             f"more than {_MOST_PROCESSES_HERE} processes on this machine alone: name a cluster in cluster.address"
+        )
+    if config.cluster.address is None and (config.cluster.nodes or 1) > 1:
+        raise UserError(
+            f"cluster.nodes={config.cluster.nodes} waits for machines, and the run has this one alone: set"
+            " cluster.address to their Ray cluster"
         )
     check_pools(config)
     if config.refit.transport == "rdma":

@@ -2,11 +2,27 @@
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.algorithms.parts import option_defaults
-from megarl.schema import AlgorithmConfig
+from megarl.schema import AlgorithmConfig, MegarlConfig
 
 
-def without_effect(config: AlgorithmConfig) -> list[str]:
-    """One sentence for each choice that cannot act in this run.
+def without_effect(config: MegarlConfig) -> list[str]:
+    """One sentence for each choice that cannot act in this run."""
+    return [*_in_algorithm(config.algorithm), *_in_schedule(config)]
+
+
+def _in_schedule(config: MegarlConfig) -> list[str]:
+    schedule = config.schedule
+    if not schedule.max_staleness or schedule.in_flight != "wait" or not config.cluster.sharing():
+        return []
+    return [
+        f"schedule.max_staleness={schedule.max_staleness} makes tokens older and nothing faster: in cluster.pools "
+        "trainer and engines take turns, and with schedule.in_flight=wait that of the engines lasts until all has "
+        "ended: set it to recompute, or max_staleness=0"
+    ]
+
+
+def _in_algorithm(config: AlgorithmConfig) -> list[str]:
+    """See `without_effect`.
 
     With one update per rollout the policy that is trained is the old one, so every ratio to it is 1. A loss of ratios
     is then the plain policy gradient; that is no mistake in itself, only in the place of what was chosen. GRPO as the

@@ -56,10 +56,14 @@ class Turn:
     versions: IntArray | Runs
     finish_reason: FinishReason
     text: str | None = None
-    """The sampled tokens without special ones, where they are many."""
+    """The sampled tokens without special ones, where the engine has made it: not of short turns."""
     routed_experts: Values = ()
     """Experts that each of the P + T tokens went to, where the engine was asked for them: records of bytes
     (`megatron_ext.routed_experts`). The last token was not fed to the model, and its record says nothing."""
+    cached_tokens: int | None = None
+    """How many of the tokens before the sampled ones, of the whole conversation, the engine's prefix cache had; None
+    where it does not say, or another engine went on with the turn. No part of what was sampled: equal turns may differ
+    in it."""
 
     def __post_init__(self) -> None:
         versions = length_of(self.versions)
@@ -80,6 +84,7 @@ class Turn:
         versions: npt.ArrayLike,
         finish_reason: FinishReason,
         routed_experts: Values = (),
+        cached_tokens: int | None = None,
     ) -> "Turn":
         """From any sequences of numbers; arrays of the right type are taken as they are, versions said once if many."""
         known = np.asarray(versions, dtype=np.int32)
@@ -90,6 +95,7 @@ class Turn:
             shortened(known) if len(known) >= _MANY else known,
             finish_reason,
             routed_experts=routed_experts,
+            cached_tokens=cached_tokens,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -105,7 +111,8 @@ class Turn:
     def __reduce__(self) -> tuple[Any, ...]:
         # Short arrays as bytes: a tenth of the time, of thousands in a step. The prompt is shared by many turns.
         sampled = map(_sent, (self.token_ids, self.log_probs, self.versions))
-        return _turn, (self.prompt_ids, *sampled, self.finish_reason, _sent_text(self.text), self.routed_experts)
+        text, experts = _sent_text(self.text), self.routed_experts
+        return _turn, (self.prompt_ids, *sampled, self.finish_reason, text, experts, self.cached_tokens)
 
     def _arrays(self) -> tuple[Array, ...]:
         of_tokens = (self.prompt_ids, self.token_ids, self.log_probs, self.versions)
@@ -124,7 +131,14 @@ def _sent_text(text: str | None) -> str | Array | None:
 
 
 def _turn(
-    prompt_ids: Any, token_ids: Any, log_probs: Any, versions: Any, finish_reason: FinishReason, text: Any, experts: Any
+    prompt_ids: Any,
+    token_ids: Any,
+    log_probs: Any,
+    versions: Any,
+    finish_reason: FinishReason,
+    text: Any,
+    experts: Any,
+    cached_tokens: int | None,
 ) -> Turn:
     return Turn(
         prompt_ids,
@@ -134,6 +148,7 @@ def _turn(
         finish_reason,
         str(text.data, "utf-8", "surrogatepass") if isinstance(text, np.ndarray) else text,
         experts,
+        cached_tokens,
     )
 
 

@@ -31,8 +31,8 @@ class AlgorithmConfig:
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the policy loss, by the names that docs/algorithms.md gives for it, such as clip_high."""
     ratio_to: str = "old"
-    """The policy that ratios and clips compare with: old, the trainer's own before the step's first update, or rollout,
-    the engine's as it sampled."""
+    """The policy that ratios and clips compare with: old, the trainer's own before the step's first update; rollout,
+    the engine's as it sampled; interpolated, an estimate of old between that and the present one, by the versions."""
     aggregation: str = "token_mean"
     """How the losses of tokens become one; a name of `megarl.algorithms.AGGREGATIONS`."""
     aggregation_options: dict[str, Any] = field(default_factory=dict)

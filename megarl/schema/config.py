@@ -20,6 +20,9 @@ class ModelConfig:
 
     path: str = MISSING
     """HuggingFace folder with config.json, safetensors and tokenizer."""
+    name: str | None = None
+    """Model whose sizes the recipe is for, a file of configs/models/: one of other sizes is refused, as its memory and
+    its parallel sizes are others. null takes any."""
     megatron_checkpoint: str | None = None
     """Checkpoint in Megatron's torch_dist format whose weights are trained, of any layout (`megarl convert` makes one);
     `path` then needs no safetensors on one machine; between several, it needs the same weights."""
@@ -59,8 +62,9 @@ class RolloutConfig:
     """How many engines serve side by side."""
     weights: str = "as_trained"
     """Form in which the engines hold the weights: as_trained, or a number format, in which the matrices of the layers
-    are codes with scales: fp8_block (e4m3, a scale for every 128 x 128), int8_channel (whole numbers, a scale for every
-    row) or mxfp8 (e4m3, a power of two for every 32 of a row). Every refit quantises them on their way."""
+    are codes with scales: fp8_block (e4m3, a scale for every 128 x 128), fp8_block_ue8m0 (the same with scales that are
+    powers of two, for DeepGEMM), int8_channel (whole numbers, a scale for every row), mxfp8 (e4m3, a power of two for
+    every 32 of a row) or nvfp4 (e2m1, a scale for every 16 of a row). Every refit quantises them on their way."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; evaluation is greedy."""
     top_p: float = 1.0
@@ -200,7 +204,8 @@ class ScheduleConfig:
     in_flight: str = "wait"
     """Responses that are being sampled when new weights come: wait lets them end first; recompute lets them go on with
     the new weights, under which the engine computes their keys and values anew; keep lets them go on with the keys and
-    values that they have, of older weights: nothing is computed twice, and no policy is exactly that which sampled."""
+    values that they have, of older weights: nothing is computed twice, and no policy is exactly that which sampled.
+    Engines that share GPUs with the trainer are cut off from them while it learns, and cannot keep anything."""
     corrected: bool = True
     """With max_staleness above 0 and nothing else that corrects for it, turns on truncated importance weights in
     algorithm.corrections: token_importance up to 2, or sequence_importance for losses with one ratio per response."""
@@ -248,6 +253,9 @@ class ClusterConfig:
     """Megatron ranks: TP x PP x DP."""
     address: str | None = None
     """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
+    nodes: int | None = None
+    """Machines that a run waits for before it starts or, where one was lost, goes on: with `address`, at most
+    `start_timeout_s`. null takes those that are there."""
     rendezvous_port: int = 0
     """Port at which the policy's Megatron ranks meet; 0 takes one that is free, as every other model's ranks do."""
     trainer_cpus: float = 1.0

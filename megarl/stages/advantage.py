@@ -8,9 +8,10 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, KL_ESTIMATORS, PolicyObjective
-from megarl.algorithms.advantages import INPUTS, ScoredResponses, distillation, estimate_compact
+from megarl.algorithms.advantages import INPUTS, distillation, estimate_compact
 from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
+from megarl.algorithms.parts import call
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
@@ -79,43 +80,40 @@ def with_advantages(
         return sum_of_branches(torch.tensor(values), rollout) / branches
 
     terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
-    from_models: dict[str, Any] = {
-        name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known
+    inputs: dict[str, Any] = {
+        "responses": Ragged(sum_of_branches(responses.lengths, rollout)),
+        "groups": group_of_each(groups)[first],
+        "rewards": mean_of_branches([each.reward for each in trajectories]),
+        "penalties": terms.pop(OVERLONG, None),
+        "parts": terms,
+        "part_weights": _term_weights(config),
+        "token_rewards": _token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
+        "baseline_rewards": _baseline_rewards(groups),
+        "importance_weights": _importance_weights(known, responses, algorithm),
+        **{name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known},
     }
-    scored = ScoredResponses(
-        responses=Ragged(sum_of_branches(responses.lengths, rollout)),
-        groups=group_of_each(groups)[first],
-        rewards=mean_of_branches([each.reward for each in trajectories]),
-        penalties=terms.pop(OVERLONG, None),
-        parts=terms,
-        part_weights=_term_weights(config),
-        token_rewards=_token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
-        baseline_rewards=_baseline_rewards(groups),
-        importance_weights=_importance_weights(known, responses, algorithm),
-        **from_models,
-    )
     advantages, targets = estimate_compact(
-        algorithm.advantage, scored, algorithm.advantage_options, lambda index: describe(int(first[index]))
+        algorithm.advantage, inputs, algorithm.advantage_options, lambda index: describe(int(first[index]))
     )
     of_response = ADVANTAGES[algorithm.advantage].of_response
-    if scored.teacher_log_probs is not None and algorithm.distillation_coefficient:
-        of_tokens = scored.responses.spread(advantages) if of_response else advantages
-        advantages = of_tokens + algorithm.distillation_coefficient * distillation(scored)
+    if "teacher_log_probs" in inputs and algorithm.distillation_coefficient:
+        of_tokens = inputs["responses"].spread(advantages) if of_response else advantages
+        advantages = of_tokens + algorithm.distillation_coefficient * call(distillation, inputs)
         of_response = False
     fields = {
         "advantages": at_responses(advantages[rollout], batch) if of_response else at_trained_tokens(advantages, batch)
     }
     if targets is not None:
         fields["returns"] = at_trained_tokens(targets, batch)
-    if scored.process_rewards is not None:
-        fields["outcomes"] = at_responses(_outcomes(scored.rewards)[rollout], batch)
+    if "process_rewards" in inputs:
+        fields["outcomes"] = at_responses(_outcomes(inputs["rewards"])[rollout], batch)
     return with_fields(batch, **fields)
 
 
 _PREDICTIONS = {
     "rollout_log_probs": "engine's log-prob",
     "reference_log_probs": "reference's log-prob",
-    **{each.batch_field: each.word for each in INPUTS.values() if each.batch_field},
+    **{each.batch_field: each.word for each in INPUTS.values() if each.batch_field and each.word},
 }
 """Words for a value of a field that a model made."""
 
@@ -172,7 +170,7 @@ def _token_rewards(
     turn_rewards: Tensor | None, kl: Tensor | None, kl_coefficient: float, config: AlgorithmConfig
 ) -> Tensor | None:
     """Rewards of single tokens, beyond those of whole trajectories."""
-    if turn_rewards is not None and not ADVANTAGES[config.advantage].reads_kl:
+    if turn_rewards is not None and not ADVANTAGES[config.advantage].reads_token_rewards:
         raise UserError(
             f"algorithm.advantage={config.advantage} reads no rewards of single tokens, and turns of this step have"
             " scores of their own: choose another advantage"

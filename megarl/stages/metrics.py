@@ -4,7 +4,13 @@ from collections.abc import Sequence
 
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup
-from megarl.diagnostics import advantage_metrics, group_metrics, response_metrics, reward_metrics
+from megarl.diagnostics import (
+    advantage_metrics,
+    group_metrics,
+    prefix_cache_metrics,
+    response_metrics,
+    reward_metrics,
+)
 from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_to_teachers
 from megarl.stages.batch import equal_advantages
@@ -23,6 +29,7 @@ def step_metrics(
     to_teachers = kl_to_teachers(batch)
     return {
         **response_metrics(trajectories, version, config.rollout.max_response_tokens),
+        **prefix_cache_metrics(trajectories),
         **reward_metrics(sampled),
         **group_metrics([each for each in rewards if each]),
         **advantage_metrics(*equal_advantages(batch)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,8 +10,7 @@ from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
-from megarl.rewards import OVERLONG, Outcome, RewardLost, RewardSample, RewardTimedOut, Score, Scorer
-from megarl.rewards.scorer import Batch
+from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, Scorer, reward_arguments
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
 from megarl.tracking.clock import Clock
@@ -36,16 +36,16 @@ def score(
     Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if nothing is scored or
     no reward is for a data_source.
     """
-    batch, groups = scorer.begin(), []
+    pending, groups = scorer.begin(), []
     try:
         with clock.stage("rollout"):
             for group in finished:
                 groups.append(group)
-                begin_scoring(batch, group, tokenizer)
+                begin_scoring(pending, group, tokenizer)
         with clock.stage("reward"):
-            outcomes = batch.finish()
+            outcomes = pending.finish()
     except BaseException:
-        batch.cancel()
+        pending.cancel()
         raise
     scored = [
         with_outcomes(group, outcomes, scorer.config, max_response_tokens)
@@ -55,10 +55,14 @@ def score(
     return scored
 
 
-def begin_scoring(batch: Batch, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:
+def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:
     """Begin to score all members of a group."""
-    for number, trajectory in enumerate(group.members):
-        batch.add((group.ordinal, number), _sample(group.prompt, trajectory, tokenizer))
+    pending.add(
+        {
+            (group.ordinal, number): _arguments(group.prompt, trajectory, tokenizer)
+            for number, trajectory in enumerate(group.members)
+        }
+    )
 
 
 def with_outcomes(
@@ -108,13 +112,13 @@ def text_of(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
     if first.text is not None and not others:
         return first.text
     # Not batch_decode: of no responses it makes one text.
-    return tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True)
+    return tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
 
 
-def _sample(prompt: Prompt, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> RewardSample:
-    return RewardSample(
+def _arguments(prompt: Prompt, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return reward_arguments(
         data_source=prompt.data_source,
-        solution=text_of(trajectory, tokenizer),
+        solution_str=text_of(trajectory, tokenizer),
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         response_tokens=trajectory.sampled_tokens,

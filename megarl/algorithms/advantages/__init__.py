@@ -1,6 +1,6 @@
 """Advantages: how much better a response, or a token of it, is than expected."""
 
-from megarl.algorithms.advantages.estimator import INPUTS, Estimator, ScoredResponses, Source
+from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Source
 from megarl.algorithms.advantages.process_rewards import distillation
 from megarl.algorithms.advantages.registry import ADVANTAGES, estimate, estimate_compact
 
@@ -8,7 +8,6 @@ __all__ = [
     "ADVANTAGES",
     "INPUTS",
     "Estimator",
-    "ScoredResponses",
     "Source",
     "distillation",
     "estimate",

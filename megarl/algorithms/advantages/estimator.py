@@ -1,67 +1,17 @@
-"""An advantage estimator: what it is given, where a run has that from, and what it asks for."""
+"""An advantage estimator: what it may read, where a run has that from, and what it asks for."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
-from megarl.algorithms.advantages.groups import Groups
-from megarl.algorithms.parts import Option, options_of
-from megarl.algorithms.ragged import Ragged
-
-
-@dataclass(frozen=True)
-class ScoredResponses:
-    """N responses of T trained tokens, with all that is known of them; an estimator names the fields it needs.
-
-    Example: ScoredResponses(Ragged(torch.tensor([2, 1])), groups=torch.tensor([0, 0]), rewards=torch.tensor([1.0, 0]))
-    """
-
-    responses: Ragged
-    groups: Tensor
-    """long[N]: responses to the same prompt share one; any integers, in any order."""
-    rewards: Tensor
-    """float[N]: the whole reward of a response; it falls due at its last trained token."""
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """float[N] each: the weighted, named rewards that `rewards` is the sum of, but for `penalties`."""
-    part_weights: Mapping[str, float] = field(default_factory=dict)
-    """The weights that are in `parts`; 1 without."""
-    penalties: Tensor | None = None
-    """float[N]: what is in `rewards` beside the parts, and has a scale of its own: that of long responses."""
-    token_rewards: Tensor | None = None
-    """float[T]: rewards of single tokens, beyond `rewards`: the KL penalty, shaping."""
-    values: Tensor | None = None
-    """float[T]: the critic's value before each token."""
-    baseline_rewards: Tensor | None = None
-    """float[N]: the reward of the greedy response to the same prompt."""
-    old_log_probs: Tensor | None = None
-    """float[T]: of the policy before the update."""
-    probability_squares: Tensor | None = None
-    """float[T]: the sum of the squared probabilities of the whole vocabulary."""
-    importance_weights: Tensor | None = None
-    """float[T]: of the correction for the sampler's log-probs."""
-    process_rewards: Tensor | None = None
-    """float[T]: implicit process rewards, their beta already in."""
-    teacher_log_probs: Tensor | None = None
-    """float[T]: of the sampled tokens under the teacher."""
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """float64[N]: the reward of a response and of all its tokens together."""
-        scores = self.rewards.double()
-        return scores if self.token_rewards is None else scores + self.responses.sum(self.token_rewards)
-
-    @cached_property
-    def prompts(self) -> Groups:
-        """The responses by prompt."""
-        return Groups.of(self.groups)
+from megarl.algorithms.parts import Option, check_inputs, inputs_of, options_of
 
 
 class Source(Enum):
-    """Where a run has a field of `ScoredResponses` from: something that it may not have."""
+    """Where a run has an input from: something that it may not have."""
 
     CRITIC = "the values of a critic"
     GREEDY_RESPONSES = "the rewards of greedy responses"
@@ -72,70 +22,119 @@ class Source(Enum):
 
 
 class Input(NamedTuple):
-    """One field of `ScoredResponses` whose values are checked before an estimator reads them.
+    """Something that estimators may read of N responses with T trained tokens, under one name in `INPUTS`.
 
-    Example: Input("value", per_token=True, source=Source.CRITIC, batch_field="old_values")
+    Example: Input("float[T]: of the critic", "value", per_token=True, source=Source.CRITIC, batch_field="old_values")
     """
 
-    word: str
-    """Name of one value in a message."""
+    what: str
+    """Its type, and what it is."""
+    word: str | None = None
+    """Name of one value in a message about one that is not finite; None for what is not checked."""
     per_token: bool = False
     source: Source | None = None
-    """None: every run has it, or nothing needs it."""
+    """None: every run has it, or no estimator needs it."""
     batch_field: str | None = None
     """The field of the step's batch that it is, at the trained tokens."""
 
 
 INPUTS: Mapping[str, Input] = {
-    "rewards": Input("reward"),
-    "baseline_rewards": Input("reward of the greedy response", source=Source.GREEDY_RESPONSES),
-    "parts": Input("reward", source=Source.NAMED_REWARDS),
-    "token_rewards": Input("reward", per_token=True),
-    "values": Input("value", per_token=True, source=Source.CRITIC, batch_field="old_values"),
-    "old_log_probs": Input("log-prob", per_token=True, source=Source.OLD_POLICY, batch_field="old_log_probs"),
-    "probability_squares": Input(
-        "sum of squared probabilities", per_token=True, source=Source.OLD_POLICY, batch_field="probability_squares"
+    "responses": Input("Ragged: the lengths in trained tokens"),
+    "groups": Input("long[N]: responses to the same prompt share one; any integers, in any order"),
+    "prompts": Input("Groups: the responses by prompt, made of `groups`"),
+    "rewards": Input("float[N]: the whole reward of a response, which falls due at its last trained token", "reward"),
+    "scores": Input("float64[N]: `rewards` with the `token_rewards` of all tokens of a response"),
+    "baseline_rewards": Input(
+        "float[N]: the reward of the greedy response to the same prompt",
+        "reward of the greedy response",
+        source=Source.GREEDY_RESPONSES,
     ),
-    "importance_weights": Input("importance weight", per_token=True),
+    "parts": Input(
+        "name -> float[N]: the weighted rewards that `rewards` is the sum of, but for `penalties`",
+        "reward",
+        source=Source.NAMED_REWARDS,
+    ),
+    "part_weights": Input("name -> float: the weights that are in `parts`; 1 without"),
+    "penalties": Input("float[N]: what is in `rewards` beside `parts`, on a scale of its own: of long responses"),
+    "token_rewards": Input("float[T]: of single tokens, beyond `rewards`: the KL, shaping", "reward", per_token=True),
+    "values": Input(
+        "float[T]: the critic's value before each token",
+        "value",
+        per_token=True,
+        source=Source.CRITIC,
+        batch_field="old_values",
+    ),
+    "old_log_probs": Input(
+        "float[T]: of the policy before the update",
+        "log-prob",
+        per_token=True,
+        source=Source.OLD_POLICY,
+        batch_field="old_log_probs",
+    ),
+    "probability_squares": Input(
+        "float[T]: the squared probabilities of the whole vocabulary, summed",
+        "sum of squared probabilities",
+        per_token=True,
+        source=Source.OLD_POLICY,
+        batch_field="probability_squares",
+    ),
+    "importance_weights": Input(
+        "float[T]: of the correction for the sampler's log-probs", "importance weight", per_token=True
+    ),
     "process_rewards": Input(
-        "process reward", per_token=True, source=Source.IMPLICIT_REWARD_MODEL, batch_field="process_rewards"
+        "float[T]: implicit process rewards, their beta already in",
+        "process reward",
+        per_token=True,
+        source=Source.IMPLICIT_REWARD_MODEL,
+        batch_field="process_rewards",
     ),
     "teacher_log_probs": Input(
-        "teacher's log-prob", per_token=True, source=Source.TEACHERS, batch_field="teacher_log_probs"
+        "float[T]: of the sampled tokens under the teacher",
+        "teacher's log-prob",
+        per_token=True,
+        source=Source.TEACHERS,
+        batch_field="teacher_log_probs",
     ),
 }
-"""By field, in the order in which they are checked."""
+"""Inputs of an estimator, which names those that it reads as its parameters; checked in this order."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A way to estimate advantages."""
+    """A way to estimate advantages.
+
+    Raises TypeError for a function with an input that is not in `INPUTS`.
+    """
 
     function: Callable[..., Tensor]
-    """Maps ScoredResponses to advantages float[T], new, or float[N]; its options are keyword-only, with defaults."""
-    needs: frozenset[str] = frozenset()
-    """The optional fields of ScoredResponses that it cannot do without: keys of `INPUTS`."""
+    """Advantages float[T], new, or float[N], from `INPUTS`; its options are keyword-only, with defaults."""
     smallest_group: int = 1
     """Responses to each prompt at least: 2 where they are compared with each other."""
-    reads_kl: bool = True
-    """Whether `token_rewards`, in which a KL may be, change the advantages."""
     of_response: bool = False
     """Whether it gives each response one advantage for all of its tokens, float[N]."""
     whitened: bool = False
     """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
 
+    def __post_init__(self) -> None:
+        check_inputs(self.function, INPUTS)
+
     @property
-    def options(self) -> Mapping[str, Option]:
-        """Its options, by name."""
-        return options_of(self.function)
+    def needs(self) -> frozenset[str]:
+        """The inputs that a run may not have, and that it cannot do without."""
+        inputs = inputs_of(self.function).items()
+        return frozenset(name for name, is_needed in inputs if is_needed and INPUTS[name].source)
 
     @property
     def sources(self) -> frozenset[Source]:
         """Everything that a run must have for it."""
         return frozenset(source for name in self.needs if (source := INPUTS[name].source))
 
+    @property
+    def reads_token_rewards(self) -> bool:
+        """Whether rewards of single tokens, which a KL may be, change the advantages."""
+        return bool({"scores", "token_rewards"} & inputs_of(self.function).keys())
 
-def given(values: Tensor | None) -> Tensor:
-    """A field that an estimator names among its needs, and so has."""
-    assert values is not None, "a field that the estimator does not name among its needs"
-    return values
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """Its options, by name."""
+        return options_of(self.function)

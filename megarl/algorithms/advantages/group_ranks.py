@@ -3,38 +3,37 @@
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.estimator import ScoredResponses
 from megarl.algorithms.advantages.group_rewards import STD_EPSILON
+from megarl.algorithms.advantages.groups import Groups
 
 
-def grpo_pass_k(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
+def grpo_pass_k(scores: Tensor, prompts: Groups, *, normalize_by_std: bool = True) -> Tensor:
     """The best response of a group, relative to the second best; all others 0. Raises the chance that one is right.
 
     A_best = (r_best - r_second) / (std_g + 1e-6), std_g unbiased; without `normalize_by_std` not divided
     (arXiv:2503.19595, verl's form). If several are best, all advantages of the group are 0.
     """
-    groups, scores = scored.prompts, scored.scores
-    order = groups.ranked(scores)
-    best = groups.sizes.cumsum(0) - 1
+    order = prompts.ranked(scores)
+    best = prompts.sizes.cumsum(0) - 1
     leads = scores[order[best]] - scores[order[best - 1]]
     advantages = torch.zeros_like(scores)
-    advantages[order[best]] = leads / (groups.std(scores) + STD_EPSILON) if normalize_by_std else leads
+    advantages[order[best]] = leads / (prompts.std(scores) + STD_EPSILON) if normalize_by_std else leads
     return advantages
 
 
-def win_rate(scored: ScoredResponses) -> Tensor:
+def win_rate(scores: Tensor, prompts: Groups) -> Tensor:
     """How often a response beats one of its group, less 1/2: from -1/2 to 1/2.
 
     A_i = sum_j P(y_i beats y_j) / n - 1/2 over the n responses of the group, i itself among them; the greater score
     beats the smaller one, and equal ones each half (SPPO, arXiv:2405.00675, section 4: the win rate against the policy
     is estimated from its n samples).
     """
-    groups, order = scored.prompts, scored.prompts.ranked(scored.scores)
-    scores, of_group = scored.scores[order], groups.index[order]
-    differs = (scores[1:] != scores[:-1]) | (of_group[1:] != of_group[:-1])
+    order = prompts.ranked(scores)
+    ranked, of_group = scores[order], prompts.index[order]
+    differs = (ranked[1:] != ranked[:-1]) | (of_group[1:] != of_group[:-1])
     level = torch.cat([differs.new_zeros(1), differs]).cumsum(0)
     alike = level.bincount()
-    below = (alike.cumsum(0) - alike)[level] - groups.starts[of_group]
+    below = (alike.cumsum(0) - alike)[level] - prompts.starts[of_group]
     wins = torch.zeros_like(scores)
-    wins[order] = (below + 0.5 * alike[level]).double() / groups.sizes[of_group]
+    wins[order] = (below + 0.5 * alike[level]).double() / prompts.sizes[of_group]
     return wins - 0.5

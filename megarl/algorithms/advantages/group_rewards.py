@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms.advantages.estimator import ScoredResponses
 from megarl.algorithms.advantages.groups import Groups
+from megarl.algorithms.ragged import Ragged
 
 # Keeps the advantages of a group finite when its rewards are equal; verl's value.
 STD_EPSILON = 1e-6
@@ -17,23 +17,23 @@ def standardised(values: Tensor, groups: Groups, *, normalize_by_std: bool) -> T
     return centred / (groups.spread(groups.std(values)) + STD_EPSILON) if normalize_by_std else centred
 
 
-def grpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
+def grpo(scores: Tensor, prompts: Groups, *, normalize_by_std: bool = True) -> Tensor:
     """Scores relative to those of the other responses to the same prompt.
 
     A_i = (r_i - mean_g) / (std_g + 1e-6), mean and unbiased standard deviation (n - 1) over the group g of response
     i (DeepSeekMath, arXiv:2402.03300, section 4.1.2). Without `normalize_by_std` A_i = r_i - mean_g, as in Dr. GRPO
     (arXiv:2503.20783). verl gives the only response of a group its bare score; here such a group is refused.
     """
-    return standardised(scored.scores, scored.prompts, normalize_by_std=normalize_by_std)
+    return standardised(scores, prompts, normalize_by_std=normalize_by_std)
 
 
-def rloo(scored: ScoredResponses) -> Tensor:
+def rloo(scores: Tensor, prompts: Groups) -> Tensor:
     """Scores less the mean of those of the other responses to the same prompt, leaving the own one out.
 
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
     n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
     """
-    return leave_one_out(scored.scores, scored.prompts)
+    return leave_one_out(scores, prompts)
 
 
 def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
@@ -41,18 +41,18 @@ def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
     return groups.centred(values) * groups.spread(groups.sizes / (groups.sizes - 1))
 
 
-def opo(scored: ScoredResponses) -> Tensor:
+def opo(scores: Tensor, prompts: Groups, responses: Ragged) -> Tensor:
     """Scores less the baseline of least variance if the gradient of a response grows with its length.
 
     A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585).
     A response without trained tokens has no weight in it.
     """
-    groups, lengths = scored.prompts, scored.responses.lengths.double()
-    baselines = groups.sum(lengths * scored.scores) / groups.sum(lengths).clamp(min=1)
-    return scored.scores - groups.spread(baselines)
+    lengths = responses.lengths.double()
+    baselines = prompts.sum(lengths * scores) / prompts.sum(lengths).clamp(min=1)
+    return scores - prompts.spread(baselines)
 
 
-def gpg(scored: ScoredResponses) -> Tensor:
+def gpg(scores: Tensor, prompts: Groups) -> Tensor:
     """Scores less their group's mean, scaled up for the groups that teach nothing.
 
     A_i = alpha (r_i - mean_g) with alpha = N / (N - M), M the number of responses in groups of equal scores, whose
@@ -60,13 +60,13 @@ def gpg(scored: ScoredResponses) -> Tensor:
     responses of score 0 instead, which have a gradient like any other: the paper is followed. If all scores are equal,
     so are the advantages, 0.
     """
-    centred = scored.prompts.centred(scored.scores)
-    teaching = scored.prompts.sum(centred.abs()) > 0
-    alpha = len(centred) / scored.prompts.sizes[teaching].sum().clamp(min=1)
+    centred = prompts.centred(scores)
+    teaching = prompts.sum(centred.abs()) > 0
+    alpha = len(centred) / prompts.sizes[teaching].sum().clamp(min=1)
     return alpha * centred
 
 
-def max_rl(scored: ScoredResponses) -> Tensor:
+def max_rl(scores: Tensor, prompts: Groups) -> Tensor:
     """Scores relative to their group's mean: maximises the log of the expected score, not the score.
 
     A_i = (r_i - mean_g) / mean_g (MaxRL, arXiv:2602.02710): with rewards 0 and 1, prompts of pass rate p weigh 1 / p.
@@ -74,10 +74,10 @@ def max_rl(scored: ScoredResponses) -> Tensor:
 
     Raises UserError for a negative score: the log of its expectation need not exist.
     """
-    if bool((scored.scores < 0).any()):
+    if bool((scores < 0).any()):
         raise UserError(
-            f"algorithm.advantage=max_rl needs rewards of at least 0, but there is one of {float(scored.scores.min())}"
+            f"algorithm.advantage=max_rl needs rewards of at least 0, but there is one of {float(scores.min())}"
             ": use rewards from 0 to 1, and algorithm.kl_in=loss"
         )
-    means = scored.prompts.spread(scored.prompts.mean(scored.scores))
-    return torch.where(means > 0, scored.prompts.centred(scored.scores) / means, 0.0)
+    means = prompts.spread(prompts.mean(scores))
+    return torch.where(means > 0, prompts.centred(scores) / means, 0.0)

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.estimator import ScoredResponses, given
 from megarl.algorithms.advantages.group_rewards import leave_one_out
+from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.parts import ZeroToOne
-from megarl.algorithms.ragged import empty
+from megarl.algorithms.ragged import Ragged, empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
-def prime(scored: ScoredResponses, *, gamma: ZeroToOne = 1.0) -> Tensor:
+def prime(
+    scores: Tensor, process_rewards: Tensor, prompts: Groups, responses: Ragged, *, gamma: ZeroToOne = 1.0
+) -> Tensor:
     """Leave-one-out advantages of the outcome, and of the implicit process rewards that are still to come.
 
     A_t = sum_(s >= t) gamma^(s-t) (p_s - b_i) + r_i - sum_(j != i) r_j / (n - 1), where p_s = beta log(pi_rm / pi_ref)
@@ -19,25 +21,23 @@ def prime(scored: ScoredResponses, *, gamma: ZeroToOne = 1.0) -> Tensor:
     among those others. The code that came with the paper scales p_s by n / (n - 1), has the own mean in b_i and whitens
     the sum; the paper is followed.
     """
-    responses, groups, rewards = scored.responses, scored.prompts, given(scored.process_rewards)
-    means, present = responses.mean(rewards).double(), (responses.lengths > 0).double()
-    others = groups.spread(groups.sum(present)) - present
-    baselines = (groups.spread(groups.sum(means)) - means) / others.clamp(min=1)
-    baselines = baselines.to(rewards.dtype)
+    means, present = responses.mean(process_rewards).double(), (responses.lengths > 0).double()
+    others = prompts.spread(prompts.sum(present)) - present
+    baselines = (prompts.spread(prompts.sum(means)) - means) / others.clamp(min=1)
+    baselines = baselines.to(process_rewards.dtype)
 
     def centred(tokens: slice) -> Tensor:
-        return responses.spread_part(baselines, tokens).neg_().add_(rewards[tokens])
+        return responses.spread_part(baselines, tokens).neg_().add_(process_rewards[tokens])
 
-    outcomes = leave_one_out(scored.scores, groups).to(rewards.dtype)
+    outcomes = leave_one_out(scores, prompts).to(process_rewards.dtype)
     return responses.add_(suffix_sums(centred, responses, gamma), outcomes)
 
 
-def distillation(scored: ScoredResponses) -> Tensor:
+def distillation(teacher_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Advantages from a teacher: A_t = log pi_teacher - log pi_old, the negative of the reverse KL's estimate.
 
     On-policy distillation (arXiv:2306.13649 with the reverse KL; the discount is 0, so a token answers for itself
     alone). Rewards change nothing: they have no scale in nats, so adding them would hide a coefficient; they are
     recorded all the same, as the measure of what the student learns.
     """
-    teacher, policy = given(scored.teacher_log_probs), given(scored.old_log_probs)
-    return torch.sub(teacher, policy, out=empty(len(policy), policy))
+    return torch.sub(teacher_log_probs, old_log_probs, out=empty(len(old_log_probs), old_log_probs))

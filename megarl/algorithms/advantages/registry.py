@@ -9,41 +9,38 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.advantages import group_ranks, group_rewards, process_rewards, returns, whitening
-from megarl.algorithms.advantages.estimator import INPUTS, Estimator, ScoredResponses, Source, given
+from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Source
+from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 from megarl.algorithms.advantages.whitening import whiten_
 from megarl.algorithms.finite import check_finite
-from megarl.algorithms.parts import lookup
-from megarl.algorithms.ragged import empty
+from megarl.algorithms.parts import call, inputs_of, lookup
+from megarl.algorithms.ragged import Ragged, empty
 
 ADVANTAGES: Mapping[str, Estimator] = {
-    "gae": Estimator(returns.gae, needs=frozenset({"values"}), whitened=True),
+    "gae": Estimator(returns.gae, whitened=True),
     "grpo": Estimator(group_rewards.grpo, smallest_group=2, of_response=True),
     "rloo": Estimator(group_rewards.rloo, smallest_group=2, of_response=True),
     "reinforce_plus_plus": Estimator(returns.reinforce_plus_plus, whitened=True),
     "reinforce_plus_plus_baseline": Estimator(
         whitening.reinforce_plus_plus_baseline, smallest_group=2, of_response=True
     ),
-    "remax": Estimator(returns.remax, needs=frozenset({"baseline_rewards"})),
+    "remax": Estimator(returns.remax),
     "opo": Estimator(group_rewards.opo, smallest_group=2, of_response=True),
     "gpg": Estimator(group_rewards.gpg, smallest_group=2, of_response=True),
     "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2, of_response=True),
-    "gdpo": Estimator(whitening.gdpo, needs=frozenset({"parts"}), smallest_group=2, reads_kl=False, of_response=True),
+    "gdpo": Estimator(whitening.gdpo, smallest_group=2, of_response=True),
     "max_rl": Estimator(group_rewards.max_rl, smallest_group=2, of_response=True),
-    "prime": Estimator(process_rewards.prime, needs=frozenset({"process_rewards"}), smallest_group=2),
-    "optimal_token_baseline": Estimator(
-        optimal_token_baseline, needs=frozenset({"old_log_probs", "probability_squares"})
-    ),
+    "prime": Estimator(process_rewards.prime, smallest_group=2),
+    "optimal_token_baseline": Estimator(optimal_token_baseline),
     "win_rate": Estimator(group_ranks.win_rate, smallest_group=2, of_response=True),
-    "distillation": Estimator(
-        process_rewards.distillation, needs=frozenset({"old_log_probs", "teacher_log_probs"}), reads_kl=False
-    ),
+    "distillation": Estimator(process_rewards.distillation),
 }
 
 
 def estimate(
     name: str,
-    scored: ScoredResponses,
+    inputs: Mapping[str, Any],
     options: Mapping[str, Any] = MappingProxyType({}),
     describe: Callable[[int], str] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -51,47 +48,59 @@ def estimate(
 
     See `estimate_compact`.
     """
-    advantages, targets = estimate_compact(name, scored, options, describe)
-    return scored.responses.spread(advantages) if ADVANTAGES[name].of_response else advantages, targets
+    advantages, targets = estimate_compact(name, inputs, options, describe)
+    return inputs["responses"].spread(advantages) if ADVANTAGES[name].of_response else advantages, targets
 
 
 def estimate_compact(
     name: str,
-    scored: ScoredResponses,
+    inputs: Mapping[str, Any],
     options: Mapping[str, Any] = MappingProxyType({}),
     describe: Callable[[int], str] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `estimate`, but with one advantage for each response, float[N], where the estimator is `of_response`.
 
+    `inputs` are those of `INPUTS` that are known, `responses`, `groups` and `rewards` among them, without what is made
+    of others; None stands for what is not known.
+
     A critic learns the return at each token, R_t = A_t + V_t of the advantages before whitening, float[T], as in PPO
     for language models (arXiv:2203.02155) and verl. Without a critic there is none.
 
-    `describe` is what messages call the i-th response. Raises UserError for a name that is not known, a field that the
+    `describe` is what messages call the i-th response. Raises UserError for a name that is not known, an input that the
     estimator needs and the run does not have, no trained token at all, a group smaller than the estimator can do
     with, and a value that is not a finite number.
     """
     estimator = lookup(ADVANTAGES, "algorithm.advantage", name)
-    _check_complete(name, estimator, scored)
-    _check_numbers(scored, describe or (lambda i: f"response {i} to prompt {int(scored.groups[i])}"))
-    advantages = estimator.function(scored, **options)
+    prompts = Groups.of(inputs["groups"])
+    _check_complete(name, estimator, inputs, prompts)
+    _check_numbers(inputs, describe or (lambda i: f"response {i} to prompt {int(inputs['groups'][i])}"))
+    made: dict[str, Any] = {"prompts": prompts}
+    if "scores" in inputs_of(estimator.function):
+        made["scores"] = call(_scores, inputs)
+    advantages = call(estimator.function, {**inputs, **made}, **options)
     targets = None
     if estimator.of_response:
-        return advantages.to(scored.rewards.dtype), targets
+        return advantages.to(inputs["rewards"].dtype), targets
     if Source.CRITIC in estimator.sources:
-        targets = torch.add(advantages, given(scored.values), out=empty(len(advantages), advantages))
+        targets = torch.add(advantages, inputs["values"], out=empty(len(advantages), advantages))
     return whiten_(advantages) if estimator.whitened else advantages, targets
 
 
-def _check_complete(name: str, estimator: Estimator, scored: ScoredResponses) -> None:
+def _scores(rewards: Tensor, responses: Ragged, token_rewards: Tensor | None = None) -> Tensor:
+    scores = rewards.double()
+    return scores if token_rewards is None else scores + responses.sum(token_rewards)
+
+
+def _check_complete(name: str, estimator: Estimator, inputs: Mapping[str, Any], prompts: Groups) -> None:
     for field in sorted(estimator.needs):
-        if not _present(getattr(scored, field)):
+        if not _present(inputs.get(field)):
             raise UserError(
                 f"algorithm.advantage={name} needs {_source(field)}, which this run does not have: configure it, "
                 "or choose another advantage"
             )
-    if not scored.responses.tokens:
+    if not inputs["responses"].tokens:
         raise UserError("no response of this step has a token to train on: check the rollout and the reward function")
-    if int(scored.prompts.sizes.min()) < estimator.smallest_group:
+    if int(prompts.sizes.min()) < estimator.smallest_group:
         raise UserError(
             f"algorithm.advantage={name} compares the responses to one prompt with each other, but a prompt has only "
             "one response: raise loop.samples_per_prompt to at least 2 (with reward.on_error=drop, failed rewards make "
@@ -99,17 +108,14 @@ def _check_complete(name: str, estimator: Estimator, scored: ScoredResponses) ->
         )
 
 
-def _check_numbers(scored: ScoredResponses, describe: Callable[[int], str]) -> None:
+def _check_numbers(inputs: Mapping[str, Any], describe: Callable[[int], str]) -> None:
     for field, each in INPUTS.items():
-        values, responses = getattr(scored, field), scored.responses if each.per_token else None
-        named = (
-            {f"{each.word} {name!r}": part for name, part in values.items()}
-            if field == "parts"
-            else {each.word: values}
-        )
-        for what, numbers in named.items():
-            if numbers is not None:
-                check_finite(what, numbers, describe, responses)
+        values, responses = inputs.get(field), inputs["responses"] if each.per_token else None
+        if each.word is None or values is None:
+            continue
+        named = values.items() if field == "parts" else [(None, values)]
+        for part, numbers in named:
+            check_finite(each.word if part is None else f"{each.word} {part!r}", numbers, describe, responses)
 
 
 def _present(field: Tensor | Mapping[str, Tensor] | None) -> bool:

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.estimator import ScoredResponses, given
+from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.advantages.returns import returns_to_go
+from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.recurrence import prefix_sums
 
 # Keeps the baseline finite where no token of the group was in doubt; verl's value.
@@ -16,7 +17,15 @@ _WEIGHT_EPSILON = 1e-8
 _LOG2_E = 1 / math.log(2)
 
 
-def optimal_token_baseline(scored: ScoredResponses) -> Tensor:
+def optimal_token_baseline(
+    rewards: Tensor,
+    old_log_probs: Tensor,
+    probability_squares: Tensor,
+    prompts: Groups,
+    responses: Ragged,
+    token_rewards: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> Tensor:
     """Returns less, at every token, the group's mean of the returns there, weighted by the gradients so far.
 
     A_it = G_it - B_t, B_t = sum_j G_jt W_jt / (sum_j W_jt + 1e-8) over the responses of the group that have a t-th
@@ -26,22 +35,25 @@ def optimal_token_baseline(scored: ScoredResponses) -> Tensor:
     This is verl's optimal token baseline (docs/algo/otb.md), in its multi-turn form: t counts the trained tokens, so
     that over single turns both are the same, and tools' outputs shift nothing over several.
     """
-    responses, lengths = scored.responses, scored.responses.lengths.tolist()
-    weights = prefix_sums(partial(_gradient_squares, scored), responses).split(lengths)
-    returns = returns_to_go(scored)
+    lengths = responses.lengths.tolist()
+    squares = partial(_gradient_squares, old_log_probs, probability_squares, importance_weights)
+    weights = prefix_sums(squares, responses).split(lengths)
+    returns = returns_to_go(rewards, responses, token_rewards)
     of_returns = returns.split(lengths)
-    for group in scored.prompts.ranked(responses.lengths).split(scored.prompts.sizes.tolist()):
+    for group in prompts.ranked(responses.lengths).split(prompts.sizes.tolist()):
         _subtract_baseline_([(of_returns[i], weights[i]) for i in group.tolist()])
     return returns
 
 
-def _gradient_squares(scored: ScoredResponses, tokens: slice) -> Tensor:
+def _gradient_squares(
+    old_log_probs: Tensor, probability_squares: Tensor, importance_weights: Tensor | None, tokens: slice
+) -> Tensor:
     """w of some tokens, new."""
     # 2^(x log2 e), since exp takes four times as long; nothing of the digits of 1 - 2 pi is lost by it.
-    squares = torch.mul(given(scored.old_log_probs)[tokens], _LOG2_E).exp2_()
-    torch.sub(given(scored.probability_squares)[tokens], squares, alpha=2, out=squares).add_(1)
-    if scored.importance_weights is not None:
-        squares.mul_(scored.importance_weights[tokens]).mul_(scored.importance_weights[tokens])
+    squares = torch.mul(old_log_probs[tokens], _LOG2_E).exp2_()
+    torch.sub(probability_squares[tokens], squares, alpha=2, out=squares).add_(1)
+    if importance_weights is not None:
+        squares.mul_(importance_weights[tokens]).mul_(importance_weights[tokens])
     return squares
 
 

@@ -1,10 +1,13 @@
 """Advantages of a whole batch brought to mean 0 and variance 1 over its tokens, and the estimators defined by that."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.estimator import ScoredResponses
 from megarl.algorithms.advantages.group_rewards import standardised
+from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.ragged import Ragged
 
 # Added to the variance; verl's value.
@@ -38,16 +41,24 @@ def whitened_by_token(values: Tensor, responses: Ragged) -> Tensor:
     return centred * torch.rsqrt(variance + _VARIANCE_EPSILON)
 
 
-def reinforce_plus_plus_baseline(scored: ScoredResponses) -> Tensor:
+def reinforce_plus_plus_baseline(scores: Tensor, prompts: Groups, responses: Ragged) -> Tensor:
     """Scores less their group's mean, whitened over the tokens of the batch.
 
     A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
     (REINFORCE++ with baseline, arXiv:2501.03262, section 3.2).
     """
-    return whitened_by_token(scored.prompts.centred(scored.scores), scored.responses)
+    return whitened_by_token(prompts.centred(scores), responses)
 
 
-def gdpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
+def gdpo(
+    parts: Mapping[str, Tensor],
+    prompts: Groups,
+    responses: Ragged,
+    part_weights: Mapping[str, float] = MappingProxyType({}),
+    penalties: Tensor | None = None,
+    *,
+    normalize_by_std: bool = True,
+) -> Tensor:
     """Several rewards, each normalised within its group by itself, so that none drowns the others.
 
     A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6) + q_i - mean_gq) over the named rewards k with the weights
@@ -58,12 +69,12 @@ def gdpo(scored: ScoredResponses, *, normalize_by_std: bool = True) -> Tensor:
 
     The whitening over tokens is verl's; the paper's is over responses, where long ones weigh no more than short ones.
     """
-    total = torch.zeros_like(scored.scores)
-    for name, part in scored.parts.items():
-        weight = scored.part_weights.get(name, 1.0)
+    total = torch.zeros_like(prompts.index, dtype=torch.float64)
+    for name, part in parts.items():
+        weight = part_weights.get(name, 1.0)
         if weight:
             bare = part.double() / weight
-            total += weight * standardised(bare, scored.prompts, normalize_by_std=normalize_by_std)
-    if scored.penalties is not None:
-        total += scored.prompts.centred(scored.penalties.double())
-    return whitened_by_token(total, scored.responses)
+            total += weight * standardised(bare, prompts, normalize_by_std=normalize_by_std)
+    if penalties is not None:
+        total += prompts.centred(penalties.double())
+    return whitened_by_token(total, responses)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.parts import Positive, Share
-from megarl.algorithms.policy_losses.policy_loss import Tokens
 from megarl.algorithms.policy_losses.ratios import bounded_exp
 
 
@@ -19,7 +18,9 @@ def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def select_clip_cov(
-    tokens: Tokens,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     generator: torch.Generator,
     *,
     clip_low: Share = 0.2,
@@ -33,20 +34,20 @@ def select_clip_cov(
     Clip-Cov (arXiv:2505.22617, equation 11): bool[T], at least one token if any qualifies. A token that the clip of
     the ratio already cuts off does not qualify.
     """
-    values = covariances(tokens.log_probs, tokens.advantages)
-    ratio = bounded_exp(tokens.log_probs - tokens.old_log_probs)
-    cut_off = ((tokens.advantages > 0) & (ratio > 1 + clip_high)) | ((tokens.advantages < 0) & (ratio < 1 - clip_low))
+    values = covariances(log_probs, advantages)
+    ratio = bounded_exp(log_probs - old_log_probs)
+    cut_off = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     candidates = ((values > covariance_low) & (values < covariance_high) & ~cut_off).nonzero().squeeze(1)
     order = torch.randperm(len(candidates), generator=generator).to(candidates.device)
     return _marked(candidates[order[: _count(covariance_fraction, values)]], values)
 
 
-def select_kl_cov(tokens: Tokens, generator: torch.Generator, *, covariance_fraction: Share = 2e-4) -> Tensor:  # noqa: ARG001
+def select_kl_cov(log_probs: Tensor, advantages: Tensor, *, covariance_fraction: Share = 2e-4) -> Tensor:
     """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
 
     KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is drawn.
     """
-    values = covariances(tokens.log_probs, tokens.advantages)
+    values = covariances(log_probs, advantages)
     order = values.argsort(descending=True, stable=True)
     return _marked(order[: _count(covariance_fraction, values)], values)
 

@@ -8,28 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parts import Option, options_of
-from megarl.algorithms.ragged import Ragged
+from megarl.algorithms.parts import Option, call, check_inputs, inputs_of, options_of
 
+INPUTS: Mapping[str, str] = {
+    "log_probs": "float[T]: under the policy, differentiable; all others are constants",
+    "old_log_probs": "float[T]: under the policy that ratios are to: before the step's first update, or as sampled",
+    "reference_log_probs": "float[T]: under the reference, which a run keeps for a loss that names it",
+    "advantages": "float[T]",
+    "responses": "Ragged: how the T trained tokens are those of N responses, end to end",
+}
+"""Inputs of a ratio, a surrogate and a selection; each names those that it reads as its parameters."""
 
-@dataclass(frozen=True)
-class Tokens:
-    """Input of a policy loss: the T trained tokens of N responses, end to end. All but `log_probs` are constants.
-
-    Example: Tokens(torch.zeros(3), torch.zeros(3), torch.tensor([0.5, 0.5, -0.5]), Ragged(torch.tensor([2, 1])))
-    """
-
-    log_probs: Tensor
-    """[T]: under the policy, differentiable."""
-    old_log_probs: Tensor
-    """[T]: under the policy that ratios are to: before the step's first update, or as the engine sampled."""
-    advantages: Tensor
-    """[T]"""
-    ragged: Ragged
-    reference_log_probs: Tensor | None = None
-    """[T]: under the reference, for the losses with `needs_reference`."""
-    chosen: Tensor | None = None
-    """bool[T]: what the loss's selection chose, for the losses with one."""
+_OF_SELECTION = {**INPUTS, "generator": "torch.Generator: seeded by the step"}
+_OF_SURROGATE = {**INPUTS, "log_ratio": "float[T]: of the ratio", "chosen": "bool[T]: by the selection, where one is"}
 
 
 @dataclass(frozen=True)
@@ -42,33 +33,49 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A ratio and a surrogate; the aggregation follows, as weights on the tokens."""
+    """A ratio and a surrogate; the aggregation follows, as weights on the tokens.
 
-    ratio: Callable[[Tokens], Tensor]
-    """The log-ratio of every token [T]."""
+    Raises TypeError for a function with an input that there is not.
+    """
+
+    ratio: Callable[..., Tensor]
+    """The log-ratio of every token [T], from `INPUTS`."""
     surrogate: Callable[..., TokenLoss]
-    """(log_ratio[T], tokens, *, options) -> TokenLoss; the options are keyword-only, with defaults."""
+    """The loss of every token, from `INPUTS`, `log_ratio` and `chosen`; its options are keyword-only, with defaults."""
     of_response: bool = False
     """There is one ratio for all tokens of a response: the loss is defined for the mean over responses of the mean
     over their tokens."""
-    has_ratio: bool = True
-    """False for a loss that takes every token for one of the present policy's own."""
     acts_on_policy: bool = False
     """It differs from the policy gradient where the policy is still the one that ratios are to."""
-    needs_reference: bool = False
-    """It reads `reference_log_probs`."""
     selection: Callable[..., Tensor] | None = None
-    """(tokens, generator, *, options) -> bool[T]: which of all the trained tokens of an optimizer step the loss treats
-    apart; it then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
+    """bool[T], from `INPUTS` and `generator`: which of all the trained tokens of an optimizer step the loss treats
+    apart; the surrogate then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
 
-    def __call__(self, tokens: Tokens, options: Mapping[str, Any]) -> TokenLoss:
-        """The loss of every token, with the `options` that the surrogate names."""
-        return self.surrogate(self.ratio(tokens), tokens, **_of(self.surrogate, options))
+    def __post_init__(self) -> None:
+        check_inputs(self.ratio, INPUTS)
+        check_inputs(self.surrogate, _OF_SURROGATE)
+        if self.selection is not None:
+            check_inputs(self.selection, _OF_SELECTION)
 
-    def select(self, tokens: Tokens, generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
-        """Tokens that `selection` chooses, with the `options` that it names."""
+    def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> TokenLoss:
+        """The loss of every token, from those of the `inputs` and the `options` that the two functions name."""
+        log_ratio = call(self.ratio, inputs)
+        return call(self.surrogate, {**inputs, "log_ratio": log_ratio}, **_of(self.surrogate, options))
+
+    def select(self, inputs: Mapping[str, Any], generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
+        """Tokens that `selection` chooses, from those of the `inputs` and the `options` that it names."""
         assert self.selection is not None, "a loss without a selection"
-        return self.selection(tokens, generator, **_of(self.selection, options))
+        return call(self.selection, {**inputs, "generator": generator}, **_of(self.selection, options))
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether it compares the policy with another one, not taking every token for one of its own."""
+        return bool({"old_log_probs", "reference_log_probs"} & inputs_of(self.ratio, self.surrogate).keys())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the reference's log-probs."""
+        return "reference_log_probs" in inputs_of(self.ratio, self.surrogate)
 
     @cached_property
     def options(self) -> Mapping[str, Option]:

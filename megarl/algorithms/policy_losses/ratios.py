@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import LARGEST_LOG_RATIO
 from megarl.algorithms.metrics import BinCounts
-from megarl.algorithms.policy_losses.policy_loss import Tokens
+from megarl.algorithms.ragged import Ragged
 
 _LOG_RATIOS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 RATIO_EDGES = tuple(math.exp(x) for x in (*(-x for x in reversed(_LOG_RATIOS)), *_LOG_RATIOS))
@@ -24,12 +24,12 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def of_token(tokens: Tokens) -> Tensor:
+def of_token(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """log(pi / pi_old) of every token: PPO (arXiv:1707.06347, equation 6)."""
-    return tokens.log_probs - tokens.old_log_probs
+    return log_probs - old_log_probs
 
 
-def of_response(tokens: Tokens) -> Tensor:
+def of_response(log_probs: Tensor, old_log_probs: Tensor, responses: Ragged) -> Tensor:
     """The mean log-ratio of the response, with the gradient of the token's own log-prob.
 
     log s_it = sg[mean_t log(pi / pi_old)] + log pi - sg[log pi]: GSPO in the form for tokens (arXiv:2507.18071,
@@ -37,20 +37,19 @@ def of_response(tokens: Tokens) -> Tensor:
     those of its equation 5.
     """
     # Sums over thousands of tokens keep their digits in float64.
-    mean = tokens.ragged.mean((tokens.log_probs - tokens.old_log_probs).detach().double())
-    return tokens.ragged.spread(mean).to(tokens.log_probs.dtype) + (tokens.log_probs - tokens.log_probs.detach())
+    mean = responses.mean((log_probs - old_log_probs).detach().double())
+    return responses.spread(mean).to(log_probs.dtype) + (log_probs - log_probs.detach())
 
 
-def of_response_to_reference(tokens: Tokens) -> Tensor:
+def of_response_to_reference(log_probs: Tensor, reference_log_probs: Tensor, responses: Ragged) -> Tensor:
     """log(pi(response) / pi_ref(response)), the sum over the response, at each of its tokens: SPPO, SPIN, DPO."""
-    assert tokens.reference_log_probs is not None
-    difference = tokens.ragged.sum((tokens.log_probs - tokens.reference_log_probs).double())
-    return tokens.ragged.spread(difference).to(tokens.log_probs.dtype)
+    difference = responses.sum((log_probs - reference_log_probs).double())
+    return responses.spread(difference).to(log_probs.dtype)
 
 
-def none(tokens: Tokens) -> Tensor:
+def none(log_probs: Tensor) -> Tensor:
     """0: the policy is taken for the one that sampled."""
-    return torch.zeros_like(tokens.old_log_probs)
+    return torch.zeros_like(log_probs)
 
 
 def ratio_counts(log_ratios: Tensor) -> BinCounts:

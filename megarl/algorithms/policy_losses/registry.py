@@ -17,13 +17,12 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
         ratios.of_token, surrogates.clip_cov_loss, acts_on_policy=True, selection=covariance.select_clip_cov
     ),
     "kl_cov": PolicyLoss(ratios.of_token, surrogates.kl_cov_loss, selection=covariance.select_kl_cov),
-    "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood, has_ratio=False),
+    "policy_gradient": PolicyLoss(ratios.none, surrogates.likelihood),
     "dro": PolicyLoss(ratios.of_token, surrogates.regularised_likelihood),
     "sppo": PolicyLoss(
         ratios.of_response_to_reference,
         surrogates.squared_to_advantage,
         of_response=True,
         acts_on_policy=True,
-        needs_reference=True,
     ),
 }

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.parts import AboveOne, NotNegative, Positive, Share
-from megarl.algorithms.policy_losses.policy_loss import TokenLoss, Tokens
+from megarl.algorithms.policy_losses.policy_loss import TokenLoss
 from megarl.algorithms.policy_losses.ratios import bounded_exp
+from megarl.algorithms.ragged import Ragged
 
 
 def clipped(
     log_ratio: Tensor,
-    tokens: Tokens,
+    advantages: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: Positive = 0.2,
@@ -28,7 +29,7 @@ def clipped(
     that of arXiv:1912.09729, off unless it is set, since it is in neither paper. Metrics: the tokens whose
     gradient a bound cuts off, as 0 or 1.
     """
-    ratio, advantages = bounded_exp(log_ratio), tokens.advantages
+    ratio = bounded_exp(log_ratio)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     metrics = _clip_metrics(ratio > 1 + clip_high, ratio < 1 - clip_low, advantages)
     if dual_clip is not None:
@@ -37,7 +38,9 @@ def clipped(
     return TokenLoss(loss, metrics)
 
 
-def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: Share = 0.2, clip_high: Positive = 0.2) -> TokenLoss:
+def geometric_mean(
+    log_ratio: Tensor, advantages: Tensor, responses: Ragged, *, clip_low: Share = 0.2, clip_high: Positive = 0.2
+) -> TokenLoss:
     """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
 
     GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by
@@ -45,20 +48,20 @@ def geometric_mean(log_ratio: Tensor, tokens: Tokens, *, clip_low: Share = 0.2, 
     was cut; here it is at each token of the response, and the aggregation seq_mean_token_mean makes it the paper's
     mean over responses.
     """
-    sign = tokens.advantages.sign()
+    sign = advantages.sign()
     bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
-    ratio = tokens.ragged.spread(bounded_exp(tokens.ragged.mean(bounded.double()))).to(bounded.dtype)
-    metrics = _clip_metrics(log_ratio > clip_high, log_ratio < -clip_low, tokens.advantages)
-    return TokenLoss(-tokens.advantages * ratio, metrics)
+    ratio = responses.spread(bounded_exp(responses.mean(bounded.double()))).to(bounded.dtype)
+    metrics = _clip_metrics(log_ratio > clip_high, log_ratio < -clip_low, advantages)
+    return TokenLoss(-advantages * ratio, metrics)
 
 
-def likelihood(log_ratio: Tensor, tokens: Tokens) -> TokenLoss:
+def likelihood(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> TokenLoss:
     """-A sg[r] log pi: the policy gradient (Williams 1992), off-policy if there is a ratio."""
-    return _weighted_likelihood(bounded_exp(log_ratio), tokens, {})
+    return _weighted_likelihood(bounded_exp(log_ratio), log_probs, advantages, {})
 
 
 def clipped_likelihood(
-    log_ratio: Tensor, tokens: Tokens, *, clip_low: Share = 0.2, clip_high: Positive = 0.2
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, clip_low: Share = 0.2, clip_high: Positive = 0.2
 ) -> TokenLoss:
     """-A sg[clamp(r, 1 - clip_low, 1 + clip_high)] log pi: CISPO (arXiv:2506.13585, equation 4).
 
@@ -66,21 +69,25 @@ def clipped_likelihood(
     """
     ratio = bounded_exp(log_ratio)
     metrics = _clip_metrics(ratio > 1 + clip_high, ratio < 1 - clip_low, None)
-    return _weighted_likelihood(ratio.clamp(1 - clip_low, 1 + clip_high), tokens, metrics)
+    return _weighted_likelihood(ratio.clamp(1 - clip_low, 1 + clip_high), log_probs, advantages, metrics)
 
 
 def gated(
-    log_ratio: Tensor, tokens: Tokens, *, temperature_positive: Positive = 1.0, temperature_negative: Positive = 1.05
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    temperature_positive: Positive = 1.0,
+    temperature_negative: Positive = 1.05,
 ) -> TokenLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
 
     The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
     configuration's to say.
     """
-    temperature = torch.full_like(tokens.advantages, temperature_negative)
-    temperature = temperature.masked_fill(tokens.advantages > 0, temperature_positive)
+    temperature = torch.full_like(advantages, temperature_negative)
+    temperature = temperature.masked_fill(advantages > 0, temperature_positive)
     gate = torch.sigmoid(temperature * (bounded_exp(log_ratio) - 1)) * 4 / temperature
-    return TokenLoss(-tokens.advantages * gate, {})
+    return TokenLoss(-advantages * gate, {})
 
 
 def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., TokenLoss]:
@@ -95,21 +102,23 @@ def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callabl
 
     def surrogate(
         log_ratio: Tensor,
-        tokens: Tokens,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
         *,
         clip_low: Share = 0.2,
         clip_high: Positive = 0.2,
         ratio_cap: Positive = 20.0,
     ) -> TokenLoss:
-        log_probs, old = tokens.log_probs.detach(), tokens.old_log_probs
-        distance, positive = divergence(log_probs, old), tokens.advantages > 0
-        above = positive & (log_probs > old) & (distance > clip_high)
-        below = ~positive & (log_probs < old) & (distance > clip_low)
+        present, positive = log_probs.detach(), advantages > 0
+        distance = divergence(present, old_log_probs)
+        above = positive & (present > old_log_probs) & (distance > clip_high)
+        below = ~positive & (present < old_log_probs) & (distance > clip_low)
         ratio = bounded_exp(log_ratio)
         metrics = _clip_metrics(above, below, None)
         metrics["policy/ratio_capped"] = (ratio > ratio_cap).float()
         weight = ratio.clamp(max=ratio_cap).masked_fill(above | below, 0)
-        return _weighted_likelihood(weight, tokens, metrics)
+        return _weighted_likelihood(weight, log_probs, advantages, metrics)
 
     return surrogate
 
@@ -129,44 +138,47 @@ def binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 def clip_cov_loss(
     log_ratio: Tensor,
-    tokens: Tokens,
+    advantages: Tensor,
+    chosen: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: Positive = 0.2,
     dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
     """`clipped`, and no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
-    assert tokens.chosen is not None
-    result = clipped(log_ratio, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    metrics = {**result.metrics, "policy/chosen_fraction": tokens.chosen.float()}
-    return TokenLoss(result.loss.masked_fill(tokens.chosen, 0), metrics)
+    result = clipped(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    metrics = {**result.metrics, "policy/chosen_fraction": chosen.float()}
+    return TokenLoss(result.loss.masked_fill(chosen, 0), metrics)
 
 
-def kl_cov_loss(log_ratio: Tensor, tokens: Tokens, *, covariance_kl_coefficient: NotNegative = 1.0) -> TokenLoss:
+def kl_cov_loss(
+    log_ratio: Tensor, advantages: Tensor, chosen: Tensor, *, covariance_kl_coefficient: NotNegative = 1.0
+) -> TokenLoss:
     """-A r, and at the chosen tokens + covariance_kl_coefficient |log r|: KL-Cov (arXiv:2505.22617, equation 14)."""
-    assert tokens.chosen is not None
-    held = covariance_kl_coefficient * log_ratio.abs() * tokens.chosen
-    return TokenLoss(
-        -tokens.advantages * bounded_exp(log_ratio) + held, {"policy/chosen_fraction": tokens.chosen.float()}
-    )
+    held = covariance_kl_coefficient * log_ratio.abs() * chosen
+    return TokenLoss(-advantages * bounded_exp(log_ratio) + held, {"policy/chosen_fraction": chosen.float()})
 
 
-def squared_to_advantage(log_ratio: Tensor, tokens: Tokens, *, eta: Positive = 1.0) -> TokenLoss:
+def squared_to_advantage(log_ratio: Tensor, advantages: Tensor, *, eta: Positive = 1.0) -> TokenLoss:
     """(log ratio - eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
 
     The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
     responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by eta A.
     """
-    return TokenLoss((log_ratio - eta * tokens.advantages).square(), {})
+    return TokenLoss((log_ratio - eta * advantages).square(), {})
 
 
-def regularised_likelihood(log_ratio: Tensor, tokens: Tokens, *, beta: Positive = 0.1) -> TokenLoss:
+def regularised_likelihood(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, beta: Positive = 0.1
+) -> TokenLoss:
     """-A log pi + beta / 2 (log r)^2: DRO's quadratic penalty in place of a clip (arXiv:2405.19107), per token."""
-    return TokenLoss(-tokens.advantages * tokens.log_probs + 0.5 * beta * log_ratio.square(), {})
+    return TokenLoss(-advantages * log_probs + 0.5 * beta * log_ratio.square(), {})
 
 
-def _weighted_likelihood(weight: Tensor, tokens: Tokens, metrics: Mapping[str, Tensor]) -> TokenLoss:
-    return TokenLoss(-tokens.advantages * weight.detach() * tokens.log_probs, metrics)
+def _weighted_likelihood(
+    weight: Tensor, log_probs: Tensor, advantages: Tensor, metrics: Mapping[str, Tensor]
+) -> TokenLoss:
+    return TokenLoss(-advantages * weight.detach() * log_probs, metrics)
 
 
 def _clip_metrics(above: Tensor, below: Tensor, advantages: Tensor | None) -> dict[str, Tensor]:

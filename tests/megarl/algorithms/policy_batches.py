@@ -40,6 +40,7 @@ def random_batch(
         "reference_log_probs": (log_probs + noise(spread)).clamp(max=-1e-3),
         "returns": noise(1.0),
         "old_values": noise(1.0),
+        "staleness": noise(2.0).abs().floor(),
     }
     fields = {name: values.masked_fill(~trained, float("nan")) for name, values in inside.items()}
     groups = torch.arange(len(lengths)) % 3

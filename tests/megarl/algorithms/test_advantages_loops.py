@@ -1,7 +1,8 @@
 """Every estimator against its formula in loops over float64."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from loop_reference_advantages import LOOPS, Options, Response, gae_returns
 from torch import Tensor
 
 from megarl.algorithms import recurrence
-from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
+from megarl.algorithms.advantages import ADVANTAGES, estimate
 from megarl.algorithms.ragged import Ragged
 
 TOKEN_FIELDS = (
@@ -29,7 +30,7 @@ REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0, 1.7])
 
 @dataclass
 class Case:
-    scored: ScoredResponses
+    inputs: dict[str, Any]
     loops: list[Response]
 
 
@@ -53,7 +54,14 @@ def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token
     groups, lengths, rewards = (torch.tensor(column) for column in zip(*rows, strict=True))
     tokens, count = int(lengths.sum()), len(rows)
     normal, uniform = (torch.randn(9, tokens, generator=generator), torch.rand(9, tokens, generator=generator))
-    fields = {
+    inputs = {
+        "responses": Ragged(lengths),
+        "groups": groups,
+        "rewards": rewards,
+        "parts": {"format": torch.rand(count, generator=generator).round() / 2, "answer": rewards},
+        "part_weights": {"format": 0.5},
+        "baseline_rewards": torch.rand(count, generator=generator),
+        "penalties": -torch.rand(count, generator=generator),
         # Quarters, so that scores which are equal on paper are so in every arithmetic; none below 0.
         "token_rewards": (uniform[0] * 4).floor() / 4 if with_token_rewards else None,
         "values": normal[1],
@@ -64,27 +72,21 @@ def build(by_group: dict[int, list[tuple[int, float]]], *, seed: int, with_token
         "process_rewards": normal[5] / 10,
         "teacher_log_probs": -uniform[6] * 3,
     }
-    parts = {"format": torch.rand(count, generator=generator).round() / 2, "answer": rewards}
-    weights = {"format": 0.5}
-    baselines = torch.rand(count, generator=generator)
-    fields["penalties"] = -torch.rand(count, generator=generator)
-    scored = ScoredResponses(Ragged(lengths), groups, rewards, parts, weights, baseline_rewards=baselines, **fields)
-    return Case(scored, as_loops(scored))
+    return Case(inputs, as_loops(inputs))
 
 
-def as_loops(scored: ScoredResponses) -> list[Response]:
-    lengths = scored.responses.lengths.tolist()
-    zeros = torch.zeros(scored.responses.tokens)
-    columns = {name: getattr(scored, name) for name in TOKEN_FIELDS}
+def as_loops(inputs: Mapping[str, Any]) -> list[Response]:
+    lengths = inputs["responses"].lengths.tolist()
+    zeros = torch.zeros(inputs["responses"].tokens)
+    columns = {name: inputs[name] for name in TOKEN_FIELDS}
     by_token = {name: (zeros if v is None else v).double().split(lengths) for name, v in columns.items()}
-    assert scored.baseline_rewards is not None
     return [
         Response(
-            group=int(scored.groups[i]),
-            reward=float(scored.rewards[i]),
-            baseline_reward=float(scored.baseline_rewards[i]),
-            parts={name: float(part[i]) for name, part in scored.parts.items()},
-            penalty=0.0 if scored.penalties is None else float(scored.penalties[i]),
+            group=int(inputs["groups"][i]),
+            reward=float(inputs["rewards"][i]),
+            baseline_reward=float(inputs["baseline_rewards"][i]),
+            parts={name: float(part[i]) for name, part in inputs["parts"].items()},
+            penalty=float(inputs["penalties"][i]),
             **{name: values[i].tolist() for name, values in by_token.items()},
         )
         for i in range(len(lengths))
@@ -103,7 +105,7 @@ def assert_equal_to_1e_6(actual: Tensor, expected: Tensor) -> None:
 
 def check(name: str, case: Case, options: Options) -> None:
     own = {option: getattr(options, option) for option in ADVANTAGES[name].options}
-    advantages, returns = estimate(name, case.scored, own)
+    advantages, returns = estimate(name, case.inputs, own)
     assert_equal_to_1e_6(advantages, flat(LOOPS[name](case.loops, options)))
     assert (returns is None) == (name != "gae")
     if returns is not None:
@@ -150,6 +152,6 @@ def test_equal_rewards_have_no_advantage_at_all(name: str) -> None:
     groups = torch.tensor([size for size in sizes for _ in range(size)])
     rewards = groups / 10
     lengths = torch.arange(len(groups)) % 5
-    scored = ScoredResponses(Ragged(lengths), groups, rewards, {"only": rewards})
-    advantages = estimate(name, scored)[0]
+    inputs = {"responses": Ragged(lengths), "groups": groups, "rewards": rewards, "parts": {"only": rewards}}
+    advantages = estimate(name, inputs)[0]
     assert advantages.tolist() == [0.0] * int(lengths.sum())

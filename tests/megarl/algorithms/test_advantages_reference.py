@@ -6,6 +6,7 @@ response without a trained token; singleton, one group of a single response), an
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
+from megarl.algorithms.advantages import ADVANTAGES, estimate
 from megarl.algorithms.ragged import Ragged
 
 CASES = ("plain", "multiturn", "fullymasked", "singleton")
@@ -53,7 +54,7 @@ def reference() -> dict[str, Tensor]:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
-def scored(case: str, variant: str, *, reward_on_tokens: bool) -> tuple[ScoredResponses, Tensor]:
+def inputs_of_verl(case: str, variant: str, *, reward_on_tokens: bool) -> tuple[dict[str, Any], Tensor]:
     """verl's inputs without what is masked, and without the group of one if it would be refused; its tokens [T]."""
     inputs = {name.split("/")[2]: v for name, v in reference().items() if name.startswith(f"{case}/in/")}
     groups, mask = inputs["index"].long(), inputs["response_mask"]
@@ -69,18 +70,18 @@ def scored(case: str, variant: str, *, reward_on_tokens: bool) -> tuple[ScoredRe
     rewards = inputs["token_level_rewards"]
     on_tokens = rewards * mask if reward_on_tokens else torch.zeros_like(rewards)
     of_responses = (rewards - on_tokens).sum(1)[kept]
-    result = ScoredResponses(
-        Ragged(tokens.sum(1)[kept]),
-        groups[kept],
-        of_responses,
-        {"only": rewards.sum(1)[kept]},
-        token_rewards=on_tokens[tokens] if reward_on_tokens else None,
-        values=of_tokens("values"),
-        baseline_rewards=inputs["reward_baselines"][kept],
-        old_log_probs=of_tokens("old_log_prob"),
-        probability_squares=of_tokens("sum_pi_squared"),
-        importance_weights=of_tokens("rollout_is_weights") if variant.endswith("is1") else None,
-    )
+    result = {
+        "responses": Ragged(tokens.sum(1)[kept]),
+        "groups": groups[kept],
+        "rewards": of_responses,
+        "parts": {"only": rewards.sum(1)[kept]},
+        "token_rewards": on_tokens[tokens] if reward_on_tokens else None,
+        "values": of_tokens("values"),
+        "baseline_rewards": inputs["reward_baselines"][kept],
+        "old_log_probs": of_tokens("old_log_prob"),
+        "probability_squares": of_tokens("sum_pi_squared"),
+        "importance_weights": of_tokens("rollout_is_weights") if variant.endswith("is1") else None,
+    }
     return result, kept[:, None].expand_as(mask)[mask]
 
 
@@ -108,7 +109,7 @@ def test_the_values_of_verl(case: str, variant: str, reward_on_tokens: bool) -> 
     if case == "singleton" and variant.startswith("grpo_passk"):
         pytest.skip("it refuses the case, as we do")
     name, options = VARIANTS[variant]
-    given, tokens = scored(case, variant, reward_on_tokens=reward_on_tokens)
+    given, tokens = inputs_of_verl(case, variant, reward_on_tokens=reward_on_tokens)
     ours, returns = estimate(name, given, options)
     theirs = reference()[f"{case}/adv/{variant}/advantages"][tokens]
     torch.testing.assert_close(compared(case, variant, ours), compared(case, variant, theirs), rtol=1e-6, atol=1e-6)
@@ -119,14 +120,15 @@ def test_the_values_of_verl(case: str, variant: str, reward_on_tokens: bool) -> 
 
 @pytest.mark.parametrize("case", CASES)
 def test_where_we_leave_verl_gpg_counts_the_responses_that_teach_nothing(case: str) -> None:
-    given, tokens = scored(case, "gpg", reward_on_tokens=False)
+    given, tokens = inputs_of_verl(case, "gpg", reward_on_tokens=False)
     centred = estimate("grpo", given, {"normalize_by_std": False})[0]
     ours = estimate("gpg", given)[0]
     theirs = reference()[f"{case}/adv/gpg/advantages"][tokens]
     torch.testing.assert_close(theirs, alpha_of_verl(case) * centred, rtol=1e-6, atol=1e-6)
-    by_group = [given.rewards[given.groups == group] for group in given.groups.unique()]
-    teaching = sum(len(rewards) for rewards in by_group if len(rewards.unique()) > 1)
-    torch.testing.assert_close(ours, len(given.rewards) / teaching * centred, rtol=1e-6, atol=1e-6)
+    rewards, groups = given["rewards"], given["groups"]
+    by_group = [rewards[groups == group] for group in groups.unique()]
+    teaching = sum(len(each) for each in by_group if len(each.unique()) > 1)
+    torch.testing.assert_close(ours, len(rewards) / teaching * centred, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["is0", "is1"])
@@ -146,6 +148,6 @@ def test_where_verls_two_forms_of_rloo_contradict_each_other_we_refuse() -> None
     assert score != 0
     assert (case["adv/rloo/advantages"][its_tokens] == score).all()
     assert (reference()["singleton/adv/rloo_vectorized/advantages"][its_tokens] == 0).all()
-    whole = ScoredResponses(Ragged(mask.sum(1)), case["in/index"], torch.zeros(len(mask)))
+    whole = {"responses": Ragged(mask.sum(1)), "groups": case["in/index"], "rewards": torch.zeros(len(mask))}
     with pytest.raises(UserError, match="rloo compares"):
         estimate("rloo", whole)

@@ -7,10 +7,11 @@ import torch
 
 from converters.errors import UserError
 from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
-from megarl.algorithms.policy_losses import Tokens
+from megarl.algorithms.policy_losses import PolicyLoss, TokenLoss
+from megarl.algorithms.policy_losses.ratios import of_token
 from megarl.algorithms.ragged import Ragged
 from megarl.config.without_effect import without_effect
-from megarl.schema import AlgorithmConfig, CorrectionConfig
+from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
 
 TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("token_band", 0.5, 2.0)
 
@@ -104,6 +105,7 @@ TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("t
             {"updates_per_step": 2, "policy_loss": "policy_gradient", "ratio_to": "rollout", "corrections": [BAND]},
             r"policy_gradient, which has no ratio",
         ),
+        ({"ratio_to": "interpolated"}, r"updates_per_step=1 that is the present one, exactly: set ratio_to=old"),
         ({"ratio_to": "rollout", "corrections": [TIS]}, r"token_importance, which would weigh by it once more"),
         ({"filter_low": 0.2}, r"nothing asks: set dynamic_sampling=true to replace .* or filter_groups=true"),
         (
@@ -159,12 +161,23 @@ def test_every_kl_goes_into_the_reward(estimator: str) -> None:
     [
         {"updates_per_step": 2, "policy_loss": "policy_gradient", "ratio_to": "rollout", "corrections": [TIS]},
         {"ratio_to": "rollout", "corrections": [BAND]},
+        {"ratio_to": "interpolated", "updates_per_step": 2, "corrections": [TIS]},
         {"kl_unbiased": True, "kl_coefficient": 0.1, "kl_estimator": "k1"},
         {"dynamic_sampling": True, "filter_low": 0.2},
     ],
 )
 def test_a_configuration_that_makes_sense_is_taken(fields: dict) -> None:
     PolicyObjective(AlgorithmConfig(**fields))
+
+
+def test_a_loss_that_names_what_there_is_not_is_refused_when_it_is_made() -> None:
+    def surrogate(log_ratio: torch.Tensor, advantage: torch.Tensor, *, beta: float = 1.0) -> TokenLoss:
+        return TokenLoss(-beta * advantage * log_ratio, {})
+
+    with pytest.raises(
+        TypeError, match=r"surrogate has a parameter advantage, .* did you mean advantages\?; inputs are"
+    ):
+        PolicyLoss(of_token, surrogate)
 
 
 @pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if not loss.needs_reference])
@@ -178,8 +191,8 @@ def test_a_loss_acts_on_policy_exactly_where_it_says_so(name: str, several: bool
     def gradient(of: str) -> torch.Tensor:
         leaf = log_probs.clone().requires_grad_()
         advantages = torch.tensor([1.0] * 5 + [-1.0] * 3, dtype=torch.float64)
-        tokens = Tokens(leaf, old, advantages, Ragged(torch.tensor([5, 3])), chosen=chosen)
-        loss = POLICY_LOSSES[of](tokens, {}).loss
+        inputs = {"log_probs": leaf, "old_log_probs": old, "advantages": advantages, "chosen": chosen}
+        loss = POLICY_LOSSES[of]({**inputs, "responses": Ragged(torch.tensor([5, 3]))}, {}).loss
         return torch.autograd.grad(loss.sum(), leaf)[0]
 
     differs = not torch.allclose(gradient(name), gradient("policy_gradient"), atol=1e-12, rtol=0)
@@ -208,6 +221,6 @@ def test_a_loss_acts_on_policy_exactly_where_it_says_so(name: str, several: bool
     ],
 )
 def test_a_choice_that_cannot_act_is_said_in_one_sentence(fields: dict, said: str | None) -> None:
-    sentences = without_effect(AlgorithmConfig(**fields))
+    sentences = without_effect(MegarlConfig(algorithm=AlgorithmConfig(**fields)))
     assert len(sentences) == (said is not None)
     assert said is None or re.search(said, sentences[0])

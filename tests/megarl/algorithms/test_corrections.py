@@ -1,6 +1,5 @@
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -121,8 +120,8 @@ def test_losses_corrected_to_the_engines_policy_are_those_of_verl(case_name: str
     kept = correction_factor(masks, log_probs - rollout, case.ragged)
     # In a clipped loss the ratio is the weight.
     name, chain = ("policy_gradient", [*weights, *masks]) if loss == "reinforce" else ("clip", masks)
-    tokens = replace(case.tokens(log_probs), old_log_probs=rollout)
-    token_loss = POLICY_LOSSES[name](tokens, verl.OPTIONS).loss
+    inputs = {**case.inputs(log_probs), "old_log_probs": rollout}
+    token_loss = POLICY_LOSSES[name](inputs, verl.OPTIONS).loss
     # verl takes what is masked out of the denominator; here it stays there.
     terms = correction_factor(chain, log_probs - rollout, case.ragged) * token_loss / kept.sum()
     assert float((kept == 0).float().mean()) == pytest.approx(case.scalars.get(f"{key}/masked", 0.0), rel=1e-6)

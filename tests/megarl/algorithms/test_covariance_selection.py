@@ -13,10 +13,10 @@ from megarl.schema import AlgorithmConfig
 @pytest.mark.parametrize("case_name", verl.NAMES)
 def test_kl_cov_holds_the_tokens_that_verl_holds(case_name: str) -> None:
     case = verl.case(case_name)
-    tokens = case.tokens(case.arrays["in/log_prob"])
+    log_probs, old, advantages = (case.arrays[f"in/{name}"] for name in ("log_prob", "old_log_prob", "advantages"))
     gradient = case.arrays["policy_loss/kl_cov/token_mean/is0/gradient"] * case.ragged.tokens
-    held = (gradient + tokens.advantages * (tokens.log_probs - tokens.old_log_probs).exp()).abs() > 0.25
-    chosen = select_kl_cov(tokens, torch.Generator(), covariance_fraction=verl.COVARIANCE_FRACTION)
+    held = (gradient + advantages * (log_probs - old).exp()).abs() > 0.25
+    chosen = select_kl_cov(log_probs, advantages, covariance_fraction=verl.COVARIANCE_FRACTION)
     assert torch.equal(chosen, held)
 
 
@@ -72,8 +72,8 @@ def test_without_old_log_probs_the_present_ones_are_the_old() -> None:
 
 def test_of_equal_covariances_the_first_are_taken() -> None:
     case = verl.case("plain")
-    tokens = case.tokens(torch.zeros(case.ragged.tokens))
-    chosen = select_kl_cov(tokens, torch.Generator(), covariance_fraction=0.02)
+    log_probs = torch.zeros(case.ragged.tokens)
+    chosen = select_kl_cov(log_probs, case.arrays["in/advantages"], covariance_fraction=0.02)
     assert chosen.nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
 
 
@@ -85,7 +85,7 @@ def test_covariances_sum_to_the_covariance() -> None:
 
 def test_no_candidate_gives_no_choice() -> None:
     case = verl.case("plain")
-    tokens = case.tokens(case.arrays["in/log_prob"])
+    tensors = (case.arrays[f"in/{name}"] for name in ("log_prob", "old_log_prob", "advantages"))
     options = {"clip_low": 0.2, "clip_high": 0.2, "covariance_fraction": 0.5}
-    chosen = select_clip_cov(tokens, torch.Generator(), **options, covariance_low=1e3, covariance_high=1e4)
+    chosen = select_clip_cov(*tensors, torch.Generator(), **options, covariance_low=1e3, covariance_high=1e4)
     assert not bool(chosen.any())

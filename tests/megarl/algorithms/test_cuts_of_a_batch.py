@@ -84,9 +84,9 @@ def test_every_kl_estimator(drawn, seed: int, place: list[int], estimator: str) 
 
 @pytest.mark.parametrize("policy_loss", ["clip", "gspo", "dppo_tv", "clip_cov"])
 @settings(max_examples=6)
-@given(sequences, st.integers(0, 100), places)
-def test_every_policy_loss_off_policy(policy_loss: str, drawn, seed: int, place: list[int]) -> None:
-    far = {"ratio_to": "rollout", "kl_unbiased": True, "off_policy_mask": 0.05}
+@given(sequences, st.integers(0, 100), places, st.sampled_from(["rollout", "interpolated"]))
+def test_every_policy_loss_off_policy(policy_loss: str, drawn, seed: int, place: list[int], ratio_to: str) -> None:
+    far = {"ratio_to": ratio_to, "updates_per_step": 2, "kl_unbiased": True, "off_policy_mask": 0.05}
     objective = PolicyObjective(replace(everything(policy_loss).algorithm, corrections=[], **far))
     assert_same_for_the_cut(objective, drawn, seed, aggregation_of(policy_loss), place)
 

@@ -57,6 +57,32 @@ def test_loss_and_gradient_are_those_of_the_formula(drawn, seed: int, ratio_to: 
     assert metrics.values()["policy/off_policy_masked"] == pytest.approx(share)
 
 
+@given(sequences, st.integers(0, 100), st.sampled_from(["old", "interpolated"]))
+def test_decoupled_ppo_token_by_token(drawn, seed: int, ratio_to: str) -> None:
+    """The clip is around the proximal policy, and the weight leads there from the one that sampled (AReaL, eq. 5)."""
+    batch, log_probs = random_batch(drawn, seed)
+    fields, leaf, losses = batch.fields, log_probs.clone().requires_grad_(), []
+    for t in (fields["weights"] != 0).nonzero().flatten().tolist():
+        behaviour = fields["rollout_log_probs"][t]
+        proximal = fields["old_log_probs"][t]
+        if ratio_to == "interpolated":
+            d = int(fields["staleness"][t])
+            # Version v - d sampled and version v is asked for; the present policy is becoming version v + 1.
+            proximal = (behaviour + d * log_probs[t]) / (d + 1)
+        weight = min(math.exp(proximal - behaviour), 1.2)
+        ratio, advantage = torch.exp(leaf[t] - proximal), fields["advantages"][t]
+        clipped = torch.clamp(ratio, 0.8, 1.2) * advantage
+        losses.append(-fields["weights"][t] * weight * torch.minimum(ratio * advantage, clipped))
+    expected = torch.stack(losses).sum()
+    expected.backward()
+    truncated = CorrectionConfig("token_importance", high=1.2)
+    config = AlgorithmConfig(ratio_to=ratio_to, updates_per_step=2, corrections=[truncated])
+    loss, gradient, _ = run(PolicyObjective(config), batch, log_probs, [list(range(len(batch)))])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
+    assert leaf.grad is not None
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-9)
+
+
 def test_ratios_to_the_rollout_need_no_old_log_probs_and_have_no_part_in_the_difference_of_engine_and_trainer() -> None:
     batch, log_probs = random_batch([(2, [True] * 4), (1, [True] * 3)], 0)
     objective = PolicyObjective(AlgorithmConfig(ratio_to="rollout"))

@@ -12,8 +12,7 @@ import torch
 import megarl.algorithms.advantages.registry
 import megarl.algorithms.policy_losses.registry  # noqa: F401 - the examples name it
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
-from megarl.algorithms.advantages import ScoredResponses, estimate
-from megarl.algorithms.policy_losses import Tokens
+from megarl.algorithms.advantages import estimate
 from megarl.algorithms.ragged import Ragged
 
 PAGE = Path(__file__).parents[3] / "docs/add_an_algorithm.md"
@@ -32,10 +31,11 @@ def use(registry: str, name: str, part: Any) -> torch.Tensor:
     """A value for each of five tokens."""
     match registry:
         case "ADVANTAGES":
-            scored = ScoredResponses(RAGGED, torch.zeros(3, dtype=torch.long), torch.tensor([1.0, 0.0, 0.5]))
-            return estimate(name, scored)[0]
+            inputs = {"responses": RAGGED, "groups": torch.zeros(3, dtype=torch.long)}
+            return estimate(name, {**inputs, "rewards": torch.tensor([1.0, 0.0, 0.5])})[0]
         case "POLICY_LOSSES":
-            return part(Tokens(VALUES, VALUES - 0.1, VALUES + 0.5, RAGGED), {}).loss
+            inputs = {"log_probs": VALUES, "old_log_probs": VALUES - 0.1, "advantages": VALUES + 0.5}
+            return part({**inputs, "responses": RAGGED}, {}).loss
         case "AGGREGATIONS":
             return part(RAGGED.lengths)
         case "KL_ESTIMATORS":

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from loop_losses import LOOPS
 from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.policy_losses import POLICY_LOSSES, Tokens
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.ragged import Ragged
 
 OF_VERL = [name for name in POLICY_LOSSES if name != "sppo"]
@@ -61,8 +62,8 @@ def weights_of_verl(case: verl.Case, name: str, label: str, ranks: int) -> Tenso
 def test_values_and_gradients_are_those_of_verl(name: str, case_name: str) -> None:
     case = verl.case(case_name)
     log_probs = case.arrays["in/log_prob"].clone().requires_grad_()
-    tokens = case.tokens(log_probs, chosen_by_verl(case, name))
-    token_loss = POLICY_LOSSES[name](tokens, options_of_verl(name)).loss
+    inputs = case.inputs(log_probs, chosen_by_verl(case, name))
+    token_loss = POLICY_LOSSES[name](inputs, options_of_verl(name)).loss
     prefix = f"policy_loss/{name}/"
     left = {key for key in (*case.scalars, *case.arrays) if key.startswith(prefix) and "clipfrac" not in key}
     for label, suffix, ranks in itertools.product(AGGREGATIONS, ("is0", "is1"), (1, verl.RANKS)):
@@ -79,8 +80,8 @@ def test_values_and_gradients_are_those_of_verl(name: str, case_name: str) -> No
 
 
 def share(case: verl.Case, name: str, metric: str) -> float:
-    tokens = case.tokens(case.arrays["in/log_prob"], chosen_by_verl(case, name))
-    return float(POLICY_LOSSES[name](tokens, options_of_verl(name)).metrics[metric].mean())
+    inputs = case.inputs(case.arrays["in/log_prob"], chosen_by_verl(case, name))
+    return float(POLICY_LOSSES[name](inputs, options_of_verl(name)).metrics[metric].mean())
 
 
 @pytest.mark.parametrize("case_name", verl.EVERY)
@@ -130,8 +131,15 @@ def test_value_and_gradient_are_those_of_a_loop_over_the_tokens(name: str, rows,
     ragged = Ragged(torch.tensor([len(row) for row in rows]))
     weights = table[:, 5]
     composed, looped = (table[:, 0].clone().requires_grad_() for _ in range(2))
-    tokens = Tokens(composed, table[:, 1], table[:, 2], ragged, table[:, 3], table[:, 4].bool())
-    loss = (weights * POLICY_LOSSES[name](tokens, options).loss).sum()
+    inputs = {
+        "log_probs": composed,
+        "old_log_probs": table[:, 1],
+        "advantages": table[:, 2],
+        "reference_log_probs": table[:, 3],
+        "chosen": table[:, 4].bool(),
+        "responses": ragged,
+    }
+    loss = (weights * POLICY_LOSSES[name](inputs, options).loss).sum()
     loss.backward()
 
     expected, at = torch.zeros((), dtype=torch.float64), 0
@@ -146,19 +154,23 @@ def test_value_and_gradient_are_those_of_a_loop_over_the_tokens(name: str, rows,
     torch.testing.assert_close(composed.grad, looped.grad, rtol=1e-9, atol=1e-9)
 
 
-def one_token(log_prob: float, old: float, advantage: float) -> tuple[Tokens, Tensor]:
+def one_token(log_prob: float, old: float, advantage: float) -> tuple[dict[str, Any], Tensor]:
     leaf = torch.tensor([log_prob], requires_grad=True)
-    chosen = torch.tensor([False])
-    return Tokens(
-        leaf, torch.tensor([old]), torch.tensor([advantage]), Ragged(torch.tensor([1])), torch.tensor([old]), chosen
-    ), leaf
+    return {
+        "log_probs": leaf,
+        "old_log_probs": torch.tensor([old]),
+        "advantages": torch.tensor([advantage]),
+        "reference_log_probs": torch.tensor([old]),
+        "chosen": torch.tensor([False]),
+        "responses": Ragged(torch.tensor([1])),
+    }, leaf
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize(("log_prob", "old"), [(0.0, -500.0), (-500.0, 0.0)])
 def test_a_policy_far_from_the_old_one_gives_finite_numbers(name: str, log_prob: float, old: float) -> None:
-    tokens, leaf = one_token(log_prob, old, -1.0)
-    loss = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "eta": 1.0, "dual_clip": None}).loss
+    inputs, leaf = one_token(log_prob, old, -1.0)
+    loss = POLICY_LOSSES[name](inputs, {**verl.OPTIONS, "eta": 1.0, "dual_clip": None}).loss
     loss.sum().backward()
     assert loss.isfinite().all()
     assert leaf.grad is not None
@@ -167,8 +179,8 @@ def test_a_policy_far_from_the_old_one_gives_finite_numbers(name: str, log_prob:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_log_prob_that_is_no_number_shows(name: str) -> None:
-    tokens, _ = one_token(float("nan"), -1.0, 1.0)
-    assert POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "eta": 1.0}).loss.isnan().all()
+    inputs, _ = one_token(float("nan"), -1.0, 1.0)
+    assert POLICY_LOSSES[name](inputs, {**verl.OPTIONS, "eta": 1.0}).loss.isnan().all()
 
 
 @pytest.mark.parametrize(("advantage", "moved"), [(1.0, 0.6), (-1.0, -0.6)])
@@ -179,20 +191,20 @@ def test_a_token_that_has_left_the_trust_region_is_not_pushed_further(
     old = torch.tensor(0.3 if moved > 0 else 0.7)
     present = torch.log(old + moved * 0.6)
     for direction, held in ((advantage, True), (-advantage, False)):
-        tokens, leaf = one_token(float(present), float(old.log()), direction)
-        result = POLICY_LOSSES[name](tokens, {**verl.OPTIONS, "clip_low": 0.05, "clip_high": 0.05})
+        inputs, leaf = one_token(float(present), float(old.log()), direction)
+        result = POLICY_LOSSES[name](inputs, {**verl.OPTIONS, "clip_low": 0.05, "clip_high": 0.05})
         result.loss.sum().backward()
         assert bool(leaf.grad == 0) == held
         assert float(result.metrics["policy/clip_fraction"]) == held
 
 
 def test_the_bound_of_a_ratio_that_an_advantage_pulls_further_out_is_counted() -> None:
-    tokens, _ = one_token(0.0, -1.0, 1.0)
-    metrics = POLICY_LOSSES["clip"](tokens, verl.OPTIONS).metrics
+    inputs, _ = one_token(0.0, -1.0, 1.0)
+    metrics = POLICY_LOSSES["clip"](inputs, verl.OPTIONS).metrics
     assert float(metrics["policy/clip_fraction_high"]) == 1
     assert float(metrics["policy/clip_fraction_low"]) == 0
-    tokens, _ = one_token(-2.0, -1.0, -1.0)
-    metrics = POLICY_LOSSES["gmpo"](tokens, verl.OPTIONS).metrics
+    inputs, _ = one_token(-2.0, -1.0, -1.0)
+    metrics = POLICY_LOSSES["gmpo"](inputs, verl.OPTIONS).metrics
     assert float(metrics["policy/clip_fraction_low"]) == 1
 
 
@@ -200,7 +212,11 @@ def test_the_bound_of_a_ratio_that_an_advantage_pulls_further_out_is_counted() -
 def test_sppo_rests_where_the_response_has_moved_by_its_advantage(advantage: float, reference: float, length) -> None:
     references, advantages = torch.tensor([[reference] * length, [advantage] * length], dtype=torch.float64)
     leaf = (references + 2.0 * advantage / length).requires_grad_()
-    ragged = Ragged(torch.tensor([length]))
-    tokens = Tokens(leaf, references, advantages, ragged, references)
-    POLICY_LOSSES["sppo"](tokens, {"eta": 2.0}).loss.sum().backward()
+    inputs = {
+        "log_probs": leaf,
+        "reference_log_probs": references,
+        "advantages": advantages,
+        "responses": Ragged(torch.tensor([length])),
+    }
+    POLICY_LOSSES["sppo"](inputs, {"eta": 2.0}).loss.sum().backward()
     torch.testing.assert_close(leaf.grad, torch.zeros_like(leaf), rtol=0, atol=1e-9)

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.policy_losses import Tokens
 from megarl.algorithms.ragged import Ragged
 
 NAMES = ("plain", "holes", "fully_masked", "group_of_one")
@@ -62,10 +62,16 @@ class Case:
     def ragged(self) -> Ragged:
         return Ragged(self.mask.sum(1))
 
-    def tokens(self, log_probs: Tensor, chosen: Tensor | None = None) -> Tokens:
-        """Input of a policy loss, with `log_probs` [T] to differentiate."""
-        old, advantages = self.arrays["in/old_log_prob"], self.arrays["in/advantages"]
-        return Tokens(log_probs, old, advantages, self.ragged, self.arrays["in/ref_log_prob"], chosen)
+    def inputs(self, log_probs: Tensor, chosen: Tensor | None = None) -> dict[str, Any]:
+        """Inputs of a policy loss, with `log_probs` [T] to differentiate."""
+        return {
+            "log_probs": log_probs,
+            "old_log_probs": self.arrays["in/old_log_prob"],
+            "reference_log_probs": self.arrays["in/ref_log_prob"],
+            "advantages": self.arrays["in/advantages"],
+            "responses": self.ragged,
+            "chosen": chosen,
+        }
 
 
 @cache

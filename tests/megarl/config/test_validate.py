@@ -120,8 +120,8 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             r"trains on tokens that are several versions old, and nothing corrects for it: set algorithm\.corrections",
         ),
         (
-            ["schedule.max_staleness=1", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
-            r"schedule\.max_staleness=1 lets engines sample while the trainer learns, and cluster\.pools has them take",
+            ["schedule.in_flight=keep", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
+            r"in_flight=keep has engines keep keys and values while .*, and cluster\.pools has them give that memory",
         ),
         (["lora.alpha=8"], r"lora\.alpha is set, and with lora\.rank=0 no adapter is trained"),
         (["lora.rank=-1"], r"lora\.rank=-1 is too small"),

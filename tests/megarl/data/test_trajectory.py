@@ -54,6 +54,8 @@ def test_many_versions_are_said_once() -> None:
 
 def test_turns_are_compared_by_what_is_in_them() -> None:
     assert pickle.loads(pickle.dumps(TALK)) == TALK
+    known = Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop", cached_tokens=1)
+    assert pickle.loads(pickle.dumps(known)).cached_tokens == 1
     assert replace(ASKED, versions=np.array([3, 3], dtype=np.int32)) != ASKED
     assert replace(ASKED, finish_reason="length") != ASKED
 

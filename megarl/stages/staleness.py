@@ -1,0 +1,48 @@
+"""How old the weights are that sampled each token, for the losses and metrics that ask."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.cluster.batch import Batch
+from megarl.data import PromptGroup, Turn
+from megarl.data.stretches import Array, Runs, Stretch, Values, here
+from megarl.schema import MegarlConfig
+from megarl.stages.fields import with_fields
+
+
+def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, config: MegarlConfig) -> Batch:
+    """`batch`, that of `to_batch`, with what the configuration asks for; the trainer has the weights of `version`.
+
+    Fields: `staleness` where `ratio_to` interpolates by it; `on_kept_kv` where engines keep keys and values, at tokens
+    of `version` in turns that older weights began: engine and trainer differ there by what was kept.
+    """
+
+    def staleness(versions: Array) -> Array:
+        return (version - versions).astype(np.float32)
+
+    def is_on_kept_kv(versions: Array) -> Array:
+        return (versions == version) & (versions[:1] < version)
+
+    turns = [each.turns for group in groups for each in group.trajectories]
+    fields: dict[str, list[Values]] = {}
+    if config.algorithm.ratio_to == "interpolated":
+        fields["staleness"] = [_of_turns(each, staleness, np.float32) for each in turns]
+    if config.schedule.in_flight == "keep":
+        fields["on_kept_kv"] = [_of_turns(each, is_on_kept_kv, np.bool_) for each in turns]
+    return with_fields(batch, **fields)
+
+
+def _of_turns(turns: Sequence[Turn], of_versions: Callable[[Array], Array], dtype: npt.DTypeLike) -> Values:
+    """Values that are made of the versions of a turn's sampled tokens; 0 at what was not sampled."""
+    return tuple(part for turn in turns for part in (_zeros(turn.prompt_ids, dtype), _sampled(turn, of_versions)))
+
+
+def _zeros(tokens: Stretch, dtype: npt.DTypeLike) -> Runs:
+    return Runs(np.zeros(1, dtype), np.array([len(tokens)], dtype=np.int32))
+
+
+def _sampled(turn: Turn, of_versions: Callable[[Array], Array]) -> Stretch:
+    runs = turn.versions
+    return Runs(of_versions(runs.values), runs.lengths) if isinstance(runs, Runs) else of_versions(here(runs))
