@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._asked: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -21,10 +23,25 @@ class EventLoop:
         """Run a coroutine; the future may be cancelled."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def soon(self, call: Callable[[], object]) -> None:
+        """Let the loop call it. All that it is asked for until it wakes wakes it once, which costs more than a call."""
+        with self._lock:
+            self._asked.append(call)
+            if len(self._asked) > 1:
+                return
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._call_all)
+
     def close(self, wait_s: float) -> None:
         """Cancel what still runs, and end; a loop that is blocked is left to itself after `wait_s` seconds."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(wait_s)
+
+    def _call_all(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        for call in asked:
+            call()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

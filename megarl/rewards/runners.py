@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from megarl.rewards.scoring import (
     RewardFailed,
     RewardFunction,
     RewardLost,
-    RewardSample,
     RewardTimedOut,
     Score,
     as_score,
@@ -43,18 +42,15 @@ class TimeLeft:
 class Runner(Protocol):
     """Calls one function."""
 
-    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+    async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score. Raises `RewardFailed`, and `RewardTimedOut` when no time is left."""
         ...
 
 
-def arguments_of(calling: Calling, sample: RewardSample) -> dict[str, Any]:
-    """Keyword arguments of the call for a sample."""
-    values = (sample.data_source, sample.solution, sample.ground_truth, sample.extra_info)
-    arguments = dict(zip(GIVEN, values, strict=True))
-    if calling.takes_response_tokens:
-        arguments[GIVEN_IF_NAMED] = sample.response_tokens
-    return arguments
+def taken(arguments: Mapping[str, Any], calling: Calling) -> dict[str, Any]:
+    """The `arguments` that the function takes."""
+    names = (*GIVEN, GIVEN_IF_NAMED) if calling.takes_response_tokens else GIVEN
+    return {name: arguments[name] for name in names}
 
 
 class InProcess:
@@ -63,7 +59,7 @@ class InProcess:
     def __init__(self, index: int, calling: Calling, builtin: Builtin | None, pool: WorkerPool) -> None:
         self._index, self._calling, self._builtin, self._pool = index, calling, builtin, pool
 
-    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+    async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score; a built-in one's may be what its entry says of an end by force.
 
         A process that was killed is no fault of the sample's, which another then scores, in all the time that there was
@@ -73,27 +69,27 @@ class InProcess:
         for _ in range(MOST_TRIES):
             time_left.seconds = seconds
             try:
-                return await self._try(sample, time_left)
+                return await self._try(arguments, time_left)
             except WorkerKilled as error:
                 killed = error
-        raise RewardLost(sample, f"{killed}, {MOST_TRIES} times") from killed
+        raise RewardLost(arguments, f"{killed}, {MOST_TRIES} times") from killed
 
-    async def _try(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+    async def _try(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         builtin = self._builtin
         limit_s = min(time_left.seconds, (builtin and builtin.limit_s) or math.inf)
         try:
-            return await self._ask(sample, limit_s, time_left)
+            return await self._ask(arguments, limit_s, time_left)
         except WorkerKilled:
             raise
         except (TimeoutError, WorkerLost) as error:
             if builtin is not None and builtin.undecided is not None:
                 return as_score(builtin.undecided)
             if isinstance(error, WorkerLost):
-                raise RewardFailed(sample, str(error)) from error
-            raise _timed_out(sample) from error
+                raise RewardFailed(arguments, str(error)) from error
+            raise _timed_out(arguments) from error
 
-    async def _ask(self, sample: RewardSample, limit_s: float, time_left: TimeLeft) -> Score:
-        request = {"call": self._index, "arguments": arguments_of(self._calling, sample)}
+    async def _ask(self, arguments: Mapping[str, Any], limit_s: float, time_left: TimeLeft) -> Score:
+        request = {"call": self._index, "arguments": taken(arguments, self._calling)}
         worker = await self._pool.take()
         try:
             with time_left.running():
@@ -105,45 +101,80 @@ class InProcess:
             raise
         self._pool.give_back(worker)
         if "error" in reply:
-            raise RewardFailed(sample, reply["error"])
+            raise RewardFailed(arguments, reply["error"])
         return Score(reply["value"], reply["parts"])
+
+
+class _Call:
+    """A coroutine that runs in one loop, while another, in which this is made, waits for its `answer`.
+
+    `begin` and `cancel` are called in the former. `asyncio.wrap_future(run_coroutine_threadsafe(...))` would be the
+    same, and twice the time of a short function.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], asking: EventLoop) -> None:
+        self._coroutine, self._asking = coroutine, asking
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[Any]
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._coroutine)
+        self._task.add_done_callback(lambda _: self._asking.soon(self._take_answer))
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def _take_answer(self) -> None:
+        if self._task.cancelled():
+            self.answer.cancel()
+            return
+        error = self._task.exception()
+        if self.answer.done():
+            return  # nobody waits for it any more
+        if error is None:
+            self.answer.set_result(self._task.result())
+        else:
+            self.answer.set_exception(error)
 
 
 class InLoop:
     """An async function, in an event loop of its own: if it blocks that one, its samples still time out."""
 
-    def __init__(self, function: RewardFunction, calling: Calling, loop: EventLoop) -> None:
-        self._function, self._calling, self._loop = function, calling, loop
+    def __init__(self, function: RewardFunction, calling: Calling, loop: EventLoop, asking: EventLoop) -> None:
+        """`asking` is the loop that samples are scored from."""
+        self._function, self._calling, self._loop, self._asking = function, calling, loop, asking
 
-    async def __call__(self, sample: RewardSample, time_left: TimeLeft) -> Score:
+    async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score."""
-        call = asyncio.wrap_future(self._loop.begin(self._call(sample)))
+        call = _Call(self._call(arguments), self._asking)
+        self._loop.soon(call.begin)
         try:
             # Not asyncio.wait_for: its TimeoutError could be the function's own.
             with time_left.running():
-                done, _ = await asyncio.wait([call], timeout=time_left.seconds)
+                done, _ = await asyncio.wait([call.answer], timeout=time_left.seconds)
         finally:
-            call.cancel()
+            if call.answer.cancel():  # it has not come
+                self._loop.soon(call.cancel)
         if not done:
-            raise _timed_out(sample)
+            raise _timed_out(arguments)
         try:
-            result = call.result()
+            result = call.answer.result()
         except RewardFailed:
             raise
         except BaseException as error:
-            raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
+            raise RewardFailed(arguments, f"it raised {type(error).__name__}: {error}") from error
         try:
             return as_score(result)
         except ValueError as error:
-            raise RewardFailed(sample, str(error)) from error
+            raise RewardFailed(arguments, str(error)) from error
 
-    async def _call(self, sample: RewardSample) -> Any:
-        result: Any = self._function(**arguments_of(self._calling, sample))
+    async def _call(self, arguments: Mapping[str, Any]) -> Any:
+        result: Any = self._function(**taken(arguments, self._calling))
         try:
             return await result
         except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and with it all other samples
-            raise RewardFailed(sample, f"it raised {type(error).__name__}: {error}") from error
+            raise RewardFailed(arguments, f"it raised {type(error).__name__}: {error}") from error
 
 
-def _timed_out(sample: RewardSample) -> RewardTimedOut:
-    return RewardTimedOut(sample, "it took longer than reward.timeout_s")
+def _timed_out(arguments: Mapping[str, Any]) -> RewardTimedOut:
+    return RewardTimedOut(arguments, "it took longer than reward.timeout_s")

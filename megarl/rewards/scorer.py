@@ -1,21 +1,18 @@
 """Scoring beside the rollout: samples come in as they are generated, scores are ready soon after the last."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megarl.rewards.event_loop import EventLoop
 from megarl.rewards.registry import calling_of
 from megarl.rewards.runners import InLoop, InProcess, Runner, TimeLeft
 from megarl.rewards.scoring import (
-    LONGEST_SCORED_CHARACTERS,
     RewardFailed,
     RewardLost,
-    RewardSample,
     RewardTimedOut,
     Score,
 )
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
 
 Outcome = Score | RewardFailed
 """Result of scoring a sample."""
+Samples = Mapping[Hashable, Mapping[str, Any]]
+"""Samples to score, `reward_arguments` each, by keys that name them."""
 
 _CLOSE_WAIT_S = 10.0
 
@@ -83,43 +82,48 @@ class Scorer:
         for data_source in data_sources:
             check_data_source(self._terms, data_source)
 
-    def begin(self) -> "Batch":
-        """A batch that samples can be added to."""
-        return Batch(self)
+    def begin(self) -> "PendingScores":
+        """Scores of samples that are added from now on."""
+        return PendingScores(self)
 
-    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """Score `samples` and wait for it; raises what `Batch.finish` raises."""
-        batch = self.begin()
+    def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """Score samples, `reward_arguments` each, and wait for it; raises what `PendingScores.finish` raises."""
+        pending = self.begin()
+        pending.add(dict(enumerate(samples)))
+        return list(pending.finish().values())
+
+    def submit(self, samples: Samples, pending: "PendingScores") -> "Future[dict[Hashable, Outcome | None]]":
+        """Begin to score samples. Raises `UserError` if no term is for the data_source of one."""
+        self.check_data_sources(arguments["data_source"] for arguments in samples.values())
+        return self._loop.begin(self._score_all(samples, pending))
+
+    async def _score_all(self, samples: Samples, pending: "PendingScores") -> dict[Hashable, Outcome | None]:
+        """Score samples side by side: those that others wait for come together, and their scores go together."""
+        scoring = [asyncio.ensure_future(self._score(arguments, pending)) for arguments in samples.values()]
         try:
-            for number, sample in enumerate(samples):
-                batch.add(number, sample)
-        except BaseException:
-            batch.cancel()
-            raise
-        return list(batch.finish().values())
+            outcomes = await asyncio.gather(*scoring)
+        finally:
+            for each in scoring:
+                each.cancel()
+        return dict(zip(samples, outcomes, strict=True))
 
-    def submit(self, sample: RewardSample, batch: "Batch") -> "Future[Outcome | None]":
-        """Begin to score a sample of a batch. Raises `UserError` if no term is for its data_source."""
-        check_data_source(self._terms, sample.data_source)
-        return self._loop.begin(self._score(_bounded(sample), batch))
-
-    async def _score(self, sample: RewardSample, batch: "Batch") -> Outcome | None:
-        """Score a sample; None if the batch was stopped before."""
+    async def _score(self, arguments: Mapping[str, Any], pending: "PendingScores") -> Outcome | None:
+        """Score a sample; None if what it is added to was stopped before."""
         async with self._places:
-            if batch.is_stopped:
+            if pending.is_stopped:
                 return None
             time_left = TimeLeft(self.config.timeout_s)
             try:
                 scored = [
-                    (term, await runner(sample, time_left))
+                    (term, await runner(arguments, time_left))
                     for term, runner in zip(self._terms, self._runners, strict=True)
-                    if term.applies_to(sample.data_source)
+                    if term.applies_to(arguments["data_source"])
                 ]
             except RewardFailed as error:
-                batch.is_stopped |= _stops(error, self.config)
+                pending.is_stopped |= _stops(error, self.config)
                 return error
             except BaseException:
-                batch.is_stopped = True
+                pending.is_stopped = True
                 raise
             return combine(scored)
 
@@ -132,38 +136,40 @@ class Scorer:
             if all(calling.is_async for calling in callings):
                 self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
         return [
-            InLoop(source.load(), calling, self._functions_loop)
+            InLoop(source.load(), calling, self._functions_loop, self._loop)
             if calling.is_async
             else InProcess(index, calling, source.builtin, self._pool)
             for index, (source, calling) in enumerate(zip(sources, callings, strict=True))
         ]
 
 
-class Batch:
-    """Samples that are scored together, each from the moment it is added."""
+class PendingScores:
+    """Scores of samples that are added, each of which is scored from then on."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.is_stopped = False
         """Whether a sample has failed such that no further one is begun."""
         self._scorer = scorer
-        self._futures: dict[Hashable, Future[Outcome | None]] = {}
+        self._added: list[Future[dict[Hashable, Outcome | None]]] = []
 
-    def add(self, key: Hashable, sample: RewardSample) -> None:
-        """Begin to score a sample, which `key` names. Raises `UserError` if no term is for its data_source."""
-        self._futures[key] = self._scorer.submit(sample, self)
+    def add(self, samples: Samples) -> None:
+        """Begin to score samples, which no others have the keys of.
+
+        Raises `UserError` if no term is for the data_source of one.
+        """
+        self._added.append(self._scorer.submit(samples, self))
 
     def when_finished(self, told: Callable[[], None]) -> None:
         """Call `told` once all that was added is scored or has failed: `finish` then does not wait."""
-        left = count(1)
-        total = len(self._futures)
+        left, added = count(1), len(self._added)
 
         def note(_: object) -> None:
             # One thread ends them all.
-            if next(left) == total:
+            if next(left) == added:
                 told()
 
-        for future in list(self._futures.values()):
-            future.add_done_callback(note)
+        for each in self._added.copy():
+            each.add_done_callback(note)
 
     def finish(self) -> dict[Hashable, Outcome]:
         """Wait for all scores; returns each sample's by its key, in the order in which they were added.
@@ -171,11 +177,15 @@ class Batch:
         Raises the first failure, in that order, that `reward.on_error` or `reward.on_timeout` says to
         stop for; what has not begun by then is not scored.
         """
+        outcomes: dict[Hashable, Outcome | None] = {}
         try:
-            outcomes = {key: future.result() for key, future in self._futures.items()}
+            for each in self._added:
+                outcomes |= each.result()
         except BaseException:
             self.cancel()
             raise
+        # They hold who is told of their end, and so what was scored.
+        self._added.clear()
         for outcome in outcomes.values():
             if isinstance(outcome, RewardFailed) and _stops(outcome, self._scorer.config):
                 raise outcome
@@ -184,8 +194,8 @@ class Batch:
     def cancel(self) -> None:
         """Score nothing more of it."""
         self.is_stopped = True
-        for future in self._futures.values():
-            future.cancel()
+        for each in self._added:
+            each.cancel()
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:
@@ -194,9 +204,3 @@ def _stops(result: RewardFailed, config: "RewardConfig") -> bool:
     if isinstance(result, RewardTimedOut):
         return config.on_timeout == "stop"
     return config.on_error == "stop"
-
-
-def _bounded(sample: RewardSample) -> RewardSample:
-    if len(sample.solution) <= LONGEST_SCORED_CHARACTERS:
-        return sample
-    return replace(sample, solution=sample.solution[-LONGEST_SCORED_CHARACTERS:])

@@ -1,4 +1,4 @@
-"""Samples to score, their scores, and the ways in which a reward fails."""
+"""Calls of reward functions, the scores they give, and the ways in which they fail."""
 
 import math
 import reprlib
@@ -11,8 +11,8 @@ from converters.errors import UserError
 
 RewardResult = float | Mapping[str, Any]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
-"""Called with the keywords data_source, solution_str, ground_truth, extra_info, as verl calls it, and with
-response_tokens where it names that one, too. A mapping must hold "score"; its other numbers become named parts."""
+"""Called with the keywords of `reward_arguments`: data_source, solution_str, ground_truth, extra_info, as verl does,
+and response_tokens where it names that one, too. A mapping must hold "score"; its other numbers become named parts."""
 
 LONGEST_SCORED_CHARACTERS = 4 * 1024**2
 """Limit of the text sent to a reward function: a longer response loses its beginning, as answers are at the end."""
@@ -20,20 +20,21 @@ LONGEST_SCORED_CHARACTERS = 4 * 1024**2
 _SHOWN_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
-class RewardSample:
-    """One response to score: `solution` is the response's text, without its prompt and special tokens.
+def reward_arguments(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], response_tokens: int = 0
+) -> dict[str, Any]:
+    """Keywords of a `RewardFunction` for one response: what travels to whoever scores it.
 
-    `response_tokens` is its length in tokens, special ones included.
-
-    Example: RewardSample("gsm8k", "it is #### 4", ground_truth="4", extra_info={"split": "train"}, response_tokens=7)
+    `solution_str` is the response's text without its prompt and special tokens, of which the last
+    `LONGEST_SCORED_CHARACTERS` are kept; `response_tokens` its length in tokens, special ones included.
     """
-
-    data_source: str
-    solution: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any]
-    response_tokens: int = 0
+    return {
+        "data_source": data_source,
+        "solution_str": solution_str[-LONGEST_SCORED_CHARACTERS:],
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+        "response_tokens": response_tokens,
+    }
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,26 @@ class Score:
 
 
 class RewardFailed(UserError):  # noqa: N818 - says what happened
-    """A reward function raised, gave no finite number, or ended its process. The details hold the sample."""
+    """A reward function raised, gave no finite number, or ended its process. The details hold its arguments."""
 
     remedy = "repair the function, or set reward.on_error=drop to leave such samples out"
 
-    def __init__(self, sample: RewardSample, reason: str) -> None:
-        solution = sample.solution[:_SHOWN_CHARACTERS]
-        cut = (
-            f" (first {_SHOWN_CHARACTERS} of {len(sample.solution)} characters)"
-            if len(solution) < len(sample.solution)
-            else ""
-        )
+    def __init__(self, arguments: Mapping[str, Any], reason: str) -> None:
+        whole = arguments["solution_str"]
+        solution = whole[:_SHOWN_CHARACTERS]
+        cut = f" (first {_SHOWN_CHARACTERS} of {len(whole)} characters)" if len(solution) < len(whole) else ""
         super().__init__(
             f"the reward function failed: {reason}; {self.remedy}",
-            f"  data_source: {sample.data_source!r}\n"
+            f"  data_source: {arguments['data_source']!r}\n"
             f"  solution{cut}: {solution!r}\n"
-            f"  ground_truth: {_shown(sample.ground_truth)}\n"
-            f"  extra_info: {_shown(dict(sample.extra_info))}",
+            f"  ground_truth: {_shown(arguments['ground_truth'])}\n"
+            f"  extra_info: {_shown(dict(arguments['extra_info']))}",
         )
-        self.sample = sample
+        self.arguments = arguments
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type["RewardFailed"], tuple[RewardSample, str]]:
-        return type(self), (self.sample, self.reason)
+    def __reduce__(self) -> tuple[type["RewardFailed"], tuple[Mapping[str, Any], str]]:
+        return type(self), (self.arguments, self.reason)
 
 
 class RewardTimedOut(RewardFailed):

@@ -8,7 +8,7 @@ import pytest
 from outcomes import values
 
 from converters.errors import UserError
-from megarl.rewards import RewardSample, Scorer
+from megarl.rewards import Scorer, reward_arguments
 from megarl.rewards.registry import Source
 from megarl.rewards.worker import WorkerPool
 from megarl.schema import RewardConfig
@@ -32,7 +32,7 @@ def function_of(body, kind="def"):
 
 
 def sample(number):
-    return RewardSample("any", "text", "truth", {"i": number})
+    return reward_arguments("any", "text", "truth", {"i": number})
 
 
 def scorer_of(file, **config):
@@ -161,4 +161,4 @@ def test_a_failure_is_one_sentence_for_the_user(tmp_path):
         scorer_of(tmp_path / "mine.py") as scorer,
         pytest.raises(UserError, match="must be a finite number, found nan"),
     ):
-        scorer.score([RewardSample("any", "text", "a" * 10**6, {"i": 1})])
+        scorer.score([reward_arguments("any", "text", "a" * 10**6, {"i": 1})])

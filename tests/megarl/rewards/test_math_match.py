@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards import RewardSample, Score, Scorer
+from megarl.rewards import Score, Scorer, reward_arguments
 from megarl.rewards.math_match import math
 from megarl.schema import RewardConfig
 
@@ -37,7 +37,7 @@ def test_an_endless_comparison_is_ended_and_scored_zero():
     # Shorter than the built-in limit, and of the same effect.
     config = RewardConfig(function="math", workers=1, timeout_s=2.0, on_timeout="stop")
     with Scorer(config) as scorer:
-        scored = scorer.score([RewardSample("math", text, "7", {}) for text in (FOREVER, "it is 7")])
+        scored = scorer.score([reward_arguments("math", text, "7", {}) for text in (FOREVER, "it is 7")])
     assert scored == [
         Score(0.0, {"unchecked": 1.0}, {"score": 0.0}),
         Score(1.0, {"unchecked": 0.0}, {"score": 1.0}),

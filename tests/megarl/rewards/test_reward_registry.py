@@ -1,7 +1,7 @@
 import pytest
 
 from converters.errors import UserError
-from megarl.rewards import REWARDS, RewardSample, Score, Scorer, load_reward
+from megarl.rewards import REWARDS, Score, Scorer, load_reward, reward_arguments
 from megarl.schema import RewardConfig, RewardTermConfig
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
@@ -26,7 +26,7 @@ CASES = {
 
 
 def score(spec, solution, ground_truth):
-    sample = RewardSample("any", solution, ground_truth, {"index": 1})
+    sample = reward_arguments("any", solution, ground_truth, {"index": 1})
     with Scorer(RewardConfig(function=spec, workers=1)) as scorer:
         return scorer.score([sample])
 
@@ -37,7 +37,7 @@ def test_built_in_rewards_go_by_name():
         f"my_{name}": RewardTermConfig(name, options=options, data_sources=[name])
         for name, (options, *_) in CASES.items()
     }
-    samples = [RewardSample(name, case[1], case[2], {}, response_tokens=15) for name, case in CASES.items()]
+    samples = [reward_arguments(name, case[1], case[2], {}, response_tokens=15) for name, case in CASES.items()]
     with Scorer(RewardConfig(functions=terms, workers=2)) as scorer:
         scores = scorer.score(samples)
     assert {name: score.value for name, score in zip(CASES, scores, strict=True)} == {

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from eventually import eventually
 from outcomes import failures, values
 
 from converters.errors import UserError
-from megarl.rewards import RewardFailed, RewardLost, RewardSample, RewardTimedOut, Score, Scorer
+from megarl.rewards import RewardFailed, RewardLost, RewardTimedOut, Score, Scorer, reward_arguments
 from megarl.rewards.runners import MOST_TRIES
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
 from megarl.schema import RewardConfig
@@ -79,7 +80,7 @@ def file(tmp_path_factory):
 
 
 def sample(solution, data_source="any", **more):
-    return RewardSample(data_source, solution, "7", {}, **more)
+    return reward_arguments(data_source, solution, "7", {}, **more)
 
 
 def scorer_of(file, name, **config):
@@ -203,7 +204,7 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
     program = (
         "from megarl.rewards import *\nfrom megarl.schema import RewardConfig\n"
         f"scorer = Scorer(RewardConfig(function='{file}:act'))\n"
-        f"scorer.score([RewardSample('', {act!r}, '', {{}})])\n"
+        f"scorer.score([reward_arguments('', {act!r}, '', {{}})])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert eventually(lambda: note.exists() and note.read_text())
@@ -228,19 +229,40 @@ def test_async_functions_time_out_also_if_they_block(file):
 
 def test_samples_are_scored_while_others_come(file):
     with scorer_of(file, "act") as scorer:
-        batch = scorer.begin()
-        batch.add("first", sample("1"))
-        assert eventually(lambda: batch._futures["first"].done())
-        batch.add("second", sample("2"))
-        assert {key: each.value for key, each in batch.finish().items()} == {"first": 1.0, "second": 2.0}
+        pending = scorer.begin()
+        pending.add({"first": sample("1")})
+        assert eventually(lambda: pending._added[0].done())
+        pending.add({"second": sample("2")})
+        assert {key: each.value for key, each in pending.finish().items()} == {"first": 1.0, "second": 2.0}
+
+
+def test_who_is_told_is_let_go_without_a_search_for_garbage(file, without_garbage_collection):
+    is_told = threading.Event()
+
+    class Told:
+        def __init__(self, pending):
+            self.pending = pending
+
+        def __call__(self):
+            self.pending.finish()
+            is_told.set()
+
+    with scorer_of(file, "later") as scorer:
+        pending = scorer.begin()
+        pending.add({number: sample("0.3") for number in range(3)})
+        told = Told(pending)
+        pending.when_finished(told)
+        left = weakref.ref(told)
+        del pending, told
+        assert is_told.wait(30)
+        assert eventually(lambda: left() is None)
 
 
 def test_a_cancelled_batch_is_not_scored_and_the_next_one_is(file):
     with scorer_of(file, "act", workers=1) as scorer:
-        batch = scorer.begin()
-        for number in range(3):
-            batch.add(number, sample("forever()"))
-        batch.cancel()
+        pending = scorer.begin()
+        pending.add({number: sample("forever()") for number in range(3)})
+        pending.cancel()
         assert values(scorer.score([sample("2")])) == [2.0]
 
 

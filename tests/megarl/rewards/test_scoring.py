@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import failures
 
-from megarl.rewards import RewardFailed, RewardSample, Score, Scorer
+from megarl.rewards import RewardFailed, Score, Scorer, reward_arguments
 from megarl.rewards.scoring import as_score
 from megarl.schema import RewardConfig
 
@@ -20,7 +20,7 @@ PLAIN_AND_ASYNC = ("as_number", "as_number_later")
 
 
 def sample(solution, ground_truth="truth", **extra_info):
-    return RewardSample("source", solution, ground_truth, extra_info or {"index": 3})
+    return reward_arguments("source", solution, ground_truth, extra_info or {"index": 3})
 
 
 def scorer_of(name, **config):
@@ -90,13 +90,13 @@ def test_the_first_failure_in_order_is_raised_and_nothing_begins_after_it():
     assert len(begun) < 50
 
 
-def test_an_async_function_ends_with_its_cancelled_batch():
+def test_an_async_function_ends_when_it_is_cancelled():
     begun, ended = threading.Event(), threading.Event()
     with scorer_of("notes_and_waits") as scorer:
-        batch = scorer.begin()
-        batch.add(0, sample("", begun=begun, ended=ended, seconds=99))
+        pending = scorer.begin()
+        pending.add({0: sample("", begun=begun, ended=ended, seconds=99)})
         assert begun.wait(30)
-        batch.cancel()
+        pending.cancel()
         assert ended.wait(30)
 
 
@@ -140,4 +140,4 @@ def test_a_long_solution_is_cut_in_the_message():
 def test_a_failure_survives_the_way_between_processes():
     failed = RewardFailed(sample("text"), "it raised")
     again = pickle.loads(pickle.dumps(failed))
-    assert (str(again), again.sample) == (str(failed), failed.sample)
+    assert (str(again), again.arguments) == (str(failed), failed.arguments)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.rewards import RewardSample, Score, Scorer
+from megarl.rewards import Score, Scorer, reward_arguments
 from megarl.schema import RewardConfig, RewardTermConfig
 
 LENGTH = f"{Path(__file__).parents[1] / 'reward_functions.py'}:length"
 
 
 def sample(solution, data_source="any"):
-    return RewardSample(data_source, solution, "7", {})
+    return reward_arguments(data_source, solution, "7", {})
 
 
 def terms():
