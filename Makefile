@@ -8,10 +8,10 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-checkpoint benchmark-collectives clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|int8_channel|mxfp8] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=2] [ARGS=...]   the tests"
 	@echo "make test-long [ARGS=...]   the tests that take longest: runs that are killed and go on, further algorithms, two machines"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
@@ -37,11 +37,13 @@ help:
 	@echo "make benchmark-schedules [ARGS=...]    schedules that sample ahead, in virtual time"
 	@echo "make benchmark-schedules-real [ARGS=...]   the same in runs, with a core for the engine and one for the trainer"
 	@echo "make benchmark-controller [ARGS=...]   the controller's time and memory with thousands of trajectories in flight"
+	@echo "make benchmark-engine-calls [ARGS=...]   requests that are submitted, their tokens told of on the way, beside one call"
 	@echo "make benchmark-faults [ARGS=...]   runs of which processes are killed at random moments"
 	@echo "make benchmark-collectives [ARGS=...]  bytes that a rank sends under TP, CP, EP and PP, beside the formula"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 	@echo "make benchmark-checkpoint [ARGS=...]   how long a run waits for a checkpoint, and for one that is written in the background"
 	@echo "make benchmark-router-replay [ARGS=...]   how far engine and trainer differ by their choice of experts"
+	@echo "make benchmark-kv-scales [ARGS=...]    keys and values in FP8 with scales of 1 and with calibrated ones"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
@@ -51,7 +53,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-collectives: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -164,6 +166,9 @@ benchmark-schedules-real: setup
 benchmark-controller: setup
 	$(PYTHON) benchmarks/controller.py $(ARGS)
 
+benchmark-engine-calls: setup
+	$(PYTHON) benchmarks/engine_calls.py $(ARGS)
+
 benchmark-faults: setup
 	$(PYTHON) benchmarks/faults.py $(ARGS)
 
@@ -178,6 +183,9 @@ benchmark-checkpoint: setup
 
 benchmark-router-replay: setup
 	$(PYTHON) benchmarks/router_replay.py $(ARGS)
+
+benchmark-kv-scales: setup
+	$(PYTHON) benchmarks/kv_scales.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-megatron-next .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

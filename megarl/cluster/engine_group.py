@@ -19,11 +19,12 @@ from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
+from megarl.cluster.asked import Asked
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts
-from megarl.cluster.router import Asked, Router
+from megarl.cluster.router import Router
 from megarl.cluster.streams import results_of
 from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGone, WorkerGroup, wait
 from megarl.data import Turn
@@ -56,7 +57,7 @@ class SharedByEngines:
 
 
 class Engines:
-    """Engines that are alike. Requests go to the least loaded that serves, weights to all."""
+    """Engines that are alike. A request goes to one of them (`Router`), weights to all."""
 
     def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
         self.handles = list(handles)
@@ -144,12 +145,9 @@ class Engines:
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled."""
-        handle = self._router.least_loaded(self.handles, request.sampling.samples)
-        try:
+        with self._router.asking(request, self.handles) as handle:
             for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
                 yield token_ids
-        finally:
-            handle.load -= request.sampling.samples
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""

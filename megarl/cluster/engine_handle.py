@@ -1,7 +1,7 @@
 """One engine as the controller knows it: its process, state, weights and load."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
@@ -56,6 +56,11 @@ class EngineHandle:
     def load(self, samples: int) -> None:
         self._note_time()
         self._load = samples
+
+    @property
+    def cache(self) -> Hashable:
+        """Names the keys and values that new requests meet in it: others after a restart, and with other weights."""
+        return self.worker, self.version
 
     def take_idle_s(self) -> float:
         """Seconds without anything to sample, since they were taken last."""

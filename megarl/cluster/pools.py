@@ -45,12 +45,6 @@ def _in_turns(part: _Part) -> NodesByRole:
         placement |= place([role], [replace(node, cpus=cpus[node.id]) for node in part.nodes])
         for node in placement[role.name]:
             cpus[node.id] -= role.cpus
-    machines = {node.id for nodes in placement.values() for node in nodes}
-    if len(machines) > 1 and len(placement) > 1 and any(role.gpus for role in part.roles):
-        raise UserError(
-            f"its roles are to take turns on GPUs of {len(machines)} machines, and between machines weights go by NCCL,"
-            " which takes each GPU for one process: give it nodes: 1, or leave shared out"
-        )
     return placement
 
 

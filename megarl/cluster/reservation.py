@@ -65,8 +65,7 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
 
 
 def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, PlacementGroup]:
-    everything = _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
-    place_in_pools(roles, everything, cluster.pools)
+    place_in_pools(roles, _everything(cluster), cluster.pools)
     if (taken := _try(roles, cluster)) is not None:
         return taken
     deadline = time.monotonic() + cluster.start_timeout_s
@@ -75,6 +74,8 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, P
             time.sleep(_LOOK_AGAIN_S)
             if (taken := _try(roles, cluster)) is not None:
                 return taken
+    # A machine may have been lost since.
+    place_in_pools(roles, _everything(cluster), cluster.pools)
     raise UserError(
         f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(_free(cluster))}. Wait for"
         " them, or raise cluster.start_timeout_s"
@@ -90,6 +91,10 @@ def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, Pl
     # Another run was faster.
     remove_placement_group(group)
     return None
+
+
+def _everything(cluster: ClusterConfig) -> list[Node]:
+    return _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
 
 
 def _free(cluster: ClusterConfig) -> list[Node]:

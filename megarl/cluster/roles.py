@@ -23,27 +23,34 @@ _ON_THIS_MACHINE = 0.0001
 """CPUs that a process of a cluster of our own asks for, Ray's smallest part: nobody else's work is kept apart there."""
 
 
-def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig) -> Role:
+def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig, *, has_gpus: bool | None = None) -> Role:
     """The Megatron ranks of a model, each with a GPU of its own where the cluster has any; a TP group belongs together.
+
+    Whether it `has_gpus` is asked of Ray where it is not given.
 
     They are numbered as Megatron numbers them: tensor parallelism varies fastest.
     """
+    has_gpus = _has_gpus() if has_gpus is None else has_gpus
     return Role(
         name,
         sizes.world_size,
         _cpus(cluster, cluster.trainer_cpus),
-        _gpus(cluster, 1),
+        _gpus(cluster, 1) if has_gpus else 0,
         group=sizes.tensor_model_parallel_size,
         # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
         environment={**_environment(cluster), "CUDA_DEVICE_MAX_CONNECTIONS": "1", **cluster.environment},
     )
 
 
-def engine_role(cluster: ClusterConfig, rollout: RolloutConfig) -> Role:
-    """The processes of all engines: one on each machine of an engine, with as many GPUs as its workers there."""
+def engine_role(cluster: ClusterConfig, rollout: RolloutConfig, *, has_gpus: bool | None = None) -> Role:
+    """The processes of all engines: one on each machine of an engine, with as many GPUs as its workers there.
+
+    Whether there are GPUs is asked of Ray where `has_gpus` is not given.
+    """
+    has_gpus = _has_gpus() if has_gpus is None else has_gpus
     kind = engine_kind(rollout.engine)
     workers, nodes = _workers_per_node(cluster, rollout), kind.nodes(rollout.engine_args)
-    threads = 1 if _has_gpus() else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
+    threads = 1 if has_gpus else engine_threads(cluster, rollout, len(os.sched_getaffinity(0)))
     environment = {**_environment(cluster), _THREADS: str(threads), **_SLEEPING}
     if cluster.address is None:
         environment |= kind.loopback_environment
@@ -52,7 +59,7 @@ def engine_role(cluster: ClusterConfig, rollout: RolloutConfig) -> Role:
         ENGINE,
         rollout.replicas * nodes,
         _cpus(cluster, cluster.engine_cpus),
-        _gpus(cluster, workers),
+        _gpus(cluster, workers) if has_gpus else 0,
         group=nodes,
         apart=nodes > 1,
         environment=environment,
@@ -91,8 +98,6 @@ def _workers_per_node(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
 
 
 def _gpus(cluster: ClusterConfig, whole: int) -> float:
-    if not _has_gpus():
-        return 0
     if cluster.gpu_share < 1 and max(whole, cluster.trainer_ranks) > 1:
         raise UserError(
             f"cluster.gpu_share={cluster.gpu_share} is for one Megatron rank beside engines of one GPU, and there are"

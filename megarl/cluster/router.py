@@ -1,88 +1,33 @@
-"""Requests over engines: each to the least loaded that serves, and on to another if that one dies."""
+"""Requests over engines: each to one that serves and has room, and on to another if that one dies."""
 
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from threading import Event, RLock, Thread
-from typing import Any
 
 from converters.errors import UserError
+from megarl.cluster.asked import Asked
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
-from megarl.cluster.partials import Begun, Partials
+from megarl.cluster.partials import Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
-from megarl.cluster.worker_group import Call, Worker, wait
+from megarl.cluster.worker_group import Call, unfinished, wait
 from megarl.data import Turn
-from megarl.rollout.protocol import Engine, Progress, Request
+from megarl.rollout.conversations import Conversations
+from megarl.rollout.protocol import Engine, Event, Progress, Request
 
 _TICK_S = 0.2
 """How long an engine that is asked for the first time may go unheard while others are listened to."""
+_REMEMBERED = 64
+"""Calls after which it is time to forget those that have ended."""
 
-
-@dataclass(eq=False)
-class Asked:
-    """A request on its way: `answer` gets its samples, all of one engine."""
-
-    number: int
-    request: Request
-    among: Sequence[EngineHandle]
-    """Who may be asked."""
-    answer: Future[list[Turn]] = field(default_factory=Future)
-    handle: EngineHandle | None = None
-    """Who was asked; None while it waits for somebody who can be."""
-    worker: Worker | None = None
-    """The process that was asked: an engine that is started anew has another."""
-    begun: dict[int, Begun] = field(default_factory=dict)
-    """Samples of which engines that died have told some tokens."""
-
-    ended: dict[int, Turn] = field(default_factory=dict)
-    """Samples that have ended, where others were cut."""
-
-    @property
-    def samples(self) -> int:
-        """How many it asks for."""
-        return self.request.sampling.samples - len(self.ended)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that an engine computes before it samples, those of the prompt once."""
-        return len(self.request.prompt_token_ids) + sum(len(each.token_ids) for each in self.begun.values())
-
-    def rest(self) -> Request:
-        """As much of the request as there is nothing of."""
-        if not self.begun and not self.ended:
-            return self.request
-        left = [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
-        return replace(self.request, begun={sample: self._begun(sample).token_ids.tolist() for sample in left})
-
-    def keep(self, begun: Mapping[int, Begun]) -> int:
-        """Keep what an engine that died has told of; how many tokens."""
-        for sample, new in begun.items():
-            self.begun[sample] = self._begun(sample) + new
-        return sum(len(new.token_ids) for new in begun.values())
-
-    def keep_cut(self, turns: Sequence[Turn]) -> None:
-        """Keep an answer of which some turns were cut."""
-        for sample, turn in zip(self.rest().samples, turns, strict=True):
-            if turn.finish_reason == "abort":
-                self.keep({sample: Begun.of(turn)})
-            else:
-                self.ended[sample] = self._begun(sample).ended_by(turn)
-
-    def whole(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of all samples, each behind what there was of it; `turns` are those of the last answer."""
-        if not self.begun and not self.ended:
-            return list(turns)
-        asked = dict(zip(self.rest().samples, turns, strict=True))
-        ended = {sample: self._begun(sample).ended_by(turn) for sample, turn in asked.items()} | self.ended
-        return [ended[sample] for sample in range(self.request.sampling.samples)]
-
-    def _begun(self, sample: int) -> Begun:
-        return self.begun.get(sample, Begun.nothing())
+_MANY = 64
+"""Where more requests are unanswered, answers are heard of together: the next batch does not wait for each of them."""
+_TOGETHER_S = 0.02
 
 
 class Router:
@@ -97,19 +42,21 @@ class Router:
     def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
         self._handles, self._restarts = handles, restarts
         # Never held while the lock of `restarts` is waited for: who holds that one may wait for answers.
-        self._lock = RLock()
+        self._lock = threading.RLock()
         self._numbers = count()
         self._asked: dict[int, Asked] = {}
         self._waiting: list[tuple[int, int, Asked]] = []
         """Requests that no engine was asked for, by priority and number: a heap."""
+        self._conversations = Conversations[EngineHandle]()
         self._streams: dict[Stream, EngineHandle] = {}
         self._partials: dict[Stream, Partials] = {}
-        self._submitted: dict[EngineHandle, Call[None]] = {}
+        self._submitted: dict[EngineHandle, list[Call[None]]] = defaultdict(list)
+        """Calls by which engines take requests in, which may overtake each other there."""
         self._moved = 0
         self._heartbeat = Heartbeat(handles)
-        self._is_told = Event()
+        self._is_told = threading.Event()
         self._is_closed = False
-        self._listener: Thread | None = None
+        self._listener: threading.Thread | None = None
 
     def begin(self, requests: Sequence[Request], among: Sequence[EngineHandle]) -> list[Asked]:
         """Send requests, together. Their answers may fail with what an engine failed of, or refused them for."""
@@ -120,7 +67,7 @@ class Router:
             self._send()
             self._is_told.set()
             if self._listener is None:
-                self._listener = Thread(target=self._listen, name="router", daemon=True)
+                self._listener = threading.Thread(target=self._listen, name="router", daemon=True)
                 self._listener.start()
         return begun
 
@@ -130,29 +77,32 @@ class Router:
         with self._lock:
             for each in asked:
                 if self._asked.pop(each.number, None) is not None and each.handle is not None:
-                    each.handle.load -= each.samples
                     ended.setdefault(each.handle, []).append(each.number)
+                    self._take_back(each)
             self._send()
         for handle, numbers in ended.items():
             if handle.is_up:
                 handle.begin(Engine.abort, numbers)
 
-    def least_loaded(self, among: Sequence[EngineHandle], samples: int) -> EngineHandle:
-        """The engine that is asked next, with so many samples more to give from now on.
-
-        It depends on the loads alone, so that engines that were idle get the same requests whenever they are asked.
-        """
+    @contextmanager
+    def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
+        """The engine that is asked for a request, by the caller; it has the load of it until the end."""
         with self._lock:
-            handle = min(self._able(among) or among, key=lambda each: each.load)
-            handle.load += samples
-            return handle
+            asked = Asked(next(self._numbers), request, among)
+            able = self._able(among) or among
+            handle = self._give(asked, self._roomy(able) or able)
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._take_back(asked)
 
     def sleep(self, handles: Sequence[EngineHandle]) -> None:
         """Ask these for nothing more until `wake_up`; returns when they have taken in all that they were asked for."""
         with self._lock:
             for handle in handles:
                 handle.is_asleep = True
-            submitted = [self._submitted.pop(handle) for handle in handles if handle in self._submitted]
+            submitted = [call for handle in handles for call in self._submitted.pop(handle, ())]
         wait(submitted)
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:
@@ -188,6 +138,24 @@ class Router:
         # A failure says what it was.
         return among
 
+    def _roomy(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
+        return [handle for handle in handles if not handle.is_full]
+
+    def _give(self, asked: Asked, among: Sequence[EngineHandle]) -> EngineHandle:
+        """Choose who is asked for a request, and count it there from now on."""
+        handle = self._conversations.choose(asked.request.conversation, among)
+        self._conversations.begin(asked.request.conversation, handle)
+        handle.load += asked.samples
+        asked.handle, asked.worker = handle, handle.worker
+        return handle
+
+    def _take_back(self, asked: Asked) -> None:
+        """Count a request no more where it was asked, if it was."""
+        if asked.handle is not None:
+            self._conversations.end(asked.request.conversation, asked.handle)
+            asked.handle.load -= asked.samples
+        asked.handle = asked.worker = None
+
     def _queue(self, asked: Iterable[Asked]) -> None:
         for each in asked:
             heappush(self._waiting, (each.request.priority, each.number, each))
@@ -201,11 +169,8 @@ class Router:
             each = entry[-1]
             if each.number not in self._asked:
                 continue  # nobody waits for it any more
-            able = self._able(each.among)
-            if able and not all(handle.is_full for handle in able):
-                each.handle = self.least_loaded(each.among, each.samples)
-                each.worker = each.handle.worker
-                shares.setdefault(each.handle, {})[each.number] = each.rest()
+            if roomy := self._roomy(self._able(each.among)):
+                shares.setdefault(self._give(each, roomy), {})[each.number] = each.rest()
             else:
                 left.append(entry)
         for entry in left:
@@ -214,7 +179,10 @@ class Router:
             if not any(stream.worker is handle.worker for stream in self._streams):
                 stream = handle.stream(Engine.events)
                 self._streams[stream], self._partials[stream] = handle, Partials()
-            self._submitted[handle] = handle.begin(Engine.submit, requests)
+            submitted = self._submitted[handle]
+            submitted.append(handle.begin(Engine.submit, requests))
+            if len(submitted) >= _REMEMBERED:
+                submitted[:] = unfinished(submitted)
 
     def _listen(self) -> None:
         try:
@@ -227,7 +195,7 @@ class Router:
     def _hear_all(self) -> None:
         next_look_s = 0.0
         while not self._is_closed:
-            found = None
+            found = []
             if self._streams:
                 found = next_of(list(self._streams), self._restarts.calls, _TICK_S)
             else:
@@ -235,39 +203,53 @@ class Router:
                 self._is_told.clear()
             if self._is_closed:
                 break
-            if found is not None:
-                self._hear(*found)
-            if found is None or time.monotonic() > next_look_s:
+            for stream, result in found:
+                if isinstance(result, End):
+                    self._lose(stream, result.failure)
+                else:
+                    self._hear(stream, result)
+            if len(self._asked) > _MANY:
+                # To wait for a result, and to wake whoever waits for its answer, costs as much as to read it.
+                time.sleep(_TOGETHER_S)
+            if not found or time.monotonic() > next_look_s:
                 self._look_after()
                 next_look_s = time.monotonic() + INTERVAL_S
 
-    def _hear(self, stream: Stream, result: Any) -> None:
-        if isinstance(result, End):
-            self._lose(stream, result.failure)
-            return
-        if isinstance(result, Progress):
-            self._keep(self._partials[stream], result)
-            return
-        answer = result.answer
-        is_cut = not isinstance(answer, UserError) and any(turn.finish_reason == "abort" for turn in answer)
+    def _hear(self, stream: Stream, events: Iterable[Event | Progress]) -> None:
+        ended = []
+        for event in events:
+            if isinstance(event, Progress):
+                self._keep(self._partials[stream], event)
+            elif (asked := self._end(event)) is not None:
+                ended.append((asked, event.answer))
         with self._lock:
-            asked = self._asked.pop(result.number, None)
-            if asked is None or asked.handle is None:  # nobody waits for it any more
-                return
-            asked.handle.load -= asked.samples
-            if is_cut:
-                self._ask_on(asked, answer)
             self._send()
-        if isinstance(answer, UserError):
-            asked.answer.set_exception(answer)
-        elif not is_cut:
-            asked.answer.set_result(asked.whole(answer))
+        # Whoever hears of an answer has work with it: engines have theirs by now.
+        for asked, answer in ended:
+            if isinstance(answer, UserError):
+                asked.answer.set_exception(answer)
+            else:
+                asked.answer.set_result(asked.whole(answer))
+
+    def _end(self, event: Event) -> Asked | None:
+        """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
+        answer = event.answer
+        with self._lock:
+            asked = self._asked.pop(event.number, None)
+            if asked is None or asked.handle is None:
+                return None
+            self._take_back(asked)
+            if not isinstance(answer, UserError) and any(turn.finish_reason == "abort" for turn in answer):
+                self._ask_on(asked, answer)
+                return None
+        return asked
 
     def _ask_on(self, asked: Asked, turns: Sequence[Turn]) -> None:
         """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
         asked.keep_cut(turns)
-        self._moved += asked.tokens
-        asked.number, asked.handle, asked.worker = next(self._numbers), None, None
+        if any(len(turn.token_ids) for turn in turns):
+            self._moved += asked.tokens
+        asked.number = next(self._numbers)
         self._asked[asked.number] = asked
         self._queue([asked])
 
@@ -289,8 +271,7 @@ class Router:
             kept = sum(each.keep(told.get(each.number, {})) for each in left)
             self._moved += sum(each.tokens for each in left)
             for each in left:
-                handle.load -= each.samples
-                each.handle = each.worker = None
+                self._take_back(each)
             self._queue(left)
         if failure is not None and not is_dead:
             self._fail(left, failure)

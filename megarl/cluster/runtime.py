@@ -12,6 +12,7 @@ from ray import _raylet
 from ray._private import ray_constants
 
 from converters.errors import UserError
+from megarl.cluster.joining import join, wait_for_machines
 from megarl.cluster.ray_driver import undisturbed, without_monitors
 from megarl.cluster.scratch import scratch_folder
 from megarl.process.errors import RunFailed
@@ -41,7 +42,7 @@ class RayNotStarted(RunFailed):
 
 @contextmanager
 def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[None]:
-    """Connect to the cluster at `config.address`, or start one that ends with the context.
+    """Connect to the cluster at `config.address` when its machines are there, or start one that ends with the context.
 
     One that is started has `object_store_bytes` of shared memory for what its processes send each other.
 
@@ -51,9 +52,10 @@ def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_B
         yield
         return
     if config.address is not None:
-        with phase("connecting to Ray"), undisturbed():
-            ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        with phase("connecting to Ray"):
+            join(config.address)
         try:
+            wait_for_machines(config)
             yield
         finally:
             with held():

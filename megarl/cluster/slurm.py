@@ -10,7 +10,6 @@ passes on what it is to hear, and takes it along when it ends, whatever ends it.
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -162,15 +161,14 @@ def wait_for_nodes(address: str, nodes: Sequence[str], timeout_s: float) -> None
     """Wait until a Ray node of each of these machines is up. Raises UserError with those that are not."""
     import ray
 
-    from megarl.cluster.ray_driver import undisturbed
+    from megarl.cluster.joining import join, listens
 
     deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
     absent = list(nodes)
-    while not _listens(host, int(port)):
+    while not listens(host, int(port), _CONNECT_S):
         _check_time(deadline, timeout_s, absent, address)
-    with undisturbed():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    join(address)
     try:
         while absent := [name for name in nodes if name not in _joined(ray.nodes())]:
             _check_time(deadline, timeout_s, absent, address)
@@ -191,14 +189,6 @@ def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], addres
             " more time (START_TIMEOUT_S)"
         )
     time.sleep(_LOOK_AGAIN_S)
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
@@ -24,6 +24,12 @@ class Stream:
         return cls(worker, worker.begin_stream(method, *arguments))
 
 
+_AT_ONCE = 64
+"""Results of a stream that are taken before others are looked at."""
+
+Waited = TypeVar("Waited", bound=Stream | Call[Any])
+
+
 class End(NamedTuple):
     """A stream came to its end, or failed."""
 
@@ -37,41 +43,54 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
     """
     left = list(streams)
     while left:
-        found = next_of(left)
-        assert found is not None
-        stream, result = found
-        if not isinstance(result, End):
-            yield stream, result
-        elif result.failure is None:
-            left.remove(stream)
-        else:
-            raise result.failure
+        for stream in _ready(left, 1, None):
+            result = _next(stream)
+            if not isinstance(result, End):
+                yield stream, result
+            elif result.failure is None:
+                left.remove(stream)
+            else:
+                raise result.failure
 
 
-def next_of(
-    streams: Collection[Stream], calls: Collection[Call[Any]] = (), timeout_s: float | None = None
-) -> tuple[Stream, Any] | None:
-    """The next result of any stream, as `results_of` gives it, or its `End`.
+def next_of(streams: Collection[Stream], calls: Collection[Call[Any]], timeout_s: float) -> list[tuple[Stream, Any]]:
+    """Results that streams have to give, as `results_of` gives it, or their `End`: of each at most `_AT_ONCE` results.
 
-    None if one of the `calls` has ended before, or the time is over.
+    Nothing if the time is over before there is something, or one of the `calls` has ended before.
     """
-    by_references = {stream.references: stream for stream in streams}
-    waiting: list[Any] = [*by_references, *(call.reference for call in calls)]
-    done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
-    if not done or done[0] not in by_references:
-        return None
-    stream = by_references[done[0]]
+    waited_for: list[Stream | Call[Any]] = [*streams, *calls]
+    ready = _ready(waited_for, len(waited_for), 0.0) or _ready(waited_for, 1, timeout_s)
+    return [(each, result) for each in ready if isinstance(each, Stream) for result in islice(_there(each), _AT_ONCE)]
+
+
+def _there(stream: Stream) -> Iterator[Any]:
+    """The results of a stream that has one, as many as are there, or to its `End`."""
+    is_there = True
+    while is_there:
+        yield (result := _next(stream))
+        is_there = not isinstance(result, End) and stream.references.next_ready()
+
+
+def _ready(waited_for: Collection[Waited], count: int, timeout_s: float | None) -> list[Waited]:
+    """As many as `count` of them that have a result, or have ended."""
+    by_references: dict[Any, Waited] = {
+        each.references if isinstance(each, Stream) else each.reference: each for each in waited_for
+    }
+    done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s)
+    return [by_references[each] for each in done]
+
+
+def _next(stream: Stream) -> Any:
+    """The next result of a stream, or its `End`."""
     result = next(stream.references, None)
     if result is None:
-        return stream, End()
+        return End()
     answer = answer_of(Call[Any](stream.worker, result))
     if isinstance(answer, Failed):
-        return stream, End(answer.failure)
+        return End(answer.failure)
     rest, arrays = answer
     references = arrays_behind(stream, arrays) if arrays else []
-    if isinstance(references, Failed):
-        return stream, End(references.failure)
-    return stream, put_back(rest, references)
+    return End(references.failure) if isinstance(references, Failed) else put_back(rest, references)
 
 
 def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef] | Failed:

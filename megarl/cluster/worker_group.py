@@ -271,6 +271,13 @@ def wait_together(
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
 
+def unfinished(calls: Sequence[Call[R]]) -> list[Call[R]]:
+    """The calls that have not ended."""
+    references = [call.reference for call in calls]
+    left = set(ray.wait(references, num_returns=len(references), timeout=0)[1])
+    return [call for call in calls if call.reference in left]
+
+
 def _first_done(calls: Sequence[Call[R]], timeout_s: float | None) -> Call[R] | None:
     """The first of the calls that has ended; None if none has within the time."""
     return next(iter(_done(calls, timeout_s)), None)

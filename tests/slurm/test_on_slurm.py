@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import ADDRESSES, KILL_WAIT_S, SlurmCluster, eventually, missing, slurm_cluster
+from machines import ADDRESSES, eventually
+from slurm_cluster import KILL_WAIT_S, SlurmCluster, missing, slurm_cluster
 
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -117,8 +118,8 @@ def check_that_nothing_is_left(slurm, job):
     eventually(lambda: job.state not in ("COMPLETING", "RUNNING"), "the end of the job")
     for node in ADDRESSES:
         eventually(lambda node=node: slurm.processes(node) == [], f"no process on {node}", 10)
-        assert slurm.files(node, "/dev/shm") == []
-        assert slurm.files(node, "/tmp") == [slurm.folder.name]
+        assert slurm.nodes.files(node, "/dev/shm") == []
+        assert slurm.nodes.files(node, "/tmp") == [slurm.folder.name]
     assert not (ROOT / ".slurm" / job.id).exists()
 
 
@@ -155,10 +156,10 @@ def test_a_job_that_is_cancelled_leaves_nothing(slurm, overrides):
 def check_that_strangers_get_no_connection(slurm, job):
     """Who is on the network and has no secret is refused by Ray; nothing else is open to all."""
     assert stat.S_IMODE((ROOT / ".slurm" / job.id / "token").stat().st_mode) == 0o600
-    refused = slurm.on("n2", "env", "RAY_AUTH_MODE=disabled", sys.executable, "-c", STRANGER)
+    refused = slurm.nodes.on("n2", "env", "RAY_AUTH_MODE=disabled", sys.executable, "-c", STRANGER)
     assert "AuthenticationError" in refused, refused
     for node, address in ADDRESSES.items():
-        everywhere = {program for host, program in slurm.listeners(node) if host not in (address, "127.0.0.1")}
+        everywhere = {program for host, program in slurm.nodes.listeners(node) if host not in (address, "127.0.0.1")}
         # Slurm's own, and Ray's, which ask for the secret and cannot listen on one interface: in the controller, too.
         assert {name for name in everywhere if name not in SLURM_AND_RAY and not name.startswith("ray::")} == set()
 
@@ -180,7 +181,7 @@ def test_a_job_that_is_to_be_preempted_saves_and_goes_on(slurm, overrides):
 def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, undisturbed):
     job = Job(slurm, "unplugged", *overrides("unplugged"), f"loop.steps={STEPS}")
     job.wait_for_step(2)
-    slurm.unplug("n2")
+    slurm.nodes.unplug("n2")
     done = len(job.steps())
     assert done < STEPS
     slurm.start_node("n2")
@@ -192,7 +193,8 @@ def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, und
 
 
 def test_a_node_that_does_not_see_a_folder_is_named_before_a_run(slurm):
-    job = Job(slurm, "preflight", "--folders", str(slurm.folder), "/tmp", script="preflight.sh")
+    # A table breaks its lines where the figures of this machine leave no room.
+    job = Job(slurm, "preflight", "--json", "--folders", str(slurm.folder), "/tmp", script="preflight.sh")
     job.wait("COMPLETED", "FAILED")
     assert job.state == "FAILED"
     said = job.log.read_text()

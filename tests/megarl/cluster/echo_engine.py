@@ -16,6 +16,8 @@ DEADLY = 666
 """A prompt that begins with this token ends the process."""
 SLOW = 777
 """One that begins with this token takes a while."""
+RELUCTANT = 555
+"""One that begins with this token is not taken in at once."""
 TELLING = 888
 """One that begins with this token is a `Request`: the engine tells of some tokens and dies, or goes on behind those."""
 SCRIPT = "MEGARL_TEST_DEATHS"
@@ -57,6 +59,7 @@ class EchoEngine:
         self._changed = Condition()
         self._asked = SimpleQueue()
         self._aborted = set()
+        self._taking = 0
 
     def start(self):
         pass_by("start")
@@ -72,8 +75,21 @@ class EchoEngine:
         return [0, 0]
 
     def submit(self, requests):
+        with self._changed:
+            self._taking += 1
+        if any(request.prompt_token_ids[0] == RELUCTANT for request in requests.values()):
+            time.sleep(1)
         for number, request in requests.items():
             self._asked.put((number, request))
+        with self._changed:
+            self._taking -= 1
+
+    def sleep(self):
+        if self._taking:
+            raise RuntimeError("it was put to sleep while it was asked")
+
+    def wake_up(self, parts):
+        assert parts == ["kv_cache"]
 
     def events(self):
         while (asked := self._asked.get()) is not None:
@@ -91,7 +107,7 @@ class EchoEngine:
                 assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
                 version = self._version
             answer = [echo(request, sample, version) for sample in range(request.sampling.samples)]
-            yield SimpleNamespace(number=number, answer=answer)
+            yield [SimpleNamespace(number=number, answer=answer)]
             pass_by("generate")
 
     def abort(self, numbers):
@@ -141,18 +157,19 @@ def tell(number, request):
     if not request.begun:
         tokens = np.array([1, 2, 3], np.int32)
         one = np.ones(1, np.int32)
-        yield Progress(one * number, one, one * 3, tokens, -tokens.astype(np.float32), tokens)
+        yield [Progress(one * number, one, one * 3, tokens, -tokens.astype(np.float32), tokens)]
         # Time for the news to be heard.
         time.sleep(0.5)
         os._exit(7)
     prompts = [request.prompt_of(sample) for sample in range(2)]
-    yield Event(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])
+    yield [Event(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])]
 
 
-def ask(prompt, samples=1, priority=0):
+def ask(prompt, samples=1, priority=0, conversation=None):
     """A request, as far as an echo goes."""
     sampling = SimpleNamespace(samples=samples, seed=prompt + 100)
-    return SimpleNamespace(prompt_token_ids=[prompt], sampling=sampling, priority=priority)
+    about = {"priority": priority, "conversation": conversation}
+    return SimpleNamespace(prompt_token_ids=[prompt], sampling=sampling, **about)
 
 
 def echo(request, sample, version):

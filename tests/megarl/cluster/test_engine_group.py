@@ -3,16 +3,18 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
-from echo_engine import DEADLY, SLOW
+from echo_engine import DEADLY, RELUCTANT, SLOW
 from echo_engine import ask as request
 from echo_kind import ECHO
 from eventually import eventually, has_ended
 
 import megarl.rollout
 from converters.errors import UserError
+from megarl.cluster import router
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.meeting import check_that_all_meet, listen
@@ -94,11 +96,24 @@ def live_and_lose_one(engines):
     update(engines, 1)
     assert states(engines) == [("serving", 1, 0)] * 2
     check_that_requests_go_to_the_least_loaded(engines)
+    check_that_a_conversation_comes_back_to_its_prefix(engines)
     check_that_one_is_written_while_the_other_serves(engines)
     check_that_requests_wait_where_none_serves(engines)
     check_that_engines_are_asked_for_what_they_have_room_for(engines)
     check_that_an_answer_nobody_waits_for_is_no_load(engines)
+    check_that_engines_have_taken_in_all_that_they_were_asked_for_when_they_sleep(engines)
+    check_that_many_answers_are_heard_together(engines)
     lose_the_first(engines)
+
+
+def check_that_engines_have_taken_in_all_that_they_were_asked_for_when_they_sleep(engines):
+    asked = [engines.begin_generate([request(token)]) for token in (RELUCTANT, 1, 2, 3)]
+    engines.sleep()
+    asleep = engines.begin_generate([request(4)])
+    assert [(handle.is_asleep, handle.has_room) for handle in engines.handles] == [(True, False)] * 2
+    engines.wake_up(["kv_cache"])
+    for (each,) in (*asked, asleep):
+        assert each.answer.result(60)
 
 
 def update(engines, version):
@@ -111,12 +126,19 @@ def check_that_requests_go_to_the_least_loaded(engines):
     answers, servers = spread(engines, requests)
     assert all(len(each) == 1 for each in servers)
     (first,), (second,) = servers[:2]
-    assert servers == [{first}, {second}, {second}, {second}, {first}]
+    # As many conversations each; where these are equal, to the one with fewer samples to give.
+    assert servers == [{first}, {second}, {second}, {first}, {second}]
     assert states(engines) == [("serving", 1, 0)] * 2
     # Wherever they go, the answers are the same.
     alone, own = spread(engines.only(1), requests)
     assert (alone, own) == (answers, [{second}] * 5)
     assert answers[0] == [[1, 101, sample] for sample in range(4)]
+
+
+def check_that_a_conversation_comes_back_to_its_prefix(engines):
+    _, ((first,), (second,)) = spread(engines, [request(1, conversation=7), request(2, conversation=8)])
+    _, servers = spread(engines, [request(3, conversation=8), request(4, conversation=8), request(5, conversation=7)])
+    assert servers == [{second}, {second}, {first}]
 
 
 def check_that_one_is_written_while_the_other_serves(engines):
@@ -170,6 +192,13 @@ def check_that_an_answer_nobody_waits_for_is_no_load(engines):
     answers.close()
     assert list(engines.generate_stream(request(9))) == [[9]]
     assert states(engines) == [("serving", 4, 0)] * 2
+
+
+def check_that_many_answers_are_heard_together(engines):
+    with mock.patch.object(router, "next_of", side_effect=router.next_of) as listened:
+        answers = engines.generate([request(prompt) for prompt in range(600)])
+    assert [turn.token_ids[0] for (turn,) in answers] == list(range(600))
+    assert listened.call_count < 100
 
 
 def lose_the_first(engines):
