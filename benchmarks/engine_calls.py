@@ -6,7 +6,8 @@ Both are asked of the same vLLM engine in turn, with the same requests: tokens a
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
+from datetime import date
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=at_least_one, default=64)
     parser.add_argument("--tokens", type=at_least_one, default=256, help="the most of a response")
-    parser.add_argument("--rounds", type=at_least_one, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=25)
     parser.add_argument("--output", type=Path, help="the Markdown file to write")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -70,8 +71,9 @@ def _measured(engine: VllmEngine, requests: int, tokens: int, rounds: int) -> st
         [
             "# Submitted requests beside one call",
             "",
-            f"Machine: {machine}. `python benchmarks/engine_calls.py`: a tiny Qwen3 in vLLM.",
-            f"{requests} requests of at most {tokens} tokens, {rounds} rounds in turn, the same answers to the bit.",
+            f"`make benchmark-engine-calls`, {date.today()}, {machine}.",
+            f"A tiny Qwen3 in vLLM, {requests} requests of at most {tokens} tokens, {rounds} rounds in turn,",
+            "the same answers to the bit.",
             "",
             "| call | tokens/s, median | range |",
             "|---|---:|---:|",
@@ -87,7 +89,7 @@ def _measured(engine: VllmEngine, requests: int, tokens: int, rounds: int) -> st
 
 def _submitted(engine: VllmEngine) -> tuple[Callable[[Sequence[Request]], list[list[Turn]]], "count[int]"]:
     """Asks by `submit` and reads `events`; and how many news of tokens there were."""
-    numbers, told, events = count(), count(), engine.events()
+    numbers, told, events = count(), count(), chain.from_iterable(engine.events())
 
     def ask(requests: Sequence[Request]) -> list[list[Turn]]:
         asked = {next(numbers): request for request in requests}

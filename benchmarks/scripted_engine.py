@@ -13,7 +13,7 @@ from megarl.data import Turn
 from megarl.rollout.protocol import Event, Request
 
 _TOKENS = (3, 13)
-_WITH_TEXT = 1024
+_WITH_TEXT = 64
 
 
 class ScriptedEngine:
@@ -40,7 +40,7 @@ class ScriptedEngine:
         for asked in requests.items():
             self._asked.put(asked)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[list[Event]]:
         """See `Generator.events`."""
         answered, due = 0, time.monotonic()
         while (asked := self._asked.get()) is not None:
@@ -50,7 +50,7 @@ class ScriptedEngine:
             answer = self._answer(request)
             due = max(due + self._pace_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
-            yield Event(number, answer)
+            yield [Event(number, answer)]
             answered += 1
 
     def close(self) -> None:

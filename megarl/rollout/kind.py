@@ -38,6 +38,8 @@ class EngineSizes(NamedTuple):
     expert: int | None
     dtype: str
     """bf16, or fp8 for weights in blocks."""
+    is_eager: bool = False
+    """Its kernels are launched one by one, without recorded graphs."""
 
 
 class OwnEnvironment(NamedTuple):
@@ -92,6 +94,8 @@ class EngineKind:
     """Arguments that tell a process of an engine over machines its number, and a free address of the first machine."""
     loopback_environment: Mapping[str, str] = field(default_factory=dict)
     """With these environment variables an engine listens on this machine alone."""
+    memory_share: Callable[[Arguments], float] = lambda _arguments: 0.9
+    """Share of a GPU that an engine with these arguments takes."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}
     """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
     without_weights: Arguments
@@ -106,6 +110,10 @@ class EngineKind:
     """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
     layout_versions: Sequence[str] = ()
     """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
+    rehearsal: tuple[str, str] | None = None
+    """Module and name of the function that builds the workers of an engine with no memory behind: of a config.json, the
+    engine's arguments, and shapes and types of the tensors of the checkpoint it makes the `RehearsedWorker` of each. It
+    wants a process of its own. None where no engine of this kind can be built so."""
     packages: Mapping[str, str]
     """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
     own_environment: OwnEnvironment | None = None

@@ -33,6 +33,9 @@ R = TypeVar("R")
 P = ParamSpec("P")
 E = TypeVar("E", bound="OwnedEngine")
 
+_TOGETHER = 16
+"""Events that travel together at most: each journey costs as much as a few short answers, and long ones get texts."""
+
 
 def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
     """Let a method run in the owner thread of its engine, behind what was asked before; a dead engine runs none."""
@@ -90,17 +93,23 @@ class OwnedEngine(ABC):
             self._telling.begin(number, future)
             future.add_done_callback(lambda done, number=number: self._told.put((number, done)))  # type: ignore[misc]
 
-    def events(self) -> Iterator[Event | Progress]:
+    def events(self) -> Iterator[list[Event | Progress]]:
         """See `Generator.events`."""
-        while (told := self._told.get()) is not None:
-            if isinstance(told, Progress):
-                yield told
-                continue
-            number, future = told
-            if isinstance(refusal := future.exception(), UserError):
-                yield Event(number, refusal)
-            else:
-                yield Event(number, self._texts.added(future.result()))
+        is_open = True
+        while is_open:
+            told = [self._told.get()]
+            while len(told) < _TOGETHER and not self._told.empty():
+                told.append(self._told.get())
+            is_open = told[-1] is not None
+            together: list[Event | Progress] = []
+            for each in (each for each in told if each is not None):
+                try:
+                    together.append(self._event(each))
+                except Exception:
+                    yield together
+                    raise
+            if together:
+                yield together
 
     @by_owner
     def abort(self, numbers: Collection[int]) -> None:
@@ -279,6 +288,14 @@ class OwnedEngine(ABC):
 
     def _finish_update(self, version: int) -> None:  # noqa: B027 - as above
         """Take the weights as whole: they are those of `version`."""
+
+    def _event(self, told: tuple[int, Future[list[Turn]]] | Progress) -> Event | Progress:
+        if isinstance(told, Progress):
+            return told
+        number, future = told
+        if isinstance(refusal := future.exception(), UserError):
+            return Event(number, refusal)
+        return Event(number, self._texts.added(future.result()))
 
     def _end(self) -> None:
         self._death = self._death or RuntimeError("it was closed")

@@ -65,6 +65,8 @@ class Request:
     sampling: SamplingParameters
     priority: int = 0
     """Where there is no room for all, lower ones are served first."""
+    conversation: int | None = None
+    """Requests of the same one begin alike, and go to the same engine as long as it is not much busier."""
     begun: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
@@ -129,8 +131,10 @@ class Generator(Protocol):
         The requests of one call enter the engine together, or none of them does.
         """
 
-    def events(self) -> Iterator[Event | Progress]:
-        """The ends of all submitted requests, as they come, until `close`; long answers with their text.
+    def events(self) -> Iterator[Sequence[Event | Progress]]:
+        """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
+
+        Ends that are there at the same time come together.
 
         An engine that can continue what another has begun (`Request.begun`) tells of new tokens meanwhile, of each
         sample after 64 tokens or 50 ms. It has one reader at a time.

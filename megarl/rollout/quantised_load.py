@@ -31,9 +31,7 @@ def in_asked_format(
     number_format = NUMBER_FORMATS[asked[NUMBER_FORMAT]]
     quantised = number_format.quantised_names(read_architecture(read_json(Path(model_path) / CONFIG)))
     for name, weight in weights:
-        if name not in quantised:
+        if name in quantised:
+            yield from number_format.tensors(name, weight.to(dtype))
+        else:
             yield name, weight
-            continue
-        codes, scales = number_format.quantise(weight.to(dtype))
-        yield name, codes
-        yield number_format.scales_name(name), scales

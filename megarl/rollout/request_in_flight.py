@@ -26,6 +26,11 @@ class RequestInFlight:
         self.future: Future[list[Turn]] = Future()
         self._turns: dict[int, Turn] = {}
 
+    @property
+    def conversation(self) -> int | None:
+        """The one that it is part of."""
+        return self._request.conversation
+
     def prompt_of(self, sample: int) -> IntArray:
         """The tokens before what is sampled."""
         begun = self._request.begun_of(sample)

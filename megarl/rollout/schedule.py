@@ -1,6 +1,7 @@
 """When prompts may be sampled, and which groups make the next batch: no clock, no processes, nothing but counting."""
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
@@ -44,6 +45,7 @@ class Schedule:
         self.version = version
         """The version of the weights, which is the number of batches that were trained."""
         self._draws: dict[int, Draw] = {}
+        """The draws that no batch has taken, in their order."""
         self._taken: list[int] = []
         self._last = -1
 
@@ -60,7 +62,7 @@ class Schedule:
     @property
     def admissible(self) -> int:
         """How many prompts may be drawn now."""
-        return self.slots - len(self._draws)
+        return self.slots - len(self._draws) - len(self._taken)
 
     @property
     def unfinished(self) -> list[int]:
@@ -68,14 +70,14 @@ class Schedule:
         return [draw.ordinal for draw in self._draws.values() if not draw.is_finished]
 
     @property
-    def untaken(self) -> list[int]:
+    def untaken(self) -> KeysView[int]:
         """The ordinals that no batch has taken, finished or not, in the order of their draws."""
-        return [draw.ordinal for draw in self._untaken()]
+        return self._draws.keys()
 
     @property
     def waiting(self) -> list[int]:
         """The ordinals of finished groups that no batch has taken."""
-        return [draw.ordinal for draw in self._untaken() if draw.is_finished]
+        return [draw.ordinal for draw in self._draws.values() if draw.is_finished]
 
     def admit(self, ordinals: Sequence[int]) -> None:
         """Give slots to draws. Raises ValueError if there are fewer, or draws come again or out of order."""
@@ -101,7 +103,7 @@ class Schedule:
         The earliest finished groups overtake the fewest others, so if they overtake too many, all batches do.
         """
         batch, left_behind = list[int](), list[int]()
-        for draw in self._untaken():
+        for draw in self._draws.values():
             if not draw.is_finished:
                 left_behind.append(draw.overtaken)
             else:
@@ -118,9 +120,10 @@ class Schedule:
         batch = self.takeable()
         if batch is None or self._taken:
             raise ValueError("no batch is finished" if batch is None else "a batch is taken, and not released")
-        for draw in self._untaken():
-            if draw.ordinal not in batch:
-                draw.overtaken += sum(ordinal > draw.ordinal for ordinal in batch)
+        for ordinal in batch:
+            del self._draws[ordinal]
+        for draw in self._draws.values():
+            draw.overtaken += len(batch) - bisect_left(batch, draw.ordinal)
         self._taken = batch
         return batch
 
@@ -128,8 +131,6 @@ class Schedule:
         """Note that the batch which was taken is trained and its weights are served: its slots are free."""
         if not self._taken:
             raise ValueError("no batch is taken")
-        for ordinal in self._taken:
-            del self._draws[ordinal]
         self._taken = []
         self.version += 1
 
@@ -146,10 +147,6 @@ class Schedule:
             raise ValueError(f"{len(draws)} draws for {self.slots} slots")
         self.version, self._last = state["version"], state["last"]
         self._draws, self._taken = {draw.ordinal: draw for draw in draws}, []
-
-    def _untaken(self) -> list[Draw]:
-        taken = set(self._taken)
-        return [draw for draw in self._draws.values() if draw.ordinal not in taken]
 
     def _sampled(self, ordinal: int) -> Draw:
         draw = self._draws.get(ordinal)

@@ -1,4 +1,4 @@
-"""Texts of long answers, made where they are sampled: the controller has no time for thousands of them."""
+"""Texts of answers, made where they are sampled: the controller has no time for thousands of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ from typing import Any
 from megarl.data import Turn
 from megarl.data.stretches import here
 
-_LONG = 1024
-"""Tokens; to make text of them takes a millisecond or more."""
+_MANY = 64
+"""Tokens; text of fewer is made by whoever reads it, without a tokenizer here."""
 
 
 class Texts:
@@ -20,11 +20,12 @@ class Texts:
         self._folder = folder
 
     def added(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns, long ones with their text."""
-        return [replace(turn, text=self._text(turn)) if len(turn.token_ids) >= _LONG else turn for turn in turns]
+        """The turns, with their text but for short ones."""
+        return [replace(turn, text=self._text(turn)) if len(turn.token_ids) >= _MANY else turn for turn in turns]
 
     def _text(self, turn: Turn) -> str:
-        return self._tokenizer.decode(here(turn.token_ids).tolist(), skip_special_tokens=True)
+        # An array: transformers (5.19) looks at each number of a list by itself, which takes longer than all else.
+        return self._tokenizer.decode(here(turn.token_ids), skip_special_tokens=True)
 
     @cached_property
     def _tokenizer(self) -> Any:

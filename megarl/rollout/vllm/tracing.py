@@ -5,7 +5,8 @@ pack or quantise them afterwards, and their loader would not tell; so what may b
 through vLLM's reload, which repeats these steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel, CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -32,42 +34,53 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from megarl.rollout.alike_layers import for_all_layers, like_layers, of_layers
 from megarl.rollout.tracing import trace_load_weights
-from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
+from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats, deep_gemm
 from megarl.rollout.vllm.cpu_linear import linear
 from megarl.rollout.vllm.kind import VLLM
+from megarl.rollout.vllm.made_parameters import as_made
 
 
-def _multiplies_raw_weight(module: Any) -> str | None:
+def _multiplies_raw_weight(module: Any, _config: ModelConfig) -> str | None:
     # Stock vLLM on a CPU multiplies by a copy that it packed.
     packed = getattr(module, "cpu_linear", linear) not in (linear, F.linear)
     return "the CPU backend multiplies by a packed copy of it" if packed else None
 
 
-def _keeps_experts(module: Any) -> str | None:
+def _keeps_experts(module: Any, _config: ModelConfig) -> str | None:
     backend = module.quant_method.unquantized_backend
     return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu.expert_weights_are_kept)
 
 
-def _keeps_codes(module: Any) -> str | None:
+def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
     kernel = type(module.quant_method.fp8_linear)
     # Both on a GPU only; the class of the CPU is stock vLLM's, which packs, unless it was corrected.
     if kernel in (TritonFp8BlockScaledMMKernel, CutlassFp8BlockScaledMMKernel):
         return None
     if kernel is CPUFp8BlockScaledMMKernel and cpu_fp8.codes_are_kept():
         return None
+    if kernel is DeepGemmFp8BlockScaledMMKernel:
+        rounds = module.quant_method.fp8_linear.use_deep_gemm_e8m0
+        return deep_gemm.changes(module.weight, module.weight_scale_inv, config, rounds_scales=rounds)
     return f"the kernel {kernel.__name__} may keep it in an order of its own"
 
 
-def _keeps_codes_of_experts(module: Any) -> str | None:
+def _keeps_codes_of_experts(module: Any, config: ModelConfig) -> str | None:
+    if module.quant_method.fp8_backend in (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM):
+        # Both matrices of an expert are treated alike.
+        codes, scales = module.w13_weight, module.w13_weight_scale_inv
+        changes = deep_gemm.changes(codes, scales, config, rounds_scales=is_deep_gemm_e8m0_used())
+        return _balanced(module) or changes
     return _keeps_as_loaded(module, module.quant_method.fp8_backend, Fp8MoeBackend, cpu_fp8.codes_are_kept)
 
 
-def _keeps_compressed(module: Any) -> str | None:
+def _keeps_compressed(module: Any, _config: ModelConfig) -> str | None:
     kernel = type(module.scheme.kernel) if hasattr(module.scheme, "kernel") else type(module.scheme)
     # The kernels of a GPU transpose codes in INT8, and shuffle or unpack those in MXFP8.
     on_cpu = kernel in (CPUInt8ScaledMMLinearKernel, EmulationMxfp8LinearKernel)
@@ -76,11 +89,11 @@ def _keeps_compressed(module: Any) -> str | None:
     return f"the kernel {kernel.__name__} may keep it in an order of its own"
 
 
-def _keeps_whole_numbers_of_experts(module: Any) -> str | None:
+def _keeps_whole_numbers_of_experts(module: Any, _config: ModelConfig) -> str | None:
     return _keeps_as_loaded(module, module.quant_method.int8_backend, Int8MoeBackend, cpu_number_formats.codes_are_kept)
 
 
-def _keeps_mxfp8_of_experts(module: Any) -> str | None:
+def _keeps_mxfp8_of_experts(module: Any, _config: ModelConfig) -> str | None:
     backend = module.quant_method.fp8_backend
     if backend is Fp8MoeBackend.CPU:
         return _keeps_as_loaded(module, backend, Fp8MoeBackend, cpu_number_formats.codes_are_kept)
@@ -89,8 +102,8 @@ def _keeps_mxfp8_of_experts(module: Any) -> str | None:
 
 def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: Callable[[], bool]) -> str | None:
     """Why experts do not stay as they were loaded with this one of the `backends`; None if they do."""
-    if module.moe_config.moe_parallel_config.enable_eplb:
-        return "the load balancer of the experts moves them"
+    if reason := _balanced(module):
+        return reason
     if backend in (backends.TRITON, getattr(backends, "BATCHED_TRITON", None)) or (
         backend is backends.CPU and is_kept_on_cpu()
     ):
@@ -98,7 +111,12 @@ def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: C
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
 
-_KEPT: Mapping[type, Callable[[Any], str | None]] = {
+def _balanced(module: Any) -> str | None:
+    balances = module.moe_config.moe_parallel_config.enable_eplb
+    return "the load balancer of the experts moves them" if balances else None
+
+
+_KEPT: Mapping[type, Callable[[Any, ModelConfig], str | None]] = {
     UnquantizedLinearMethod: _multiplies_raw_weight,
     UnquantizedEmbeddingMethod: _multiplies_raw_weight,
     UnquantizedFusedMoEMethod: _keeps_experts,
@@ -124,6 +142,9 @@ _DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
 """Modules whose own parameters nothing loads, and what computes them from the weights of others."""
 
 
+_IN_ANOTHER_FORM = "vLLM keeps it in another form than it is loaded in"
+
+
 def check_version() -> None:
     """Raise UserError if this vLLM is not one whose handling of weights is known."""
     if not VLLM.knows_layouts_of(vllm.__version__):
@@ -144,13 +165,39 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in derived}
 
 
-def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
+def trace_model(
+    model: Any, config: ModelConfig, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+) -> LoadTrace:
     """See `trace_load_weights`; `model` is that of this worker.
 
     Raises UserError for a version of vLLM that is not supported.
     """
+    with _loadable(model, config) as (parameters, reason):
+        return trace_load_weights(model, parameters, reason, hf_shapes, hf_dtypes)
+
+
+def trace_distinct_layers(
+    model: Any, config: ModelConfig, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+) -> LoadTrace:
+    """The same as `trace_model`, in the time of a model that has one layer of each kind (`alike_layers`)."""
+    with _loadable(model, config) as (parameters, reason):
+        alike = like_layers(model, parameters, reason, hf_shapes, hf_dtypes)
+        few, some = of_layers(parameters, alike), of_layers(hf_shapes, alike)
+        return for_all_layers(trace_load_weights(model, few, reason, some, hf_dtypes), alike, parameters)
+
+
+@contextmanager
+def _loadable(
+    model: nn.Module, config: ModelConfig
+) -> Iterator[tuple[dict[str, Tensor], Callable[[nn.Module], str | None]]]:
+    """The parameters as they were when the model was loaded, and why those of a module may not be written straight."""
     check_version()
-    return trace_load_weights(model, loaded_parameters(model), _reason, hf_shapes, hf_dtypes)
+    reasons = {module: _reason(module, config) for module in model.modules()}
+    names = loaded_parameters(model).keys()
+    with as_made(model) as others:
+        reasons |= {module: reasons[module] or _IN_ANOTHER_FORM for module in others}
+        # Without those that were there while the model was loaded only.
+        yield {name: each for name, each in loaded_parameters(model).items() if name in names}, reasons.get
 
 
 def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
@@ -174,11 +221,11 @@ def _read_scales_from_parameters(experts: Any) -> None:
     scales._w1.scale, scales._w2.scale = getattr(experts, f"w13_{name}"), getattr(experts, f"w2_{name}")
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(module: nn.Module, config: ModelConfig) -> str | None:
     method = getattr(module, "quant_method", None)
     if method is None:
         processed = hasattr(module, "process_weights_after_loading") and not isinstance(module, tuple(_DERIVED))
         return f"{type(module).__name__} may change it after loading" if processed else None
     if type(method) not in _KEPT:
         return f"{type(method).__name__} may keep it in another form than it is loaded in"
-    return _KEPT[type(method)](module)
+    return _KEPT[type(method)](module, config)

@@ -84,7 +84,7 @@ class WorkerExtension:
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
-        return tracing.trace_model(self._loaded(), hf_shapes, hf_dtypes)
+        return tracing.trace_model(self._loaded(), self.model_config, hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
 
     def part(self) -> int:
         """The number of the machine that this worker is on, among those that the engine spans."""

@@ -12,6 +12,7 @@ from engine_host import END_ID, Engines, Served, running_engines
 from trainer_ranks import Trainer
 from transfer_ranks import start_fork_server
 from transformers import AutoModelForCausalLM
+from vllm_ranks import VOCABULARY, running_ranks, write_config
 
 from megarl.data.stretches import joined
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -231,3 +232,21 @@ def make_trainer(pool):
     yield lambda *arguments: made.append(Trainer(*arguments[:2], pool, *arguments[2:])) or made[-1]
     for trainer in made:
         trainer.end()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two processes, each with a tensor-parallel rank's model of vLLM."""
+    with running_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory):
+    """Makes a folder with the config.json of a tiny model, and gives both."""
+
+    def make(name, **fields):
+        folder = tmp_path_factory.mktemp(name)
+        return folder, write_config(folder, name, **{"vocab_size": VOCABULARY.get(name, 128), **fields})
+
+    return make

@@ -83,6 +83,7 @@ class Weights:
         quantised = None
         if number_format is not None:
             names = number_format.quantised_names(read_architecture(read_json(folder / CONFIG)))
+            as_values = names if number_format.elements_per_code > 1 else as_values
             quantised = Quantised(number_format, names, as_values)
             for name in names - set(as_values):
                 codes, scales = number_format.quantise(self.tensors[name])

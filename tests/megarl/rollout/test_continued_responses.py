@@ -1,6 +1,7 @@
 """Responses that one engine began and another ends: told of while they are sampled, and as if they were never cut."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
     sampling = SamplingParameters(samples=2, temperature=0, max_tokens=150)
     served.engine.submit({3: Request(endless_prompt, sampling)})
     partials, pieces = Partials(), 0
-    for event in served.engine.events():
+    for event in chain.from_iterable(served.engine.events()):
         if isinstance(event, Event):
             break
         partials.add(event)
@@ -66,7 +67,7 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
 def test_requests_are_aborted_by_number_and_others_go_on(served, endless_prompt):
     sampling = SamplingParameters(temperature=0, max_tokens=120)
     served.engine.submit({number: Request(endless_prompt, sampling) for number in (5, 6, 7)})
-    events = served.engine.events()
+    events = chain.from_iterable(served.engine.events())
     # Until something is told of.
     while isinstance(next(events), Event):
         pass

@@ -13,7 +13,7 @@ from megarl.rollout.protocol import Request
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
 LONG = [7 + place % 50 for place in range(200)]
-"""A prompt that fills a whole block of vLLM's on a CPU, 128 tokens, so that others find it there."""
+"""A prompt that fills blocks of vLLM's, so that others find it there."""
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Long answers of an engine bring their text: their tokens stay where they are."""
 
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_long_answer_brings_its_text(kind: EngineKind, tmp_path: Path) -> None
     engine._add = _answered  # it has sampled already
     requests = [Request([length], SamplingParameters()) for length in (SHORT, LONG)]
     engine.submit(dict(enumerate(requests)))
-    events = engine.events()
+    events = chain.from_iterable(engine.events())
     answers = {event.number: event.answer for event in (next(events), next(events))}
     expected = engine.generate(requests)
     assert [[answers[place]] == [turns] for place, turns in enumerate(expected)] == [True, True]

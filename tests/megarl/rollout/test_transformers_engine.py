@@ -1,6 +1,6 @@
 """The transformers engine against transformers itself and plain computations."""
 
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_submitted_requests_end_one_by_one_and_those_of_a_refused_call_all_with_
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
     served.engine.submit(dict(enumerate(requests, start=10)))
     served.engine.submit({7: requests[0], 8: Request([5, 64], GREEDY)})
-    events = (event for event in served.engine.events() if isinstance(event, Event))
+    events = (event for event in chain.from_iterable(served.engine.events()) if isinstance(event, Event))
     answers = {event.number: event.answer for event in islice(events, len(requests) + 2)}
     assert [answers[number] for number in range(10, 10 + len(requests))] == served.engine.generate(requests)
     assert all("outside of the model's vocabulary" in str(answers[number]) for number in (7, 8))

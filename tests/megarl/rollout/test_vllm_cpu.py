@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.fp8 import dequantise, quantise
-from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8, NVFP4
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
 from megarl.rollout.vllm.arguments import prepare_environment
 
@@ -259,6 +259,7 @@ APPLY = {
     FP8_BLOCK: cpu_fp8._apply,
     INT8_CHANNEL: cpu_number_formats._apply_int8,
     MXFP8: cpu_number_formats._apply_mxfp8,
+    NVFP4: cpu_number_formats._apply_nvfp4,
 }
 
 

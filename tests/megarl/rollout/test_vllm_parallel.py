@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_host import GREEDY, PROMPTS, Served
 from eventually import eventually, has_ended
-from test_vllm_tracing import different
+from traced_layouts import different
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
@@ -103,8 +103,8 @@ def check_that_it_listens_here_alone(engines):
 def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt, tmp_path):
     arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
     assert VLLM.workers(arguments) == 2
-    # A rank's process and its worker's are one, and the first block of a prompt is full enough to be kept.
-    small = {"distributed_executor_backend": "uni", "block_size": 32}
+    # A rank's process and its worker's are one.
+    small = {"distributed_executor_backend": "uni"}
     engine = engines.start(folders[0], **arguments, **small, **VLLM.without_weights)
     served = Served(engine, folders)
     assert engine.version() == -1
@@ -120,10 +120,49 @@ def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_gr
     check_an_update_in_the_middle(engine, trainer, folders, pool, endless_prompt, assert_greedy)
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_the_fence(served, pool, assert_greedy)
+    check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy)
+    check_that_a_next_turn_meets_the_keys_and_values_of_the_one_before(engine)
     with pytest.raises(UserError, match="do not fit the engine's"):
         engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
     check_that_it_listens_here_alone(engines)
     check_that_the_death_of_a_rank_ends_all(served, engines, pool)
+
+
+def check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy):
+    """Not on either rank: of two requests for the same, each has one."""
+
+    def on_both_ranks():
+        turns = [turn for (turn,) in served.engine.generate([Request(BLOCK, GREEDY)] * 2)]
+        assert turns[0] == turns[1]
+        return turns[0], {turn.cached_tokens for turn in turns}
+
+    version = served.engine.version()
+    served.update(served.second, version + 1)
+    assert [on_both_ranks()[1] for _ in range(2)] == [{0}, {32}]
+    served.engine.pause("keep")
+    waiting = pool.submit(on_both_ranks)
+    time.sleep(0.2)
+    served.update(served.first, version + 2, kv="keep")
+    served.engine.resume()
+    for (turn, cached), expected in zip((waiting.result(60), on_both_ranks()), (0, 32), strict=True):
+        assert cached == {expected}
+        assert_greedy(served.folders[0], BLOCK, turn)
+
+
+def check_that_a_next_turn_meets_the_keys_and_values_of_the_one_before(engine):
+    """A rank has every other conversation. A next turn goes where the one before was, unless that is much busier."""
+
+    def ask(*conversations, turn):
+        prompts = {number: [number, *BLOCK, *[9] * turn] for number in conversations}
+        asked = [Request(prompt, GREEDY, conversation=number) for number, prompt in prompts.items()]
+        return [turns[0].cached_tokens for turns in engine.generate(asked)]
+
+    assert ask(*range(4, 12), turn=0) == [0] * 8
+    # Both are idle, and the first is one that the first conversation asked was not on.
+    assert ask(5, 4, turn=1) == [32, 32]
+    # All were on one rank, which is three conversations busier than the other when the last is asked for.
+    assert ask(4, 6, 8, 10, turn=2) == [32, 32, 32, 0]
+    assert ask(10, turn=3) == [32]
 
 
 def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
@@ -188,8 +227,9 @@ def check_the_fence(served, pool, assert_greedy):
 
 def check_that_the_death_of_a_rank_ends_all(served, engines, pool):
     """In the middle of a transfer, when the other rank, the engine and a request wait for it."""
-    served.engine.begin_update(4, served.first.names)
-    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, 4)
+    version = served.engine.version() + 1
+    served.engine.begin_update(version, served.first.names)
+    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, version)
     time.sleep(0.3)
     processes = {name: each for each in engines.processes() if "VLLM::" in (name := "".join(each.cmdline()))}
     assert len(processes) == 3

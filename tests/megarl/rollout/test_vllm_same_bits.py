@@ -91,12 +91,14 @@ def test_a_response_is_the_same_whatever_is_served_with_it(engine, model, pool):
     # What was kept of the prompts is used.
     check_same(alone, generate(engine, REQUESTS), model)
     engine.reset_prefix_cache()
+    began = time.monotonic()
     check_same(alone, generate(engine, REQUESTS), model)
+    whole_s = time.monotonic() - began
     check_that_some_are_preempted(alone[: len(CROWD)], MODELS[model])
     check_same(alone[: len(CROWD)], generate(engine, CROWD), model)
     for seed in range(3):
         check_same(alone, arriving_anyhow(engine, pool, random.Random(seed)), model)
-    assert check_same_when_aborted(engine, pool, alone, model) > len(REQUESTS)
+    assert check_same_when_aborted(engine, pool, alone, model, whole_s) > len(REQUESTS)
 
 
 def check_that_some_are_preempted(answers, case):
@@ -122,8 +124,11 @@ def arriving_anyhow(engine, pool, draw):
     return [answers[number].result(60)[0] for number in range(len(REQUESTS))]
 
 
-def check_same_when_aborted(engine, pool, expected, model):
-    """Abort all at random moments, until they have ended, and return how often a sample was continued."""
+def check_same_when_aborted(engine, pool, expected, model, whole_s):
+    """Abort all at random moments, until they have ended, and return how often a sample was continued.
+
+    Undisturbed, all take `whole_s` seconds: a tenth of them passes between two moments.
+    """
     draw, cuts = random.Random(5), 0
     begun = [{sample: ([], []) for sample in range(request.sampling.samples)} for request in REQUESTS]
     ended = [dict.fromkeys(range(request.sampling.samples)) for request in REQUESTS]
@@ -135,7 +140,7 @@ def check_same_when_aborted(engine, pool, expected, model):
         }
         cuts += sum(bool(tokens) for request in rest.values() for tokens in request.begun.values())
         generating = pool.submit(engine.generate, list(rest.values()))
-        time.sleep(0.05 + draw.random() * 0.3)
+        time.sleep((0.05 + draw.random() * 0.1) * whole_s)
         engine.pause("abort")
         engine.resume()
         for (number, request), turns in zip(rest.items(), generating.result(60), strict=True):

@@ -1,12 +1,12 @@
 """Traced layouts of vLLM, against real loads by vLLM and against the layout that Megatron would have."""
 
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 from engine_host import PROMPTS
-from vllm_ranks import random_tensors, running_ranks, write_config
+from traced_layouts import different, held_elements
+from vllm_ranks import VOCABULARY, random_tensors
 
 from converters.architectures import read_architecture
 from converters.layout import check_tiling
@@ -28,23 +28,6 @@ CASES = [
     *((name, 2, False) for name in DENSE + EXPERTS),
     *((name, 1, False) for name in DENSE + EXPERTS),
 ]
-VOCABULARY = {"llama": 70, "qwen3_moe": 70}
-"""vLLM pads a vocabulary to a multiple of 64."""
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    with running_ranks() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="session")
-def tiny_config(tmp_path_factory):
-    def make(name: str, **fields) -> tuple[Path, dict]:
-        folder = tmp_path_factory.mktemp(name)
-        return folder, write_config(folder, name, **{"vocab_size": VOCABULARY.get(name, 128), **fields})
-
-    return make
 
 
 def _record_load_and_write(rank, shapes, dtypes):
@@ -55,7 +38,7 @@ def _record_load_and_write(rank, shapes, dtypes):
     every = dict(rank.model.named_parameters())
     parameters = loaded_parameters(rank.model)
     before = {name: parameter.clone() for name, parameter in parameters.items()}
-    trace = trace_model(rank.model, shapes, dtypes)
+    trace = trace_model(rank.model, rank.config.model_config, shapes, dtypes)
     tensors, tensors_before = local_tensors(parameters, trace.shard), local_tensors(before, trace.shard)
     for (name, box), value in zip(trace.shard.padding, trace.padding_values, strict=True):
         if not (tensors[name][box.slices()] == value).all():
@@ -86,25 +69,6 @@ def _record_load_and_write(rank, shapes, dtypes):
 def equal(one, other):
     """Whether two tensors have the same bytes: codes in FP8 cannot be compared."""
     return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)))
-
-
-def held_elements(shard, hf_shapes):
-    """HuggingFace name -> a mask of the elements that the shard holds."""
-    masks = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in hf_shapes.items()}
-    for placement in shard.placements:
-        masks[placement.hf_name][placement.hf_box.slices()] = True
-    return masks
-
-
-def different(architecture, traces, parallel):
-    """The HuggingFace tensors of which some rank does not hold the same elements as in the Megatron layout."""
-    expected = megatron_layout(architecture, parallel, module_names="te")
-    names = set()
-    for rank, trace in enumerate(traces):
-        traced = held_elements(trace.shard, architecture.hf_shapes)
-        formula = held_elements(expected.shard(rank), architecture.hf_shapes)
-        names |= {name for name in traced if not torch.equal(traced[name], formula[name])}
-    return names
 
 
 @pytest.mark.parametrize(("name", "tensor_parallel", "expert_parallel"), CASES)
@@ -162,81 +126,6 @@ def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, t
     assert all(spec.outgoing(0).values())
 
 
-def _record_with(rank, shapes, dtypes, prepare):
-    from megarl.rollout.vllm.tracing import trace_model
-
-    prepare(rank.model)
-    trace = trace_model(rank.model, shapes, dtypes)
-    return trace.untraced, [placement.hf_name for placement in trace.shard.placements]
-
-
-def _permuted_experts(model):
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-
-    for module in model.modules():
-        if hasattr(module, "unquantized_backend"):
-            module.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
-
-
-def _balanced_experts(model):
-    for module in model.modules():
-        if hasattr(module, "w13_weight"):
-            module.moe_config.moe_parallel_config.enable_eplb = True
-
-
-def _stock_experts(model):
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    kept = CPUUnquantizedExperts.apply
-    CPUUnquantizedExperts.apply = lambda *_: None
-    load = model.load_weights
-
-    def load_weights(weights):
-        CPUUnquantizedExperts.apply = kept
-        return load(weights)
-
-    model.load_weights = load_weights
-
-
-def _packed_embedding(model):
-    model.model.embed_tokens.cpu_linear = lambda *_: None
-
-
-def _removed_weight(model):
-    """As stock vLLM leaves a linear layer on a CPU."""
-    model.model.layers[1].self_attn.o_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-def _processed_norm(model):
-    model.model.norm.process_weights_after_loading = lambda: None
-
-
-def _unknown_method(model):
-    model.lm_head.quant_method = object()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "concerned", "reason"),
-    [
-        (_permuted_experts, ".experts.", "the expert kernel FlashInfer CUTLASS may keep it in an order of its own"),
-        (_balanced_experts, ".experts.", "the load balancer of the experts moves them"),
-        (_stock_experts, ".experts.", "the expert kernel CPU may keep it in an order of its own"),
-        (_packed_embedding, "embed_tokens", "the CPU backend multiplies by a packed copy of it"),
-        (_removed_weight, "layers.1.self_attn.o_proj", "the engine's loader refuses it: AssertionError"),
-        (_processed_norm, "model.norm.", "RMSNorm may change it after loading"),
-        (_unknown_method, "lm_head", "object may keep it in another form than it is loaded in"),
-    ],
-)
-def test_what_vllm_keeps_in_another_form_is_not_traced(ranks, tiny_config, prepare, concerned, reason):
-    folder, config = tiny_config("qwen3_moe")
-    architecture = read_architecture(config)
-    arguments = architecture.hf_shapes, architecture.hf_dtypes(torch.float32), prepare
-    ((reasons, placed),) = ranks(_record_with, folder, {}, *arguments)
-    assert set(reasons) == {name for name in architecture.hf_shapes if concerned in name}
-    assert all(reason in each for each in reasons.values())
-    assert set(placed) == architecture.hf_shapes.keys() - reasons.keys()
-
-
 def _derive_again(rank):
     from vllm.model_executor.layers.attention import MLAAttention
 
@@ -265,7 +154,7 @@ def _refused_version(rank, version):
 
     installed, vllm.__version__ = vllm.__version__, version
     try:
-        trace_model(rank.model, {}, {})
+        trace_model(rank.model, rank.config.model_config, {}, {})
     except UserError as error:
         return str(error)
     finally:

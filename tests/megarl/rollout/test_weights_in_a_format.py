@@ -36,19 +36,27 @@ def test_an_engine_is_told_what_stays_in_high_precision(folder):
     assert in_number_format(RolloutConfig(engine_args=given), config) is given
 
 
-@pytest.mark.parametrize("name", ["int8_channel", "mxfp8"])
-def test_compressed_tensors_find_what_is_meant_in_what_the_engine_is_told(folder, name):
+@pytest.mark.parametrize(
+    ("name", "bits", "strategy", "is_floating"),
+    [("int8_channel", 8, "channel", False), ("mxfp8", 8, "group", True), ("nvfp4", 4, "tensor_group", True)],
+)
+def test_compressed_tensors_find_what_is_meant_in_what_the_engine_is_told(folder, name, bits, strategy, is_floating):
     rollout = RolloutConfig(weights=name, engine_args={"tensor_parallel_size": 2})
     arguments = in_number_format(rollout, read_json(folder / CONFIG))
     told = QuantizationConfig.model_validate(arguments["hf_overrides"]["quantization_config"])
     (scheme,) = told.config_groups.values()
     number_format = NUMBER_FORMATS[name]
     assert (scheme.targets, told.ignore) == (["Linear"], ["lm_head", "model.embed_tokens"])
-    assert scheme.weights.pytorch_dtype() is number_format.codes
-    assert (scheme.weights.symmetric, scheme.weights.dynamic, scheme.input_activations.dynamic) == (True, False, True)
-    assert (scheme.weights.strategy, scheme.weights.group_size) == (
-        ("channel", None) if name == "int8_channel" else ("group", number_format.block[1])
-    )
+    assert (scheme.weights.num_bits, scheme.weights.type) == (bits, "float" if is_floating else "int")
+    assert (scheme.weights.symmetric, scheme.weights.dynamic) == (True, False)
+    block = None if strategy == "channel" else number_format.block[1]
+    assert (scheme.weights.strategy, scheme.weights.group_size) == (strategy, block)
+    if number_format.elements_per_code > 1:
+        # Activations in four bits would need scales that nobody has calibrated.
+        assert scheme.input_activations is None
+    else:
+        assert scheme.weights.pytorch_dtype() is number_format.codes
+        assert scheme.input_activations.dynamic is True
 
 
 def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
@@ -108,7 +116,10 @@ def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
             {"weights": "mxfp8", "engine_args": {"tensor_parallel_size": 16}},
             "rollout.weights=mxfp8 needs whole blocks of 32 columns, and model.layers.0.mlp.down_proj.weight has 256",
         ),
-        ({"weights": "int8_chanel"}, "'int8_chanel': it is none of as_trained, fp8_block, int8_channel, mxfp8"),
+        (
+            {"weights": "int8_chanel"},
+            "'int8_chanel': it is none of as_trained, fp8_block, fp8_block_ue8m0, int8_channel, mxfp8, nvfp4",
+        ),
     ],
 )
 def test_engines_that_cannot_hold_the_format_are_refused(folder, rollout, says):

@@ -18,6 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.quickstart.tiny_models import TINY_MODELS
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 
+VOCABULARY = {"llama": 70, "qwen3_moe": 70}
+"""vLLM pads a vocabulary to a multiple of 64."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -59,6 +62,10 @@ class Ranks:
             for rank, process in enumerate(self._processes[:world])
         ]
         return [call.get(timeout=120) for call in calls]
+
+    def alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function in the process of the first rank, which is in no group there."""
+        return self._processes[0].apply_async(function, arguments).get(timeout=120)
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""The workers of a vLLM engine, built of vLLM's own modules without memory, one after the other in this process."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from converters.layout import Shape
+from megarl.rollout.kind import Arguments
+from megarl.rollout.rehearsed_worker import RehearsedWorker
+from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
+from megarl.rollout.vllm.kind import VLLM
+
+# Which machine a worker is on changes nothing of what it holds.
+_OF_MACHINES = ("nnodes",)
+
+
+def rehearse_workers(
+    hf_config: Mapping[str, Any],
+    arguments: Arguments,
+    hf_shapes: Mapping[str, Shape],
+    hf_dtypes: Mapping[str, torch.dtype],
+) -> list[RehearsedWorker]:
+    """See `EngineKind.rehearsal`."""
+    given = {name: value for name, value in arguments.items() if name not in _OF_MACHINES}
+    given |= VLLM.without_weights
+    # Warnings of a rehearsal are about the CPU that it runs on.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    prepare_environment(given)
+    # Its import changes what is built, as in a worker's process.
+    import megarl.rollout.vllm.worker  # noqa: F401
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(dict(hf_config)))
+        return [
+            _rehearse(make_engine_config(Path(folder), given), worker, hf_shapes, hf_dtypes)
+            for worker in range(VLLM.workers(given))
+        ]
+
+
+def _rehearse(
+    config: Any, worker: int, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+) -> RehearsedWorker:
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from megarl.rollout.vllm.fake_ranks import WithoutMemory, fake_rank
+    from megarl.rollout.vllm.tracing import trace_distinct_layers
+
+    model_config = config.model_config
+    with fake_rank(config, worker), set_default_torch_dtype(model_config.dtype):
+        with WithoutMemory():
+            model = initialize_model(config, model_config=model_config)
+            process_weights_after_loading(model, model_config, torch.device("cpu"))
+        longest = sum(spec.max_memory_usage_bytes(config) for spec in _caches(config))
+        trace = trace_distinct_layers(model, model_config, hf_shapes, hf_dtypes)
+        group = config.parallel_config.data_parallel_index
+        return RehearsedWorker(held_bytes(model), longest, model_config.max_model_len, group, trace)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the memory under a model's parameters and buffers, each once."""
+    storages = (each.untyped_storage() for each in (*model.parameters(), *model.buffers()))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _caches(config: Any) -> list[Any]:
+    """The cache of every layer with attention, as the layer describes it."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    return [spec for layer in layers if (spec := layer.get_kv_cache_spec(config)) is not None]
