@@ -1,7 +1,8 @@
-"""Predict a refit from config.json alone: what it moves, through which ports, and how long it takes.
+"""Predict a step from config.json alone: whether it fits, how long each stage takes, and what the refit moves.
 
-Counts the bytes of every rank, NIC and node for a trainer, its engines and a cluster, says how far from the lower bound
-that is which no plan can beat, and replays every message over the ports. Needs no GPU and no weights.
+Counts the memory of trainer and engines and the seconds of rollout, log-probs, update and refit, and says which size
+changes them most; --search proposes sizes. The bytes of a refit are counted for every rank, NIC and node, compared with
+the lower bound, and every message is replayed. Needs no GPU and no weights. Ends with 1 where it does not fit.
 """
 
 import argparse
@@ -9,31 +10,38 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.cli import outcome, plan_recipe
+from megarl.cli import outcome, plan_recipe, plan_step
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
 from megarl.planning.amounts import read_bytes, say_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from megarl.planning.cluster import Cluster
     from megarl.planning.forecast import Forecast
     from megarl.planning.refit import PlannedRefit
+    from megarl.planning.step.prediction import StepPrediction
 
 EXAMPLES = """examples:
   megarl plan --model deepseek_v3 --gpus 512 --tp 4 --pp 16 --ep 32 --etp 1 \\
       --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 --engine-tp 32 --replicas 8
   megarl plan --model kimi_k2 --gpus 256 --tp 8 --pp 8 --ep 32 --etp 1 --decoder-last-pipeline-num-layers 5 \\
-      --engine-ep 32 --engine-dtype fp8 --replicas 4 --plot plan.png
+      --device H200 --engine-ep 32 --engine-dtype fp8 --replicas 4 --plot plan.png
   megarl plan --config-name grpo_deepseek_v3 --model deepseek_v3 --engine-dtype fp8
+  megarl plan --model qwen3_235b --gpus 128 --device H200 --search --colocated --max-response-tokens 8192
   megarl plan --model Qwen3-30B-A3B --gpus 16 --tp 2 --ep 8 --etp 1 --engine-tp 4 --replicas 4 --colocated --json
 """
 TAKES_OVERRIDES = True
 _CLUSTER = (
-    ("--gpus-per-node", "gpus_per_node", int, 8, "GPUs of a node"),
+    ("--gpus-per-node", "gpus_per_node", int, None, "GPUs of a node, or that NVLink joins (by the device)"),
     ("--nic-gbit", "nic_gbit_per_s", float, 400.0, "network of one GPU, each way, in Gbit/s"),
-    ("--nvlink-gbyte", "nvlink_gbyte_per_s", float, 450.0, "NVLink of one GPU, each way, in GB/s"),
-    ("--memory-gbyte", "memory_gbyte_per_s", float, 3350.0, "memory of one GPU, in GB/s"),
+    ("--nvlink-gbyte", "nvlink_gbyte_per_s", float, None, "NVLink of one GPU, each way, in GB/s (by the device)"),
+    ("--memory-gbyte", "memory_gbyte_per_s", float, None, "memory of one GPU, in GB/s (by the device)"),
     ("--nodes", "nodes", int, None, "nodes that there are (default: as many as it takes)"),
 )
 """Option, field of `Cluster`, type, default, help."""
@@ -43,7 +51,11 @@ _WIDTH = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", metavar="NAME", help="config.json, a folder with one, or a name in configs/models")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="config.json, a folder with one, or a name in configs/models (default: the recipe's)",
+    )
     trainer = parser.add_argument_group("trainer")
     trainer.add_argument("--gpus", type=int, metavar="N", help="ranks (default: as few as the sizes allow)")
     add_parallel_sizes(trainer)
@@ -59,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engines.add_argument(
         "--engine-dtype",
         metavar="FORMAT",
-        help="of matrices: bf16, fp8, or another that rollout.weights has: int8_channel, mxfp8 (bf16)",
+        help="of matrices: bf16, fp8, or another that rollout.weights has: fp8_block_ue8m0, int8_channel, mxfp8 (bf16)",
     )
     engines.add_argument("--replicas", type=int, metavar="N", help="engines (1)")
     engines.add_argument(
@@ -75,7 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=text + (f" ({default:g})" if default else ""),
         )
-    cluster.add_argument("--colocated", action="store_true", help="engines are on the GPUs of the trainer")
+    cluster.add_argument("--device", default=plan_step.DEFAULT_DEVICE, metavar="NAME", help="GPU (%(default)s)")
+    cluster.add_argument("--gpu-gbyte", type=float, metavar="N", help="memory of a GPU in GB (by the device)")
+    cluster.add_argument(
+        "--colocated", action=argparse.BooleanOptionalAction, help="engines are on the GPUs of the trainer"
+    )
     moving = parser.add_argument_group("moving")
     moving.add_argument("--bucket-bytes", metavar="SIZE", help="size of a bucket (512MB)")
     moving.add_argument("--buckets", type=int, default=2, metavar="N", help="buckets of each rank (%(default)s)")
@@ -87,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw who sends to whom, and the load of the ports")
     outcome.add_json(parser)
+    plan_step.add_arguments(parser)
     plan_recipe.add_arguments(parser)
 
 
@@ -95,10 +112,13 @@ def run(options: argparse.Namespace) -> int:
     from converters.cost import formats, traffic
     from converters.plan import Plan
     from megarl.planning.forecast import Forecast
+    from megarl.planning.step.prediction import StepPrediction
 
     start = time.perf_counter()
     _check_picture(options.plot)
     plan_recipe.complete(options)
+    if options.search:
+        return _search(options)
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
         source, destination = refit.layouts()
@@ -109,13 +129,32 @@ def run(options: argparse.Namespace) -> int:
             from megarl.planning.picture import draw_forecast
 
             draw_forecast(forecast).savefig(options.plot)
-    _print(forecast, options, time.perf_counter() - start)
+        prediction = StepPrediction(plan_step.planned_step(options, refit, forecast.replay.seconds))
+        _print(forecast, prediction, options, time.perf_counter() - start)
+    if missing := prediction.why_not():
+        print(f"megarl: this plan does not fit: {missing}", file=sys.stderr)
+    return int(not prediction.fits)
+
+
+def _search(options: argparse.Namespace) -> int:
+    from megarl.planning.search import search
+    from megarl.planning.step.report import proposal_facts, proposal_tables
+
+    if options.gpus is None:
+        raise UserError("megarl plan --search needs the number of GPUs: give --gpus")
+    gpus, options.gpus = options.gpus, None
+    with outcome.file_errors_in_a_sentence():
+        refit = planned_refit(options)
+        proposal = search(plan_step.planned_step(options, refit, None), gpus)
+    if options.json:
+        print(json.dumps({"command": options.command, "fitting": proposal.fitting, "best": proposal_facts(proposal)}))
+    else:
+        _print_tables(proposal_tables(proposal))
     return 0
 
 
 def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
     """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
-    from megarl.planning.cluster import Cluster
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
 
     architecture = read_model(options.model)
@@ -126,12 +165,26 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
         engine=engine_sizes(options.engine_tp, options.engine_ep),
         replicas=options.replicas,
         engine_dtype=options.engine_dtype,
-        cluster=Cluster(**{field: getattr(options, field) for _, field, *_ in _CLUSTER}),
+        cluster=_cluster(options),
         colocated=options.colocated,
         bucket_bytes=read_bytes(options.bucket_bytes, "--bucket-bytes"),
         buckets=options.buckets,
         node_once=options.node_once,
     )
+
+
+def _cluster(options: argparse.Namespace) -> "Cluster":
+    """The cluster, with the rates of the device where none are given."""
+    from megarl.planning.cluster import Cluster
+
+    device = plan_step.device_named(options.device, options.gpu_gbyte)
+    of_device: dict[str, Any] = {
+        "gpus_per_node": device.nvlink_gpus,
+        "nvlink_gbyte_per_s": device.nvlink_bytes_per_s / 1e9,
+        "memory_gbyte_per_s": device.memory_bytes_per_s / 1e9,
+    }
+    given = {field: getattr(options, field) for _, field, *_ in _CLUSTER if getattr(options, field) is not None}
+    return Cluster(**{**of_device, **given})
 
 
 def _check_picture(path: Path | None) -> None:
@@ -144,20 +197,27 @@ def _check_picture(path: Path | None) -> None:
         raise UserError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
-def _print(forecast: "Forecast", options: argparse.Namespace, seconds: float) -> None:
-    from rich.console import Console
-
+def _print(forecast: "Forecast", prediction: "StepPrediction", options: argparse.Namespace, seconds: float) -> None:
     from megarl.planning.report import facts, tables
+    from megarl.planning.step.knobs import turned_knobs
+    from megarl.planning.step.report import step_facts, step_tables
 
     if options.json:
         said = {"command": options.command, "seconds": round(seconds, 4), **facts(forecast)}
+        said["step"] = step_facts(prediction)
         print(json.dumps({**said, **({"plot": str(options.plot)} if options.plot else {})}))
         return
+    _print_tables([*tables(forecast), *step_tables(prediction, turned_knobs(prediction.step))])
+    print(f"planned in {say_seconds(seconds)}" + (f", drawn in {options.plot}" if options.plot else ""))
+
+
+def _print_tables(tables: "Iterable[Table]") -> None:
+    from rich.console import Console
+
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     with console.capture() as capture:
-        for table in tables(forecast):
+        for table in tables:
             console.print(table)
             console.print()
     # rich fills each line with blanks to the width.
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
-    console.print(f"planned in {say_seconds(seconds)}" + (f", drawn in {options.plot}" if options.plot else ""))

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.cli import recipe
+from megarl.cli import plan_step, recipe
 from megarl.rollout import engine_kind
+from megarl.schema import RolloutConfig
 
 if TYPE_CHECKING:
+    from converters.architectures import Lora
     from megarl.schema import MegarlConfig
 
 WITHOUT_A_RECIPE: Mapping[str, Any] = {
@@ -26,6 +28,16 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "engine_dtype": "bf16",
     "replicas": 1,
     "bucket_bytes": "512MB",
+    "colocated": False,
+    "staleness": 0,
+    "megatron": {},
+    "training_dtype": "bf16",
+    "lora": None,
+    "keeps_reference": False,
+    "memory_share": engine_kind(RolloutConfig().engine).memory_share({}),
+    "is_eager": False,
+    "sends_whole_tensors": False,
+    **plan_step.WORK_OF_A_STEP,
 }
 """The options that a recipe may set, with what they are where neither it nor the command line says anything."""
 _TRAINER = {
@@ -70,7 +82,7 @@ def complete(options: argparse.Namespace) -> None:
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     given = [word.partition("=")[0] for word in options.overrides]
-    model = options.model or ""
+    model = options.model or recipe.named_model(options) or ""
     stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]
     config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*stand_ins, *options.overrides]}))
     sizes = {option: config.megatron[key] for option, key in _TRAINER.items() if config.megatron.get(key) is not None}
@@ -81,13 +93,50 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "gpus": config.cluster.trainer_ranks,
         "replicas": config.rollout.replicas,
         "bucket_bytes": f"{config.refit.bucket_bytes}B",
+        "colocated": any(
+            pool.shared and {"trainer", "engine"} <= {*pool.roles} for pool in config.cluster.pools.values()
+        ),
+        "staleness": config.schedule.max_staleness,
+        "megatron": config.megatron,
+        "training_dtype": config.model.dtype,
+        "lora": _lora(config),
+        "keeps_reference": config.algorithm.kl_coefficient > 0,
+        "sends_whole_tensors": config.refit.path == "loader",
+        **_work(config),
+    }
+
+
+def _lora(config: "MegarlConfig") -> "Lora | None":
+    from converters.architectures import Lora
+
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
+
+
+def _work(config: "MegarlConfig") -> dict[str, Any]:
+    """The work of a step; prompts are taken to be half as long as the longest."""
+    return {
+        "prompts": config.loop.prompts_per_step,
+        "samples": config.loop.samples_per_prompt,
+        "prompt_tokens": config.data.max_prompt_tokens / 2,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "max_tokens_per_micro_batch": config.loop.max_tokens_per_micro_batch,
+        "updates": config.algorithm.updates_per_step,
+        "log_prob_passes": 1 + (config.algorithm.kl_coefficient > 0),
     }
 
 
 def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
     from converters.number_formats import AS_TRAINED, FP8_BLOCK
 
-    sizes = engine_kind(config.rollout.engine).sizes(config.rollout.engine_args)
+    kind = engine_kind(config.rollout.engine)
+    sizes = kind.sizes(config.rollout.engine_args)
     weights = config.rollout.weights
     dtype = sizes.dtype if weights == AS_TRAINED else "fp8" if weights == FP8_BLOCK.name else weights
-    return {"engine_tp": sizes.tensor, "engine_ep": sizes.expert, "engine_dtype": dtype}
+    return {
+        "engine_tp": sizes.tensor,
+        "engine_ep": sizes.expert,
+        "engine_dtype": dtype,
+        "memory_share": kind.memory_share(config.rollout.engine_args),
+        "is_eager": sizes.is_eager,
+    }

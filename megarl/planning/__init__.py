@@ -1,1 +1,1 @@
-"""Traffic and time of a refit, predicted from sizes alone: cluster, ports, prediction, replay, picture."""
+"""A step predicted from sizes alone: memory, seconds, a search; and its refit's traffic, ports, replay, picture."""

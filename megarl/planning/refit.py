@@ -50,6 +50,11 @@ class PlannedRefit:
         if self.engine_dtype not in _ENGINE_DTYPES:
             advice = did_you_mean(self.engine_dtype, _ENGINE_DTYPES)
             raise UserError(f"--engine-dtype {self.engine_dtype} is none of {', '.join(_ENGINE_DTYPES)}{advice}")
+        if self.number_format and self.number_format.elements_per_code > 1:
+            raise UserError(
+                f"--engine-dtype {self.engine_dtype} is made by the engines' own loader, which megarl plan does not"
+                " count: plan with another"
+            )
         ranks = max(self.engine.tensor_model_parallel_size, self.engine.expert_tensor_size)
         if self.number_format and self.number_format.block[1] == WHOLE_ROW and ranks > 1:
             raise UserError(

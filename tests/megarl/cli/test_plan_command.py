@@ -140,6 +140,15 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
     assert Path("flow.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_recipe_that_names_its_model_needs_no_other(capsys):
+    assert main(["plan", "--config-name", "grpo_qwen3_moe", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert main(["plan", "--config-name", "grpo_qwen3_moe", "--model", "qwen3_30b_a3b", "--json"]) == 0
+    given = json.loads(capsys.readouterr().out)
+    assert {**named, "seconds": 0} == {**given, "seconds": 0}
+    assert named["model_type"] == "qwen3_moe"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -158,11 +167,15 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
         (["--buckets", "0"], "buckets is 0; it must be at least 1"),
         (
             ["--engine-dtype", "fp8_blok"],
-            "--engine-dtype fp8_blok is none of bf16, fp8, fp8_block, int8_channel, mxfp8",
+            "--engine-dtype fp8_blok is none of bf16, fp8, fp8_block, fp8_block_ue8m0, int8_channel, mxfp8, nvfp4",
         ),
         (
             ["--engine-dtype", "int8_channel", "--engine-tp", "2"],
             "has a scale for each row, and an engine that cuts rows",
+        ),
+        (
+            ["--engine-dtype", "nvfp4"],
+            "--engine-dtype nvfp4 is made by the engines' own loader, which megarl plan does",
         ),
         (["--bucket-bytes", "lots"], "--bucket-bytes lots is no size"),
         (["--plot", "flow.txt"], "--plot flow.txt is no picture that can be drawn"),
@@ -219,7 +232,7 @@ def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pyt
     [
         (["rollout.replicas=2", "--model", "model.json"], "takes rollout.replicas=2 only with a recipe"),
         ([], "megarl plan needs a model: give --model, or a recipe"),
-        (["--config-name", "grpo_qwen3_moe"], "leaves model.path open"),
+        (["--config-name", "quickstart"], "leaves model.path open"),
         (["--config-name", "mine", "--config-dir", ".", "rollout.engine_args.pipeline_parallel_size=2"], "is above 1"),
         (
             [*("--config-name", "mine", "--config-dir", "."), *DATA_PARALLEL],

@@ -74,7 +74,14 @@ def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
 
 
 def test_a_format_says_how_often_bytes_are_read_and_written_to_make_it() -> None:
-    for dtype, passes in (("bf16", 2), ("fp8", 3), ("fp8_block", 3), ("int8_channel", 40), ("mxfp8", 40)):
+    for dtype, passes in (
+        ("bf16", 2),
+        ("fp8", 3),
+        ("fp8_block", 3),
+        ("fp8_block_ue8m0", 3),
+        ("int8_channel", 40),
+        ("mxfp8", 40),
+    ):
         forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], dtype=dtype)
         assert forecast.stages["pack"] == pytest.approx(6 * passes / 40)
         assert forecast.stages["unpack"] == pytest.approx(6 * 2 / 40)

@@ -1,0 +1,97 @@
+"""The options of `megarl plan` that describe a whole step, and the step that they describe."""
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from converters.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from converters.cost.devices import Device
+    from megarl.planning.refit import PlannedRefit
+    from megarl.planning.step.prediction import PlannedStep
+
+DEFAULT_DEVICE = "H100"
+_RECOMPUTE = ("none", "full")
+_WORK = (
+    ("--prompts", "prompts", int, "prompts of a step (64)"),
+    ("--samples", "samples", int, "responses to each prompt (8)"),
+    ("--prompt-tokens", "prompt_tokens", float, "mean length of a prompt (512; half of the recipe's longest)"),
+    ("--response-tokens", "response_tokens", float, "mean length of a response (half of the longest)"),
+    ("--max-response-tokens", "max_response_tokens", int, "the longest response (512)"),
+    ("--micro-batch-tokens", "max_tokens_per_micro_batch", int, "tokens of a micro-batch (16384)"),
+    ("--updates", "updates", int, "optimizer steps of a step (1)"),
+    ("--log-prob-passes", "log_prob_passes", int, "forward passes before the update (1; 2 with a reference)"),
+)
+"""Option, field of `Workload`, type, help."""
+WORK_OF_A_STEP = {
+    "prompts": 64,
+    "samples": 8,
+    "prompt_tokens": 512.0,
+    "response_tokens": None,
+    "max_response_tokens": 512,
+    "max_tokens_per_micro_batch": 16384,
+    "updates": 1,
+    "log_prob_passes": 1,
+}
+"""The fields, with what they are where neither a recipe nor the command line says anything."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group("step")
+    for name, field, kind, text in _WORK:
+        group.add_argument(name, dest=field, type=kind, metavar="N", help=text)
+    group.add_argument("--recompute", choices=_RECOMPUTE, help="layers that are computed again in the backward pass")
+    group.add_argument("--staleness", type=int, metavar="N", help="versions that a trained token may be old (0)")
+    group.add_argument(
+        "--expert-load",
+        type=float,
+        default=1.2,
+        metavar="X",
+        help="tokens of the experts of the busiest rank, of the mean (%(default)s)",
+    )
+    group.add_argument(
+        "--search", action="store_true", help="propose sizes for the model and --gpus in all, the fastest that fit"
+    )
+
+
+def device_named(name: str, memory_gbyte: float | None) -> "Device":
+    """A device of the table, with another size of memory if one is given. Raises UserError for an unknown one."""
+    from converters.cost.devices import DEVICES
+
+    if name not in DEVICES:
+        raise UserError(f"--device {name} is none of {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}")
+    if memory_gbyte is None:
+        return DEVICES[name]
+    if memory_gbyte <= 0:
+        raise UserError(f"--gpu-gbyte {memory_gbyte:g} is no memory; give the GB of a GPU")
+    return replace(DEVICES[name], memory_bytes=memory_gbyte * 1e9)
+
+
+def planned_step(options: argparse.Namespace, refit: "PlannedRefit", refit_seconds: float | None) -> "PlannedStep":
+    """The step that the options describe. Raises UserError for one that cannot be."""
+    from megarl.planning.memory.trainer import TrainingOptions
+    from megarl.planning.step.prediction import EngineOptions, PlannedStep
+    from megarl.planning.workload import Workload
+
+    work = {field: getattr(options, field) for _, field, *_ in _WORK}
+    if work["response_tokens"] is None:
+        work["response_tokens"] = max(1.0, work["max_response_tokens"] / 2)
+    if options.expert_load < 1:
+        raise UserError(f"--expert-load {options.expert_load:g} is below the mean; give at least 1")
+    training = TrainingOptions.of(options.megatron, options.training_dtype)
+    if options.recompute is not None:
+        training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
+    return PlannedStep(
+        refit=refit,
+        workload=Workload(**work),
+        device=device_named(options.device, options.gpu_gbyte),
+        training=replace(
+            training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
+        ),
+        engine=EngineOptions(options.memory_share, options.is_eager),
+        staleness=options.staleness,
+        sends_whole_tensors=options.sends_whole_tensors,
+        refit_seconds=refit_seconds,
+    )

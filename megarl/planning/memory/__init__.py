@@ -1,0 +1,1 @@
+"""Memory of a trainer's rank and of an engine's, in closed form."""

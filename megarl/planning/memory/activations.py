@@ -1,0 +1,192 @@
+"""Activations that layers keep for the backward pass, in closed form: rows of bytes for each token.
+
+The counts follow Korthikanti et al. (arXiv 2205.05198), for gated MLPs, experts, latent attention and attention that
+keeps no scores. Sequence parallelism, which is on wherever TP is above 1, cuts what tensor parallelism does not.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from converters.architectures import Architecture
+from converters.cost.compute import head_widths
+from converters.layouts.parallel_sizes import ParallelSizes
+
+_FLOAT32 = 4
+_ROUTED_ENTRY, _EXPERT_ENTRY = 20, 8
+"""Bytes that a router keeps for each expert that a token goes to, and for each that there is."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Amounts that the modules of a device keep, which depend on how much of them is one kernel."""
+
+    norm_bytes: int
+    """For each element that a norm reads."""
+    mlp_copies: int
+    """Tensors as wide as an MLP: gate, up, the activation, their product."""
+    expert_copies: int
+    attention_is_plain: bool
+    """Keys and values are repeated for all heads, their output is copied, and the rotary tables are kept."""
+
+
+FUSED = Kernels(norm_bytes=2, mlp_copies=3, expert_copies=3, attention_is_plain=False)
+"""Transformer Engine's modules and flash attention in bf16, as Megatron trains on a GPU."""
+PLAIN = Kernels(norm_bytes=8, mlp_copies=5, expert_copies=6, attention_is_plain=True)
+"""The modules of megatron-core that run on a CPU, in bf16: norms copy to float32."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Parts that are computed again in the backward pass, by Megatron's options.
+
+    Example: Recompute(is_full=True, layers=1), or Recompute(modules=frozenset({"moe"}))
+    """
+
+    is_full: bool = False
+    layers: int = 1
+    """Layers that are computed again at a time (uniform), or of a stage at all (block)."""
+    is_block: bool = False
+    modules: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any]) -> "Recompute":
+        """The options of the group `megatron`."""
+        granularity = megatron.get("recompute_granularity")
+        return cls(
+            is_full=granularity == "full",
+            layers=megatron.get("recompute_num_layers") or 1,
+            is_block=megatron.get("recompute_method") == "block",
+            modules=frozenset(megatron.get("recompute_modules") or ["core_attn"])
+            if granularity == "selective"
+            else frozenset(),
+        )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A row: what is kept for a token, and the `recompute_modules` that spare it."""
+
+    name: str
+    nbytes: float
+    spared_by: frozenset[str] = frozenset()
+
+
+def layer_bytes(rows: Iterable[Kept], recompute: Recompute) -> float:
+    """Bytes for a token of a layer with these rows, where it is not recomputed as a whole."""
+    return sum(row.nbytes for row in rows if not row.spared_by & recompute.modules)
+
+
+def layer_input_bytes(architecture: Architecture, parallel: ParallelSizes, element_bytes: int) -> float:
+    """Bytes for a token of the hidden state that a layer begins with."""
+    return element_bytes * architecture.transformer_config["hidden_size"] / parallel.tensor_model_parallel_size
+
+
+def kept_by_layer(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    layer: int,
+    kernels: Kernels,
+    *,
+    element_bytes: int = 2,
+    expert_load: float = 1.0,
+) -> list[Kept]:
+    """The rows of a layer, for a token of those that the context-parallel rank has.
+
+    `expert_load` are the tokens that go to a rank's experts, of what it were if all ranks had as many.
+    """
+    return [
+        *_attention(architecture, parallel, layer, kernels, element_bytes),
+        *(
+            _experts(architecture, parallel, kernels, element_bytes, expert_load)
+            if has_experts(architecture, layer)
+            else _mlp(architecture, parallel, kernels, element_bytes)
+        ),
+    ]
+
+
+def has_experts(architecture: Architecture, layer: int) -> bool:
+    """Whether a layer is a mixture of experts."""
+    if not architecture.num_experts:
+        return False
+    pattern = architecture.transformer_config.get("moe_layer_freq", 1)
+    return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
+
+
+def _attention(
+    architecture: Architecture, parallel: ParallelSizes, layer: int, kernels: Kernels, size: int
+) -> list[Kept]:
+    config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
+    key_width, value_width = head_widths(architecture)
+    heads = config["num_attention_heads"] / tp
+    groups = heads if kernels.attention_is_plain else max(1, config["num_query_groups"] / tp)
+    core = size * (heads * key_width + groups * 2 * key_width + heads * key_width) + _FLOAT32 * heads
+    if kernels.attention_is_plain:
+        core += size * heads * value_width + size * 4 * _rotary_width(config)
+        core += size * 2 * heads * key_width * _keys_before(parallel.context_parallel_size)
+    hidden = config["hidden_size"] / tp
+    return [
+        Kept("norms", kernels.norm_bytes * hidden * _hidden_norms(architecture, layer)),
+        Kept("input of attention", size * hidden, frozenset({"layernorm"})),
+        *(_latents if architecture.multi_latent_attention else _head_norms)(config, tp, kernels, size),
+        Kept("core attention", core, frozenset({"core_attn"} if kernels.attention_is_plain else ())),
+    ]
+
+
+def _keys_before(ranks: int) -> float:
+    """Keys of other ranks, in units of its own, that a rank of plain context parallelism keeps for its two stretches.
+
+    Rank r has stretches r and 2 `ranks` - 1 - r, and as many stretches come before them.
+    """
+    return (2 * ranks - 1) / 2 if ranks > 1 else 0.0
+
+
+def _rotary_width(config: Mapping[str, Any]) -> int:
+    return config.get("qk_pos_emb_head_dim") or config.get("kv_channels", 0)
+
+
+def _latents(config: Mapping[str, Any], tp: int, kernels: Kernels, size: int) -> list[Kept]:
+    # The latents of queries and of keys with values, once as norms read them and once as the up projections do.
+    widths = (config["q_lora_rank"] or 0) + config["kv_lora_rank"]
+    return [Kept("latents", (kernels.norm_bytes + size) * widths / tp)]
+
+
+def _head_norms(config: Mapping[str, Any], tp: int, kernels: Kernels, _size: int) -> list[Kept]:
+    heads = config["num_attention_heads"] + config["num_query_groups"]
+    width = heads * config["kv_channels"] / tp if config.get("qk_layernorm") else 0
+    return [Kept("norms of queries and keys", kernels.norm_bytes * width)]
+
+
+def _hidden_norms(architecture: Architecture, layer: int) -> int:
+    """Norms of a layer that read the whole hidden state."""
+    return sum(
+        layer in parameter.layers and parameter.megatron.endswith("layernorm.weight") and dimensions == ("hidden",)
+        for parameter in architecture.weight_map
+        for _, dimensions in parameter.huggingface
+    )
+
+
+def _mlp(architecture: Architecture, parallel: ParallelSizes, kernels: Kernels, size: int) -> list[Kept]:
+    config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
+    return [
+        Kept("input of the MLP", size * config["hidden_size"] / tp, frozenset({"layernorm", "mlp"})),
+        Kept("MLP", size * kernels.mlp_copies * config["ffn_hidden_size"] / tp, frozenset({"mlp"})),
+    ]
+
+
+def _experts(
+    architecture: Architecture, parallel: ParallelSizes, kernels: Kernels, size: int, load: float
+) -> list[Kept]:
+    config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
+    topk, moe = config["moe_router_topk"], frozenset({"moe"})
+    # A token's copies are spread over the ranks of its experts, and as many come back: each has as many as before.
+    shared = config.get("moe_shared_expert_intermediate_size") or 0
+    hidden = size * config["hidden_size"] / tp
+    rows = load * topk
+    return [
+        Kept("input of the experts", hidden, frozenset({"moe", "layernorm"})),
+        Kept("router", (_ROUTED_ENTRY * topk + _EXPERT_ENTRY * architecture.num_experts) / tp, moe),
+        Kept("tokens of experts", hidden * rows * parallel.expert_tensor_size, moe),
+        Kept("experts", size * kernels.expert_copies * rows * config["moe_ffn_hidden_size"] / tp, moe),
+        Kept("shared experts", size * kernels.mlp_copies * shared / tp, frozenset({"moe", "shared_experts"})),
+    ]

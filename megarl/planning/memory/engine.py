@@ -1,0 +1,86 @@
+"""Memory of an engine's rank: weights, the room for keys and values, and what the engine works with."""
+
+from dataclasses import dataclass
+
+from converters.architectures import Architecture
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.number_formats import NumberFormat
+from megarl.planning.memory.rank_weights import RankWeights, rank_weights
+
+_BF16 = 2
+_BATCHED_TOKENS = 8192
+"""Tokens of a prefill at a time: vLLM's `max_num_batched_tokens` of a server."""
+_HIDDEN_COPIES = 8
+"""Tensors as wide as the hidden state that a prefill has at once."""
+_CONTEXT_BYTES = 3e9
+"""The CUDA context, NCCL's buffers and recorded graphs: what vLLM's log says of an H100 beside weights and cache."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of a rank of an engine."""
+
+    weights: int
+    working: int
+    kv_token: float
+    """Keys and values of one token."""
+    kv_cache: int
+    """Room that is left for them; negative where there is none."""
+    attention_ranks: int
+    """Ranks with sequences of their own."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values the whole engine has room for."""
+        return max(0, int(self.kv_cache / self.kv_token)) * self.attention_ranks
+
+
+def engine_memory(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    number_format: NumberFormat | None,
+    *,
+    memory_bytes: float,
+    utilization: float,
+) -> EngineMemory:
+    """Memory of a rank of an engine of `parallel` ranks, which takes `utilization` of a GPU of `memory_bytes`."""
+    weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
+    widths = engine_activation_bytes(architecture)
+    return EngineMemory(
+        weights=round(weights),
+        working=round(widths + _CONTEXT_BYTES),
+        kv_token=kv_token_bytes(architecture, parallel),
+        kv_cache=round(utilization * memory_bytes - weights - widths - _CONTEXT_BYTES),
+        attention_ranks=parallel.world_size // parallel.tensor_model_parallel_size,
+    )
+
+
+def engine_activation_bytes(architecture: Architecture) -> int:
+    """Bytes of the hidden states that a prefill has at once."""
+    return int(_BATCHED_TOKENS * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
+
+
+def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:
+    """Bytes of a rank's weights: the embedding in bf16, the others in the engine's format with its scales."""
+    return weights.embedding * _BF16 + (weights.dense + weights.experts) * element_bytes(number_format)
+
+
+def element_bytes(number_format: NumberFormat | None) -> float:
+    """Bytes of an element of a matrix, its share of a scale included."""
+    if number_format is None:
+        return _BF16
+    rows, columns = number_format.block
+    return number_format.codes.itemsize / number_format.elements_per_code + number_format.scales.itemsize / (
+        rows * columns
+    )
+
+
+def kv_token_bytes(architecture: Architecture, parallel: ParallelSizes) -> float:
+    """Bytes of keys and values in bf16 that a rank has of a token: latent attention keeps one latent on every rank."""
+    config = architecture.transformer_config
+    if architecture.multi_latent_attention:
+        width = config["kv_lora_rank"] + config["qk_pos_emb_head_dim"]
+    else:
+        heads = max(1.0, config["num_query_groups"] / parallel.tensor_model_parallel_size)
+        width = 2 * heads * config["kv_channels"]
+    return float(architecture.num_layers * width * _BF16)

@@ -1,0 +1,70 @@
+"""How many elements of a model a rank has, counted by the weight map: by kinds, without naming each tensor."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from converters.architectures import Architecture, Parameter, Part
+from converters.layouts.megatron import parameter_part
+from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
+
+_EMBEDDING = "embedding.word_embeddings"
+
+
+class RankWeights(NamedTuple):
+    """Elements of a rank's parameters."""
+
+    embedding: int
+    """The embedding, which is looked up."""
+    dense: int
+    """All else that every token meets: attention, norms, dense and shared MLPs, routers, the output layer."""
+    experts: int
+    """Routed experts, of which a token meets a few."""
+
+    @property
+    def shared(self) -> int:
+        """Elements that all ranks of a data-parallel group, context-parallel ones among them, have alike."""
+        return self.embedding + self.dense
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.shared + self.experts
+
+
+def rank_weights(architecture: Architecture, parallel: ParallelSizes, stage: int) -> RankWeights:
+    """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding."""
+    counts = {"embedding": 0, "dense": 0, "experts": 0}
+    at = RankCoordinates(tensor=0, context=0, pipeline=stage, expert=0, expert_tensor=0)
+    for parameter, layers in stage_parameters(architecture, parallel, stage):
+        elements = prod(parameter_part(architecture, parallel, parameter, at).shape) * layers
+        if parameter.is_expert:
+            counts["experts"] += elements * (architecture.num_experts // parallel.expert_model_parallel_size)
+        else:
+            counts["embedding" if parameter.megatron.startswith(_EMBEDDING) else "dense"] += elements
+    return RankWeights(**counts)
+
+
+def stage_layers(architecture: Architecture, parallel: ParallelSizes, stage: int) -> list[int]:
+    """Global indices of the layers of a pipeline stage, those of all its chunks."""
+    return [
+        layer for chunk in range(parallel.chunks) for layer in parallel.layers(architecture.num_layers, stage, chunk)
+    ]
+
+
+def stage_parameters(
+    architecture: Architecture, parallel: ParallelSizes, stage: int
+) -> Iterator[tuple[Parameter, int]]:
+    """Each parameter of a pipeline stage, and how many layers of the stage have it."""
+    layers = set(stage_layers(architecture, parallel, stage))
+    last = parallel.pipeline_model_parallel_size - 1
+    on_stage = {Part.FIRST: stage == 0, Part.LAST: stage == last, Part.COPY_ON_LAST: 0 < stage == last}
+    for parameter in architecture.weight_map:
+        if parameter.part is Part.MTP:
+            times = len(parameter.layers) if stage == last else 0
+        elif parameter.part is Part.LAYERS:
+            times = len(parameter.layers & layers)
+        else:
+            times = int(on_stage[parameter.part])
+        if times:
+            yield parameter, times

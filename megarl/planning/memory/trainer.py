@@ -1,0 +1,210 @@
+"""Memory of a trainer's rank: state by its elements, activations by the layers and micro-batches that are alive."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.planning.memory.activations import (
+    FUSED,
+    Kernels,
+    Recompute,
+    kept_by_layer,
+    layer_bytes,
+    layer_input_bytes,
+)
+from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
+
+_LOGITS = 2**25
+"""Logits that exist at a time; see `megatron_ext.log_probs`."""
+_LOGIT_COPIES = 3
+_FLOAT32 = 4
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of an element of the types that Megatron's options name."""
+_LABEL_BYTES = 48
+"""Kept for the backward pass of a label's log-probability, loss and token."""
+_STAGE_TENSORS = 6
+"""Hidden states that exist for a moment at once: what a layer reads and writes, and their gradients."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Megatron's options on which memory and time depend; bytes are those of an element."""
+
+    recompute: Recompute = field(default_factory=Recompute)
+    kernels: Kernels = FUSED
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: float = 12
+    """On the GPU: the main parameter in float32 and Adam's two moments."""
+    is_distributed: bool = True
+    """Data-parallel ranks share the optimizer state out."""
+    expert_load: float = 1.0
+    """Tokens that go to the experts of the busiest rank, of the mean."""
+    lora: Lora | None = None
+    """The adapter that is trained in the place of the weights."""
+    keeps_reference: bool = False
+    """A copy of the weights is kept for the KL; an adapter needs none."""
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":
+        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32."""
+        moments = sum(_WIDTHS[_type(megatron.get(name))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+        # The main parameters of a model in float32 are its weights.
+        main = 0 if dtype == "fp32" else _WIDTHS[_type(megatron.get("main_params_dtype"))]
+        away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
+        return cls(
+            recompute=Recompute.of(megatron),
+            weight_bytes=_WIDTHS[dtype],
+            gradient_bytes=_FLOAT32 if megatron.get("grad_reduce_in_fp32", True) else _WIDTHS[dtype],
+            optimizer_bytes=(main + moments) * (1 - away),
+            is_distributed=megatron.get("use_distributed_optimizer", True),
+        )
+
+
+def _type(name: Any) -> str:
+    known = str(name or "fp32").removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}.get(known, known)
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of a rank of one pipeline stage."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    """A copy of the weights that the policy began with."""
+    activations: int
+    """Kept for the backward pass by the micro-batches in flight, at the most."""
+    working: int
+    """For a moment: logits in portions, and the hidden states around one layer."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name of a part -> bytes."""
+        return {name: value for name, value in vars(self).items() if name != "stage"}
+
+
+def trainer_memory(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    options: TrainingOptions,
+    *,
+    micro_batch_tokens: float,
+    micro_batches: int,
+) -> list[TrainerMemory]:
+    """Memory of a rank of each pipeline stage.
+
+    `micro_batch_tokens` are those of a data-parallel rank, of which context parallelism makes parts; `micro_batches`
+    those of an update.
+    """
+    tokens = micro_batch_tokens / parallel.context_parallel_size
+    return [
+        _stage(architecture, parallel, options, stage, tokens, micro_batches)
+        for stage in range(parallel.pipeline_model_parallel_size)
+    ]
+
+
+def _stage(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    options: TrainingOptions,
+    stage: int,
+    tokens: float,
+    micro_batches: int,
+) -> TrainerMemory:
+    weights = rank_weights(architecture, parallel, stage)
+    adapter = adapter_architecture(architecture, options.lora) if options.lora else None
+    trained = rank_weights(adapter, parallel, stage) if adapter else weights
+    held = weights.total + (trained.total if adapter else 0)
+    hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
+    kept = _kept(architecture, parallel, options, stage, micro_batches)
+    logits = _LOGIT_COPIES * _FLOAT32 * _LOGITS if stage == parallel.pipeline_model_parallel_size - 1 else 0
+    return TrainerMemory(
+        stage=stage,
+        weights=held * options.weight_bytes,
+        gradients=trained.total * options.gradient_bytes,
+        optimizer=round(_optimizer_elements(trained, parallel, options) * options.optimizer_bytes),
+        reference=weights.total * options.weight_bytes if options.keeps_reference and not adapter else 0,
+        activations=round(tokens * kept),
+        working=round(tokens * hidden * _STAGE_TENSORS + logits),
+    )
+
+
+def _optimizer_elements(weights: RankWeights, parallel: ParallelSizes, options: TrainingOptions) -> float:
+    if not options.is_distributed:
+        return weights.total
+    dense_copies = parallel.data_parallel_size * parallel.context_parallel_size
+    stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+    expert_copies = stage_ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
+    return weights.shared / dense_copies + weights.experts / expert_copies
+
+
+def _kept(
+    architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int, micro_batches: int
+) -> float:
+    """Bytes for a token of a micro-batch, of all that are alive at once on a stage."""
+    recompute = options.recompute
+    layers = stage_layers(architecture, parallel, stage)
+    hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
+    each = [
+        layer_bytes(
+            kept_by_layer(
+                architecture,
+                parallel,
+                layer,
+                options.kernels,
+                element_bytes=options.weight_bytes,
+                expert_load=options.expert_load,
+            ),
+            recompute,
+        )
+        for layer in layers
+    ]
+    flying = micro_batches_in_flight(parallel, stage, micro_batches)
+    ends = _ends(architecture, parallel, options, stage)
+    if not recompute.is_full:
+        return flying * (sum(each) + ends)
+    again = _recomputed(each, recompute)
+    # While a layer is computed again the results of its micro-batch are done with, and so are the layers after it.
+    kept = hidden * len(again) + sum(each) - sum(map(sum, again))
+    before = [hidden * (number + 1) + sum(group) for number, group in enumerate(again)]
+    return (flying - 1) * (kept + ends) + max(kept + ends, *before)
+
+
+def _recomputed(each: Sequence[float], recompute: Recompute) -> list[Sequence[float]]:
+    """The layers that are computed again together: groups of `each`, the bytes of the layers of a stage."""
+    if recompute.is_block:
+        return [each[layer : layer + 1] for layer in range(min(recompute.layers, len(each)))]
+    return [each[start : start + recompute.layers] for start in range(0, len(each), recompute.layers)]
+
+
+def micro_batches_in_flight(parallel: ParallelSizes, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage keeps at the most, in units of all of its layers.
+
+    One forward, one backward in turns (arXiv 2104.04473): a stage is as many ahead as stages follow, and with
+    interleaved chunks as many chunks as `get_pp_rank_microbatches` of megatron-core starts with.
+    """
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks
+    if chunks == 1:
+        return min(stages - stage, micro_batches)
+    ahead = (stages - stage - 1) * 2 + (chunks - 1) * stages + 1
+    return min(ahead, micro_batches * chunks) / chunks
+
+
+def _ends(architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int) -> float:
+    """Bytes for a token of the last norm and of the log-probabilities, on the last stage."""
+    if stage != parallel.pipeline_model_parallel_size - 1:
+        return 0.0
+    hidden = architecture.transformer_config["hidden_size"]
+    norm = options.kernels.norm_bytes * hidden / parallel.tensor_model_parallel_size
+    return norm + options.weight_bytes * hidden + _LABEL_BYTES

@@ -1,0 +1,142 @@
+"""The sizes that take the least predicted time of all that fit, the runner-up, and why the others fall out.
+
+Trainer and engines are searched apart, since neither's time depends on the other's sizes but for the refit, which is
+added for the best of both together.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+
+from converters.errors import UserError
+from megarl.planning.amounts import say_bytes, say_count
+from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
+from megarl.planning.step.prediction import PlannedStep, StepPrediction
+
+_TRAINER_SHARES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
+"""Shares of the GPUs that train, where trainer and engines have GPUs of their own."""
+_SHORT_LIST = 6
+"""Trainers and engines that are tried together."""
+
+
+@dataclass
+class FallenOut:
+    """Candidates that lack memory."""
+
+    who: str
+    count: int = 0
+    least_bytes: int = 0
+    """Memory that the nearest one lacks."""
+    nearest: str = ""
+
+    def add(self, lacking: int, name: str) -> None:
+        """Count one that lacks so many bytes."""
+        if not self.count or lacking < self.least_bytes:
+            self.least_bytes, self.nearest = lacking, name
+        self.count += 1
+
+    def say(self) -> str:
+        """A sentence; empty if there are none."""
+        if not self.count:
+            return ""
+        return (
+            f"{say_count(self.count, 'cut')} of {self.who} do not fit; the nearest, {self.nearest}, lacks"
+            f" {say_bytes(self.least_bytes)}"
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The outcome of a search: predictions, the best first."""
+
+    best: Sequence[StepPrediction]
+    fitting: int
+    """Combinations of trainer and engines that fit."""
+    fallen_out: Sequence[FallenOut] = field(default_factory=tuple)
+
+
+def search(template: PlannedStep, gpus: int) -> Proposal:
+    """Propose sizes for the model and work of `template` on `gpus` GPUs.
+
+    They are shared where its trainer and engines are colocated, else split. Raises UserError where nothing fits, with
+    what the nearest candidates lack.
+    """
+    lacking = FallenOut("the trainer"), FallenOut("an engine")
+    found: list[StepPrediction] = []
+    fitting = 0
+    for trainer_gpus, engine_gpus in _splits(template, gpus):
+        trainers = _fitting_trainers(template, trainer_gpus, lacking[0])
+        engines = _fitting_engines(template, engine_gpus, lacking[1])
+        fitting += len(trainers) * len(engines)
+        found.extend(_together(trainers, engines))
+    if not found:
+        reasons = "; ".join(filter(None, (each.say() for each in lacking))) or "the model cannot be cut over them"
+        raise UserError(
+            f"nothing fits on {gpus} GPUs: {reasons}; give more GPUs, GPUs with more memory, or lower"
+            " --micro-batch-tokens"
+        )
+    return Proposal(sorted(found, key=lambda each: each.step_seconds), fitting, lacking)
+
+
+def _splits(template: PlannedStep, gpus: int) -> Iterator[tuple[int, int]]:
+    if template.refit.colocated:
+        yield gpus, gpus
+        return
+    node = min(template.refit.cluster.gpus_per_node, max(1, gpus // 2))
+    # A small number of nodes rounds several shares to the same.
+    for training in dict.fromkeys(max(node, round(gpus * share / node) * node) for share in _TRAINER_SHARES):
+        if training < gpus:
+            yield training, gpus - training
+
+
+def _fitting_trainers(template: PlannedStep, gpus: int, lacking: FallenOut) -> list[StepPrediction]:
+    """Trainers that fit, the fastest first: with the recomputation asked for, and with that of whole layers."""
+    refit, recompute = template.refit, template.training.recompute
+    fits = []
+    for sizes in all_trainer_sizes(refit.architecture, gpus, refit.cluster.gpus_per_node):
+        if sizes.data_parallel_size * template.workload.updates > template.workload.responses:
+            continue
+        for is_full in dict.fromkeys((recompute.is_full, True)):
+            training = replace(template.training, recompute=replace(recompute, is_full=is_full))
+            each = StepPrediction(replace(template, refit=replace(refit, trainer=sizes), training=training))
+            if each.trainer_room >= 0:
+                fits.append(each)
+                break
+            if is_full:
+                lacking.add(-each.trainer_room, say_trainer(each))
+    return sorted(fits, key=lambda each: sum(each.training_seconds.values()))
+
+
+def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> list[StepPrediction]:
+    refit, fits = template.refit, []
+    for sizes in all_engine_sizes(refit.engine_architecture, gpus, refit.cluster.gpus_per_node):
+        engines = replace(refit, engine=sizes, replicas=gpus // sizes.world_size)
+        each = StepPrediction(replace(template, refit=engines))
+        if each.engine_room >= 0:
+            fits.append(each)
+        else:
+            lacking.add(-each.engine_room, say_engine(each))
+    return sorted(fits, key=lambda each: each.rollout_seconds)
+
+
+def _together(trainers: Sequence[StepPrediction], engines: Sequence[StepPrediction]) -> Iterator[StepPrediction]:
+    for trainer, engine in product(islice(trainers, _SHORT_LIST), islice(engines, _SHORT_LIST)):
+        refit = replace(trainer.step.refit, engine=engine.step.refit.engine, replicas=engine.step.refit.replicas)
+        yield StepPrediction(replace(trainer.step, refit=refit))
+
+
+def say_trainer(prediction: StepPrediction) -> str:
+    """The trainer's sizes: `64 GPUs, TP 2, PP 4, CP 1, EP 8, DP 8, recomputing`."""
+    sizes = prediction.step.refit.trainer
+    again = ", recomputing" if prediction.step.training.recompute.is_full else ""
+    return (
+        f"{sizes.world_size} GPUs, TP {sizes.tensor_model_parallel_size}, PP {sizes.pipeline_model_parallel_size}, CP"
+        f" {sizes.context_parallel_size}, EP {sizes.expert_model_parallel_size}, DP {sizes.data_parallel_size}{again}"
+    )
+
+
+def say_engine(prediction: StepPrediction) -> str:
+    """The engines' sizes: `8 x (TP 8)`."""
+    refit = prediction.step.refit
+    expert = refit.engine.expert_model_parallel_size
+    return f"{refit.replicas} x (TP {refit.engine.tensor_model_parallel_size}{f', EP {expert}' if expert > 1 else ''})"

@@ -1,0 +1,78 @@
+"""Sizes of trainer and engines that can be tried: every way to cut a model over some GPUs that its shapes allow."""
+
+from collections.abc import Iterator
+from math import ceil
+
+from converters.architectures import Architecture
+from converters.errors import UserError
+from converters.layouts.megatron import check_divisible
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.planning.refit import engine_sizes
+
+_CONTEXT = (1, 2, 4, 8)
+_MOST_STAGES = 32
+
+
+def trainer_sizes(
+    architecture: Architecture, world: int, tensor: int, pipeline: int, context: int, expert: int
+) -> ParallelSizes:
+    """Sizes with whole experts; where layers cannot be shared out evenly the first and the last stage have fewer.
+
+    Raises UserError where the model or the ranks cannot be cut like that.
+    """
+    first, last = _ends(architecture.num_layers, pipeline)
+    sizes = ParallelSizes(
+        world_size=world,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1 if architecture.num_experts else None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    check_divisible(architecture, sizes)
+    return sizes
+
+
+def _ends(layers: int, stages: int) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage, None where all stages have as many."""
+    if layers % stages == 0:
+        return None, None
+    middle = ceil(layers / stages)
+    left = layers - middle * (stages - 2)
+    return (ceil(left / 2), left // 2) if left >= 2 else (None, None)
+
+
+def all_trainer_sizes(architecture: Architecture, world: int, gpus_per_node: int) -> Iterator[ParallelSizes]:
+    """Sizes on `world` ranks: tensor parallelism inside a node, context parallelism of 1 to 8."""
+    for tensor in _powers(gpus_per_node):
+        for pipeline in _divisors(world // tensor, min(_MOST_STAGES, architecture.num_layers)):
+            for context in _CONTEXT:
+                for expert in _powers(world if architecture.num_experts else 1):
+                    try:
+                        yield trainer_sizes(architecture, world, tensor, pipeline, context, expert)
+                    except UserError:
+                        continue
+
+
+def all_engine_sizes(architecture: Architecture, gpus: int, gpus_per_node: int) -> Iterator[ParallelSizes]:
+    """Engines that `gpus` can be filled with: experts cut like attention, or whole with attention in groups."""
+    for tensor in _powers(min(gpus, 4 * gpus_per_node)):
+        experts = [each for each in _powers(gpus) if each >= tensor] if architecture.num_experts else []
+        for expert in (None, *experts):
+            try:
+                sizes = engine_sizes(tensor, expert)
+                check_divisible(architecture, sizes)
+            except UserError:
+                continue
+            if gpus % sizes.world_size == 0:
+                yield sizes
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [each for each in range(1, largest + 1) if number % each == 0]
+
+
+def _powers(largest: int) -> list[int]:
+    return [2**power for power in range(largest.bit_length()) if 2**power <= largest]

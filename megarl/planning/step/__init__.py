@@ -1,0 +1,1 @@
+"""The seconds of a step, stage by stage, from the rates of the devices."""

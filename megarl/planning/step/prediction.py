@@ -1,0 +1,192 @@
+"""A whole step: memory of trainer and engines, seconds of each stage, and whether it fits."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from converters.cost.devices import Device
+from megarl.planning.amounts import say_bytes
+from megarl.planning.memory.engine import EngineMemory, engine_memory
+from megarl.planning.memory.trainer import TrainerMemory, TrainingOptions, trainer_memory
+from megarl.planning.refit import PlannedRefit
+from megarl.planning.step.rollout import Decoding, rollout_seconds
+from megarl.planning.step.speeds import Reached, Speeds
+from megarl.planning.step.training import Training
+from megarl.planning.workload import Workload
+
+_SPARE = 0.06
+"""Share of a GPU that a trainer leaves to the CUDA context, NCCL's buffers and gaps of the allocator."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """An engine's own options on which memory and time depend."""
+
+    utilization: float = 0.9
+    """Share of a GPU that the engine takes: vLLM's `gpu_memory_utilization`."""
+    is_eager: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step to predict: sizes, work and device. Trainer and engines take turns where they are colocated."""
+
+    refit: PlannedRefit
+    workload: Workload
+    device: Device
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    staleness: int = 0
+    """Versions that a trained token may be old."""
+    sends_whole_tensors: bool = False
+    """Refits go through the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
+    refit_seconds: float | None = None
+    """Seconds in which the bytes of a refit move, where they have been replayed; else those of an engine's NIC."""
+    reached: Reached = field(default_factory=Reached)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the trainer trains."""
+        return self.staleness > 0 and not self.refit.colocated
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Memory and seconds of a step. Bytes are those of a GPU."""
+
+    step: PlannedStep
+
+    @cached_property
+    def trainer_memory(self) -> TrainerMemory:
+        """The rank with most."""
+        refit, workload = self.step.refit, self.step.workload
+        ranks = refit.trainer.data_parallel_size
+        return max(
+            trainer_memory(
+                refit.architecture,
+                refit.trainer,
+                self.step.training,
+                micro_batch_tokens=workload.micro_batch_tokens(ranks),
+                micro_batches=workload.micro_batches(ranks),
+            ),
+            key=lambda each: each.total,
+        )
+
+    @cached_property
+    def engine_memory(self) -> EngineMemory:
+        """Every rank has as much."""
+        refit = self.step.refit
+        return engine_memory(
+            refit.engine_architecture,
+            refit.engine,
+            refit.number_format,
+            memory_bytes=self.step.device.memory_bytes,
+            utilization=self.step.engine.utilization,
+        )
+
+    @property
+    def trainer_bytes(self) -> int:
+        """A trainer's rank with its buckets of a refit."""
+        refit = self.step.refit
+        return self.trainer_memory.total + refit.buckets * refit.bucket_bytes
+
+    @property
+    def trainer_room(self) -> int:
+        """Bytes that a trainer's rank has left; negative for those that it lacks."""
+        return round(self.step.device.memory_bytes * (1 - _SPARE)) - self.trainer_bytes
+
+    @property
+    def engine_room(self) -> int:
+        """Bytes of an engine's rank that are left beside the keys and values of one longest response."""
+        workload = self.step.workload
+        longest = workload.prompt_tokens + workload.max_response_tokens
+        return self.engine_memory.kv_cache - round(longest * self.engine_memory.kv_token)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both have room."""
+        return self.trainer_room >= 0 and self.engine_room >= 0
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Name of a stage -> its seconds."""
+        found = {"rollout": self.rollout_seconds, **self.training_seconds, "refit": self._refit_seconds()}
+        return found | ({"turns": self._turn_seconds()} if self.step.refit.colocated else {})
+
+    @cached_property
+    def rollout_seconds(self) -> float:
+        """The engines' stage, which needs nothing of the trainer."""
+        return rollout_seconds(self._decoding, self.step.workload, self.step.refit.replicas)
+
+    @cached_property
+    def training_seconds(self) -> dict[str, float]:
+        """The trainer's stages, which need nothing of the engines."""
+        step = self.step
+        training = Training(step.refit.architecture, step.refit.trainer, step.training, self._speeds, step.workload)
+        return {"log-probs": training.log_prob_seconds, "update": training.update_seconds}
+
+    @property
+    def step_seconds(self) -> float:
+        """The stages one after the other, or rollout beside training where these overlap; refits interrupt."""
+        seconds = self.seconds
+        if not self.step.overlaps:
+            return sum(seconds.values())
+        trained = sum(self.training_seconds.values())
+        return max(seconds["rollout"], trained) + seconds["refit"]
+
+    def why_not(self) -> str | None:
+        """How much is missing where, and what makes it less; None if it fits."""
+        short: list[str] = []
+        if self.trainer_room < 0:
+            parts = self.trainer_memory.parts
+            most = max(parts, key=lambda name: parts[name])
+            short.append(
+                f"a trainer's rank needs {say_bytes(self.trainer_bytes)}, {say_bytes(-self.trainer_room)} too much, and"
+                f" most of it is {most}: {_helps(most, self.step)}"
+            )
+        if self.engine_room < 0:
+            short.append(
+                f"an engine's rank lacks {say_bytes(-self.engine_room)} for its weights and one longest response: raise"
+                " --engine-tp or --engine-ep, or give --engine-dtype fp8"
+            )
+        return "; and ".join(short) or None
+
+    @property
+    def _speeds(self) -> Speeds:
+        return Speeds(self.step.device, self.step.refit.cluster, self.step.reached)
+
+    @property
+    def _decoding(self) -> Decoding:
+        refit = self.step.refit
+        return Decoding(
+            refit.engine_architecture,
+            refit.engine,
+            refit.number_format,
+            self.engine_memory,
+            self._speeds,
+            self.step.engine.is_eager,
+        )
+
+    def _refit_seconds(self) -> float:
+        """Moving the bytes, and the engine's pause."""
+        if self.step.refit_seconds is not None:
+            return self.step.refit_seconds + self.step.reached.exchange_s
+        nbytes = self.engine_memory.weights
+        if self.step.sends_whole_tensors:
+            shapes = self.step.refit.architecture.hf_shapes.values()
+            nbytes = self.step.training.weight_bytes * sum(map(prod, shapes))
+        return self._speeds.send(nbytes) + self.step.reached.exchange_s
+
+    def _turn_seconds(self) -> float:
+        """The trainer's state to the host and back, and the engine's weights in: they share the GPUs."""
+        memory = self.trainer_memory
+        return self._speeds.host(2 * (memory.weights + memory.optimizer) + self.engine_memory.weights)
+
+
+def _helps(part: str, step: PlannedStep) -> str:
+    """The knobs that make a part of a trainer's memory less."""
+    if part in ("activations", "working"):
+        again = "" if step.training.recompute.is_full else "recompute layers (--recompute full), "
+        return f"{again}lower --micro-batch-tokens, or raise --cp or --tp"
+    host = "; or keep optimizer state on the host (megatron.optimizer_cpu_offload)" if part == "optimizer" else ""
+    return f"raise --pp, --tp, --ep or the number of GPUs{host}"

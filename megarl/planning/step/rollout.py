@@ -1,0 +1,135 @@
+"""Seconds of the rollout: every decoding step of an engine, from its full batch to the last long response."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from converters.architectures import Architecture
+from converters.layouts.parallel_sizes import ParallelSizes
+from converters.number_formats import NumberFormat
+from megarl.planning.memory.engine import EngineMemory, element_bytes
+from megarl.planning.memory.rank_weights import RankWeights, rank_weights
+from megarl.planning.step.speeds import Speeds
+from megarl.planning.workload import Workload
+
+_BF16 = 2
+_STEPS = 32
+"""Points at which the time of a decoding step is computed along the longest response."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """An engine that decodes."""
+
+    architecture: Architecture
+    parallel: ParallelSizes
+    number_format: NumberFormat | None
+    memory: EngineMemory
+    speeds: Speeds
+    is_eager: bool = False
+    """Its kernels are launched one by one: vLLM's `enforce_eager`."""
+
+    @cached_property
+    def _weights(self) -> RankWeights:
+        return rank_weights(self.architecture, self.parallel, 0)
+
+    def step_seconds(self, sequences: float, context: float) -> float:
+        """One token of each of `sequences` of the engine, which are `context` tokens long on average."""
+        weights = self._weights
+        own = sequences / self.memory.attention_ranks
+        share = _expert_share(self.architecture)
+        touched = 1 - (1 - share) ** sequences
+        size = element_bytes(self.number_format)
+        read = (weights.dense + weights.experts * touched) * size + own * context * self.memory.kv_token
+        flops = 2 * (own * weights.dense + sequences * share * weights.experts)
+        computing = self.speeds.products(flops, read, is_fp8=self.number_format is not None)
+        layer = self.speeds.reached.launched_layer_s if self.is_eager else self.speeds.reached.recorded_layer_s
+        layers = self.architecture.num_layers
+        return computing + layers * (layer + self._talking(own)) + self.speeds.reached.engine_step_s
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """Prompts of the engine of so many tokens in all."""
+        weights = self._weights
+        own = tokens / self.memory.attention_ranks
+        flops = 2 * (own * weights.dense + tokens * _expert_share(self.architecture) * weights.experts)
+        computing = self.speeds.products(flops, 0, is_fp8=self.number_format is not None)
+        return computing + self.architecture.num_layers * self._talking(own)
+
+    def _talking(self, own: float) -> float:
+        """The collectives of a layer: sums after attention and MLP, or the exchange of whole experts' tokens."""
+        hidden = _BF16 * self.architecture.transformer_config["hidden_size"]
+        tensor = self.parallel.tensor_model_parallel_size
+        if self.memory.attention_ranks == 1:
+            return 2 * self.speeds.all_reduce(own * hidden, tensor)
+        sent = own * hidden * self.architecture.transformer_config["moe_router_topk"] / tensor
+        experts = self.speeds.all_to_all(sent, self.parallel.expert_model_parallel_size)
+        return self.speeds.all_reduce(own * hidden, tensor) + 2 * experts
+
+
+def _expert_share(architecture: Architecture) -> float:
+    """Experts that a token goes to, of all."""
+    if not architecture.num_experts:
+        return 0.0
+    return architecture.transformer_config["moe_router_topk"] / architecture.num_experts
+
+
+def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> float:
+    """Seconds until the last response of an engine that has its share of all.
+
+    The engine keeps as many sequences as its cache has room for. Responses have lengths up to the longest with the
+    given mean, of which the distribution that assumes least else is exponential, cut at the longest: as responses end
+    the batch becomes smaller, and at its end the longest ones decode alone.
+    """
+    sequences = math.ceil(workload.responses / replicas)
+    prompts = math.ceil(workload.prompts / replicas)
+    room = engine.memory.tokens / (workload.prompt_tokens + workload.response_tokens)
+    together = max(1.0, min(sequences, room))
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    # What waits for room begins as others end: until all have begun the batch is full.
+    full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)
+    return full + engine.prefill_seconds(prompts * workload.prompt_tokens) + _ending(engine, workload, together)
+
+
+def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
+    """Seconds from the start of `sequences` to the end of the last."""
+    seconds = 0.0
+    for begin, end, alive in _alive(workload, sequences):
+        context = workload.prompt_tokens + (begin + end) / 2
+        seconds += (end - begin) * engine.step_seconds(max(1.0, alive * sequences), context)
+    return seconds
+
+
+def _alive(workload: Workload, sequences: float) -> Iterator[tuple[float, float, float]]:
+    """Stretches of the longest response: first and last token, and the share of responses that are as long."""
+    longest = float(workload.max_response_tokens)
+    rate = exponential_rate(workload.response_tokens / longest)
+
+    def longer(share: float) -> float:
+        """The share of responses that are longer than this share of the longest."""
+        if abs(rate) < 1e-6:
+            return 1 - share
+        return (math.exp(-rate * share) - math.exp(-rate)) / -math.expm1(-rate)
+
+    for number in range(_STEPS):
+        alive = longer((number + 0.5) / _STEPS)
+        # Less than half a response is none.
+        if alive * sequences >= 0.5:
+            yield longest * number / _STEPS, longest * (number + 1) / _STEPS, alive
+
+
+def exponential_rate(mean: float) -> float:
+    """Rate of the exponential distribution on [0, 1] with a mean in (0, 1); negative for a mean above a half."""
+    low, high = -500.0, 500.0
+    mean = min(max(mean, 0.003), 0.997)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _mean(middle) > mean:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _mean(rate: float) -> float:
+    return 0.5 - rate / 12 if abs(rate) < 1e-4 else 1 / rate - 1 / math.expm1(rate)

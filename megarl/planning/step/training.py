@@ -1,0 +1,148 @@
+"""Seconds of Megatron's passes over a batch: the slowest stage, its micro-batches, and the bubble around them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from converters.architectures import Architecture
+from converters.cost.compute import head_widths
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.planning.memory.activations import has_experts
+from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
+from megarl.planning.memory.trainer import TrainingOptions
+from megarl.planning.step.speeds import Speeds
+from megarl.planning.workload import Workload
+
+_BF16, _FLOAT32 = 2, 4
+_BACKWARD = 2
+"""A backward pass has two products for each of the forward pass."""
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """One micro-batch on a pipeline stage, forward."""
+
+    computing: float
+    tensor: float
+    """Collectives of tensor parallelism."""
+    experts: float
+    """The exchange of tokens."""
+    context: float
+    """The exchange of keys and values."""
+    sending: float
+    """To the next stage."""
+
+    @property
+    def total(self) -> float:
+        """All, as if nothing overlapped."""
+        return self.computing + self.tensor + self.experts + self.context + self.sending
+
+
+@dataclass(frozen=True)
+class Training:
+    """A trainer's passes."""
+
+    architecture: Architecture
+    parallel: ParallelSizes
+    options: TrainingOptions
+    speeds: Speeds
+    workload: Workload
+
+    @property
+    def log_prob_seconds(self) -> float:
+        """All forward passes over the batch, before the update."""
+        workload = self.workload
+        # A rank has all of its sequences of the step at once.
+        number = workload.micro_batches(self.parallel.data_parallel_size) * workload.updates
+        return workload.log_prob_passes * self._pipelined(max(each.total for each in self._stages), number)
+
+    @property
+    def update_seconds(self) -> float:
+        """All optimizer steps."""
+        # Weights that do not train need no gradient: half of the backward pass.
+        backward = 1 if self.options.lora else _BACKWARD
+        passes = 1 + backward + (1 if self.options.recompute.is_full else 0)
+        slowest = 0.0
+        for stage, each in enumerate(self._stages):
+            # Gradients are added to those that are there: read and written. An adapter has few.
+            weights = 0 if self.options.lora else self._weights[stage].total
+            adding = self.speeds.memory(weights * 2 * self.options.gradient_bytes)
+            slowest = max(slowest, passes * each.total + adding)
+        number = self.workload.micro_batches(self.parallel.data_parallel_size)
+        return self.workload.updates * (self._pipelined(slowest, number) + self._optimizer_seconds())
+
+    def _pipelined(self, seconds: float, number: int) -> float:
+        """`number` micro-batches that take a stage `seconds` each: stages wait at the start and at the end."""
+        waiting = (self.parallel.pipeline_model_parallel_size - 1) / self.parallel.chunks
+        return seconds * (number + waiting)
+
+    @cached_property
+    def _weights(self) -> list[RankWeights]:
+        stages = range(self.parallel.pipeline_model_parallel_size)
+        return [rank_weights(self.architecture, self.parallel, stage) for stage in stages]
+
+    @cached_property
+    def _stages(self) -> list[PassSeconds]:
+        return [self._stage(stage) for stage in range(self.parallel.pipeline_model_parallel_size)]
+
+    def _stage(self, stage: int) -> PassSeconds:
+        parallel, config = self.parallel, self.architecture.transformer_config
+        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        tokens = self.workload.micro_batch_tokens(parallel.data_parallel_size) / context
+        layers = stage_layers(self.architecture, parallel, stage)
+        moe = sum(has_experts(self.architecture, layer) for layer in layers)
+        hidden = tokens * config["hidden_size"] * _BF16
+        # The tokens of a sequence-parallel rank, to each of their experts and back.
+        sent = hidden / tensor * config.get("moe_router_topk", 0) * self.options.expert_load
+        expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+        key_values = tokens * _key_value_width(self.architecture) / tensor * _BF16
+        return PassSeconds(
+            computing=self._computing(stage, tokens, layers, moe),
+            # Attention and dense MLPs gather their tokens and scatter their sums; experts get theirs by the exchange.
+            tensor=(4 * len(layers) - 2 * moe) * self.speeds.gather(hidden, tensor),
+            experts=moe * 2 * self.speeds.all_to_all(sent, expert_ranks),
+            context=len(layers) * self.speeds.gather(key_values * context, context, tensor),
+            sending=self.speeds.send(hidden / tensor) if parallel.pipeline_model_parallel_size > 1 else 0.0,
+        )
+
+    def _computing(self, stage: int, tokens: float, layers: list[int], moe: int) -> float:
+        parallel = self.parallel
+        weights = self._weights[stage]
+        dense = self.speeds.products(2 * tokens * weights.dense, weights.dense * _BF16)
+        length = self.workload.sequence_tokens
+        heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
+        # Causal: half of the pairs, of two products.
+        pairs = tokens * length * heads * sum(head_widths(self.architecture))
+        attention = self.speeds.products(len(layers) * pairs, 0)
+        experts = 0.0
+        if moe:
+            group = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+            routed = tokens * group / parallel.tensor_model_parallel_size * self.options.expert_load
+            share = self.architecture.transformer_config["moe_router_topk"] / self.architecture.num_experts
+            experts = self.speeds.products(2 * routed * share * weights.experts, weights.experts * _BF16)
+        return max(dense + attention + experts, len(layers) * self.speeds.reached.launched_layer_s)
+
+    def _optimizer_seconds(self) -> float:
+        """Gradients summed over data-parallel ranks, Adam, new weights gathered; next to nothing of an adapter."""
+        if self.options.lora:
+            return 0.0
+        parallel, slowest = self.parallel, 0.0
+        copies = parallel.data_parallel_size * parallel.context_parallel_size
+        stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+        expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+        for stage in range(parallel.pipeline_model_parallel_size):
+            weights = self._weights[stage]
+            moved = self.options.gradient_bytes + self.options.weight_bytes
+            seconds = self.speeds.gather(weights.shared * moved, copies, parallel.tensor_model_parallel_size)
+            seconds += self.speeds.gather(weights.experts * moved, stage_ranks // expert_ranks, expert_ranks)
+            own = weights.shared / copies + weights.experts / (stage_ranks // expert_ranks)
+            seconds += self.speeds.memory(own * (2 * self.options.optimizer_bytes + _FLOAT32))
+            slowest = max(slowest, seconds)
+        return slowest
+
+
+def _key_value_width(architecture: Architecture) -> float:
+    """Elements of a token's keys and values, of one layer."""
+    config = architecture.transformer_config
+    if architecture.multi_latent_attention:
+        return config["num_attention_heads"] * sum(head_widths(architecture))
+    return 2 * config["num_query_groups"] * config["kv_channels"]

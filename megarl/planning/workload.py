@@ -1,0 +1,65 @@
+"""The work of one step: how many responses, how long, and in what portions they are trained on."""
+
+import math
+from dataclasses import dataclass
+
+from converters.errors import UserError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run. Lengths are in tokens; those of prompts and responses are means.
+
+    Raises UserError for a number below 1 and a mean response that is longer than the longest.
+
+    Example: Workload(prompts=512, samples=16, prompt_tokens=200, response_tokens=3000, max_response_tokens=8192)
+    """
+
+    prompts: int = 64
+    samples: int = 8
+    """Responses to each prompt."""
+    prompt_tokens: float = 512
+    response_tokens: float = 256
+    max_response_tokens: int = 512
+    max_tokens_per_micro_batch: int = 16384
+    """On one data-parallel rank; context parallelism shares them out."""
+    updates: int = 1
+    """Optimizer steps."""
+    log_prob_passes: int = 1
+    """Forward passes over all tokens before the update: of the policy, and of a reference."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            smallest = 0 if name == "log_prob_passes" else 1
+            if not (math.isfinite(value) and value >= smallest):
+                raise UserError(f"the step's {name} is {value}; it must be at least {smallest}")
+        if self.response_tokens > self.max_response_tokens:
+            raise UserError(
+                f"the mean response of {self.response_tokens:g} tokens is longer than the longest,"
+                f" {self.max_response_tokens}; lower --response-tokens or raise --max-response-tokens"
+            )
+
+    @property
+    def responses(self) -> int:
+        """Responses of all prompts."""
+        return self.prompts * self.samples
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean length of a prompt with its response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all prompts and responses."""
+        return self.responses * self.sequence_tokens
+
+    def micro_batches(self, data_parallel: int) -> int:
+        """Micro-batches of a rank in one update, filled as far as sequences of the mean length fill them."""
+        sequences = math.ceil(self.responses / self.updates / data_parallel)
+        return math.ceil(sequences * self.sequence_tokens / self.micro_batch_tokens(data_parallel))
+
+    def micro_batch_tokens(self, data_parallel: int) -> float:
+        """Tokens of a micro-batch: as many as are allowed, and as there are."""
+        sequences = math.ceil(self.responses / self.updates / data_parallel)
+        return min(max(self.max_tokens_per_micro_batch, self.sequence_tokens), sequences * self.sequence_tokens)

@@ -1,0 +1,75 @@
+"""`megarl plan` of a whole step: what it prints, proposes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+
+MODEL = ["--model", "qwen3_30b_a3b"]
+SMALL = [*MODEL, "--gpus", "16", "--tp", "2", "--ep", "8", "--etp", "1", "--engine-tp", "2", "--replicas", "8"]
+
+
+def test_a_step_is_printed_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--colocated", "--recompute", "full"]) == 0
+    said = capsys.readouterr().out
+    for part in ("Memory of a GPU", "optimizer state", "Seconds of a step", "rollout", "What a knob does", "--ep 4"):
+        assert part in said
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_a_plan_that_does_not_fit_ends_with_1_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--colocated", "--gpu-gbyte", "40", "--json"]) == 1
+    said = capsys.readouterr()
+    facts = json.loads(said.out)["step"]
+    assert (facts["fits"], facts["trainer_room_bytes"] < 0) == (False, True)
+    assert said.err.startswith("megarl: this plan does not fit: a trainer's rank needs ")
+    assert said.err.count("\n") == 1
+
+
+def test_sizes_are_proposed_with_the_runner_up(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *MODEL, "--gpus", "16", "--colocated", "--search"]
+    assert main([*words, "--json"]) == 0
+    best, second, *_ = json.loads(capsys.readouterr().out)["best"]
+    assert best["fits"]
+    assert best["step_seconds"] <= second["step_seconds"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "Proposed sizes" in said
+    assert "other combinations fit and take longer" in said
+
+
+def test_a_recipe_says_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rollout(*words: str) -> float:
+        assert main(["plan", "--config-name", "ppo_qwen2_5_7b", "--model", "qwen2_5_7b", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]["stage_seconds"]["rollout"]
+
+    monkeypatch.chdir(tmp_path)
+    assert rollout("rollout.max_response_tokens=4096") > 2 * rollout()
+    assert rollout("rollout.engine_args.enforce_eager=true") > 2 * rollout()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device", "H1000"], "--device H1000 is none of A100"),
+        (["--gpu-gbyte", "0"], "--gpu-gbyte 0 is no memory"),
+        (["--expert-load", "0.5"], "--expert-load 0.5 is below the mean"),
+        (["--prompts", "0"], "the step's prompts is 0"),
+        (["--response-tokens", "600"], "longer than the longest, 512"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--colocated", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_search_needs_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL, "--search"]) == 2
+    assert "megarl plan --search needs the number of GPUs: give --gpus" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Memory and seconds of a step go where the sizes, the work and the rates send them."""
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+from small_step import small_step
+
+from converters.architectures import Lora
+from converters.errors import UserError
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.planning.cluster import Cluster
+from megarl.planning.memory.activations import Recompute
+from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight
+from megarl.planning.step.knobs import turned_knobs
+from megarl.planning.step.prediction import PlannedStep, StepPrediction
+from megarl.planning.step.rollout import exponential_rate
+from megarl.planning.step.speeds import Speeds
+from megarl.planning.workload import Workload
+
+
+def recomputing(step: PlannedStep) -> PlannedStep:
+    return replace(step, training=replace(step.training, recompute=Recompute(is_full=True)))
+
+
+def test_recomputation_trades_memory_for_seconds() -> None:
+    step = small_step()
+    kept, again = StepPrediction(step), StepPrediction(recomputing(step))
+    assert again.trainer_memory.activations < kept.trainer_memory.activations / 3
+    assert again.seconds["update"] > 1.2 * kept.seconds["update"]
+    assert again.seconds["rollout"] == kept.seconds["rollout"]
+
+
+def test_longer_responses_take_longer_to_sample() -> None:
+    step = small_step()
+    longer = replace(step, workload=replace(step.workload, response_tokens=2000, max_response_tokens=8192))
+    assert StepPrediction(longer).seconds["rollout"] > 1.5 * StepPrediction(step).seconds["rollout"]
+
+
+def test_stale_samples_are_made_beside_training() -> None:
+    step = small_step(colocated=False)
+    in_turn, beside = StepPrediction(step), StepPrediction(replace(step, staleness=1))
+    assert in_turn.step_seconds == pytest.approx(sum(in_turn.seconds.values()))
+    longer = max(beside.rollout_seconds, sum(beside.training_seconds.values()))
+    assert beside.step_seconds == pytest.approx(longer + beside.seconds["refit"])
+    on_shared_gpus = StepPrediction(replace(small_step(), staleness=1))
+    assert on_shared_gpus.step_seconds == pytest.approx(sum(on_shared_gpus.seconds.values()))
+
+
+def test_a_pipeline_waits_at_its_ends() -> None:
+    stages = StepPrediction(small_step(pipeline_model_parallel_size=8))
+    one = StepPrediction(small_step())
+    assert stages.seconds["update"] > one.seconds["update"]
+    assert stages.trainer_memory.weights < one.trainer_memory.weights / 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches", "expected"),
+    [(4, None, 8, [4, 3, 2, 1]), (4, None, 2, [2, 2, 2, 1]), (2, 2, 8, [5 / 2, 3 / 2]), (1, None, 8, [1])],
+)
+def test_stages_are_as_many_micro_batches_ahead_as_stages_follow(
+    stages: int, chunks: int | None, micro_batches: int, expected: list[float]
+) -> None:
+    sizes = ParallelSizes(
+        world_size=stages, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks
+    )
+    assert [micro_batches_in_flight(sizes, stage, micro_batches) for stage in range(stages)] == expected
+
+
+def test_a_step_that_does_not_fit_says_by_how_much_and_what_helps() -> None:
+    prediction = StepPrediction(small_step(memory_gbyte=10, expert_model_parallel_size=8))
+    assert not prediction.fits
+    assert (said := prediction.why_not()) is not None
+    assert "too much, and most of it is activations: recompute layers (--recompute full)" in said
+    assert prediction.trainer_room == pytest.approx(0.94 * 10e9 - prediction.trainer_bytes, abs=1)
+    state = StepPrediction(small_step(memory_gbyte=24)).why_not()
+    assert "9.13 GB too much, and most of it is gradients: raise --pp, --tp, --ep" in (state or "")
+    tight = StepPrediction(small_step(memory_gbyte=7))
+    assert "an engine's rank lacks" in (tight.why_not() or "")
+    assert StepPrediction(small_step()).why_not() is None
+
+
+def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
+    assert TrainingOptions.of({}).optimizer_bytes == 12
+    small = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.bfloat16"}
+    assert TrainingOptions.of(small).optimizer_bytes == 8
+    assert TrainingOptions.of({}, "fp32").optimizer_bytes == 8
+    assert TrainingOptions.of({"optimizer_cpu_offload": True}).optimizer_bytes == 0
+    assert TrainingOptions.of({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 6
+
+
+def test_the_knob_that_saves_most_comes_first() -> None:
+    step = small_step()
+    knobs = turned_knobs(step)
+    names, seconds = [each.name for each in knobs], [each.prediction.step_seconds for each in knobs]
+    assert seconds == sorted(seconds)
+    assert {"--tp 4", "--tp 1", "--pp 2", "--ep 2", "--engine-tp 4", "--recompute full"} <= {*names}
+    turned = knobs[names.index("--pp 2")].prediction.step.refit.trainer
+    assert (turned.pipeline_model_parallel_size, turned.world_size) == (2, 16)
+
+
+def test_collectives_are_as_fast_as_the_slowest_way() -> None:
+    speeds = Speeds(small_step().device, Cluster())
+    inside, outside = speeds.gather(1e9, 8), speeds.gather(1e9, 8, stride=8)
+    assert inside == pytest.approx(15e-6 + 1e9 * 7 / 8 / (450e9 * 0.75))
+    assert outside == pytest.approx(100e-6 + 1e9 * 7 / 8 / (50e9 * 0.8))
+    assert speeds.gather(1e9, 1) == speeds.all_to_all(1e9, 1) == 0
+    assert speeds.all_reduce(1e9, 8) == pytest.approx(2 * inside - 15e-6)
+    assert speeds.all_to_all(1e9, 16) == pytest.approx(100e-6 + 1e9 * 8 / 16 / (50e9 * 0.8))
+
+
+@pytest.mark.parametrize("mean", [0.1, 0.5, 0.9])
+def test_responses_have_the_mean_that_was_given(mean: float) -> None:
+    rate = exponential_rate(mean)
+    points = [(number + 0.5) / 10_000 for number in range(10_000)]
+    weights = [exp(-rate * point) for point in points]
+    assert sum(p * w for p, w in zip(points, weights, strict=True)) / sum(weights) == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompts": 0}, "the step's prompts is 0; it must be at least 1"),
+        ({"prompt_tokens": float("nan")}, "the step's prompt_tokens is nan"),
+        ({"response_tokens": 600}, "the mean response of 600 tokens is longer than the longest, 512"),
+    ],
+)
+def test_work_that_cannot_be_is_refused(fields: dict[str, float], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Workload(**fields)
+
+
+def test_an_adapter_has_few_gradients_and_needs_no_reference() -> None:
+    step = small_step()
+    with_reference = replace(step, training=replace(step.training, keeps_reference=True))
+    adapted = replace(step, training=replace(with_reference.training, lora=Lora(8, 16)))
+    whole, few = StepPrediction(with_reference), StepPrediction(adapted)
+    assert whole.trainer_memory.reference == whole.trainer_memory.weights
+    assert few.trainer_memory.reference == 0
+    assert few.trainer_memory.gradients < whole.trainer_memory.gradients / 20
+    assert whole.trainer_memory.weights < few.trainer_memory.weights < 1.05 * whole.trainer_memory.weights
+    assert few.seconds["update"] < 0.8 * whole.seconds["update"]

@@ -1,0 +1,64 @@
+"""Elements of a rank, counted by kinds, are those of its layout; bytes of an engine are those of its formats."""
+
+from math import prod
+
+import pytest
+from small_configs import CONFIGS
+
+from converters.architectures import read_architecture
+from converters.cost import formats
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.number_formats import FP8_BLOCK
+from megarl.planning.memory.engine import engine_memory, kv_token_bytes
+from megarl.planning.memory.rank_weights import rank_weights
+from megarl.planning.refit import engine_sizes, read_model
+
+CUTS = {
+    "one rank": ParallelSizes(),
+    "TP 2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
+    "PP 2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+    "PP 2 in chunks of 2": ParallelSizes(
+        world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    ),
+    "PP 2, EP 2, ETP 1": ParallelSizes(
+        world_size=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rank_has_as_many_elements_as_in_its_layout(name: str, cut: str) -> None:
+    architecture, sizes = read_architecture(CONFIGS[name]), CUTS[cut]
+    if sizes.expert_model_parallel_size > 1 and not architecture.num_experts:
+        pytest.skip("no experts")
+    layout = megatron_layout(architecture, sizes, module_names="local")
+    for rank in range(sizes.world_size):
+        counted = rank_weights(architecture, sizes, sizes.coordinates(rank).pipeline)
+        shapes = layout.shard(rank).local_shapes
+        assert counted.total == sum(map(prod, shapes.values()))
+        assert counted.experts == sum(prod(shape) for each, shape in shapes.items() if ".local_experts." in each)
+
+
+@pytest.mark.parametrize("sizes", [engine_sizes(8, None), engine_sizes(1, 32)], ids=["TP 8", "EP 32"])
+def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> None:
+    architecture = read_model("deepseek_v3")
+    found = engine_memory(architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9)
+    held = formats(architecture, number_format=FP8_BLOCK)
+    shard = megatron_layout(architecture, sizes, module_names="local").shard(0)
+    expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
+    assert found.weights == pytest.approx(expected, rel=0.03)
+    assert found.weights + found.working + found.kv_cache == pytest.approx(0.9 * 141e9)
+
+
+def test_a_latent_is_on_every_rank_and_heads_are_shared_out() -> None:
+    latent, grouped = read_model("deepseek_v3"), read_model("qwen3_235b")
+    one, eight = engine_sizes(1, None), engine_sizes(8, None)
+    assert kv_token_bytes(latent, one) == kv_token_bytes(latent, eight) == 61 * (512 + 64) * 2
+    assert kv_token_bytes(grouped, one) == 94 * 2 * 4 * 128 * 2
+    # Four heads of keys: eight ranks have one each.
+    assert kv_token_bytes(grouped, eight) == 94 * 2 * 128 * 2

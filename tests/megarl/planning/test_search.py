@@ -1,0 +1,50 @@
+"""The proposed sizes are the fastest of all that fit, and what falls out is counted."""
+
+from dataclasses import replace
+
+import pytest
+from small_step import small_step
+
+from converters.errors import UserError
+from megarl.planning.search import search
+from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
+from megarl.planning.step.prediction import StepPrediction
+
+GPUS = 8
+
+
+def test_nothing_that_fits_is_faster_than_the_proposal() -> None:
+    template = small_step(memory_gbyte=24)
+    found = search(template, GPUS)
+    best = found.best[0]
+    assert best.fits
+    refit = template.refit
+    others = [
+        StepPrediction(
+            replace(template, refit=replace(refit, trainer=trainer, engine=engine, replicas=GPUS // engine.world_size))
+        )
+        for trainer in all_trainer_sizes(refit.architecture, GPUS, 8)
+        for engine in all_engine_sizes(refit.architecture, GPUS, 8)
+    ]
+    fitting = [each.step_seconds for each in others if each.fits]
+    assert fitting
+    # Engines are tried with the fastest trainers: the refit, which both decide, is the smallest part.
+    assert best.step_seconds <= 1.001 * min(fitting)
+    assert [each.step_seconds for each in found.best] == sorted(each.step_seconds for each in found.best)
+    assert found.fitting >= len(fitting)
+
+
+def test_gpus_are_split_where_trainer_and_engines_have_their_own() -> None:
+    best = search(small_step(colocated=False), 16).best[0].step.refit
+    assert best.trainer.world_size + best.destinations == 16
+
+
+def test_what_falls_out_is_counted_with_the_nearest() -> None:
+    found = search(small_step(memory_gbyte=16), GPUS)
+    assert found.fallen_out[0].count > 0
+    assert "cuts of the trainer do not fit; the nearest, 8 GPUs, TP" in found.fallen_out[0].say()
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    with pytest.raises(UserError, match=r"nothing fits on 8 GPUs: .* cuts of the trainer do not fit; the nearest"):
+        search(small_step(memory_gbyte=8), GPUS)
