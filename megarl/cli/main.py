@@ -25,6 +25,7 @@ COMMANDS = {
     "diff": "whether two checkpoints are the same model",
     "verify": "the checksums of a checkpoint",
     "plan": "what a refit moves and how long it takes, from sizes alone",
+    "rehearse": "whether every rank of a job fits into its GPU, without the GPUs",
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }

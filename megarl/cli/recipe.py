@@ -8,10 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.errors import UserError
 from megarl.config.assignment import Assignment, override
 from megarl.output.lock import free_folder, sole_writer
 
-__all__ = ["add_megatron_args", "assignments", "folder_of_its_own", "override", "print_config", "read_config"]
+__all__ = [
+    "add_megatron_args",
+    "assignments",
+    "base_of",
+    "folder_of_its_own",
+    "is_scaled",
+    "named_model",
+    "override",
+    "print_config",
+    "read_config",
+]
+TINY = "tiny"
+"""The scale at which a recipe runs on a laptop: `+scale=tiny`."""
 
 if TYPE_CHECKING:
     from megarl.config.foreign.megatron_script import MegatronScript
@@ -34,6 +47,8 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
 
     script = _read_script(options)
     given = [*(script.assignments if script else []), *_words(options)]
+    if is_scaled(options):
+        given = [*_scale(base_of(options)), *given]
     config = compose(options.config_name, [each.text for each in given], options.config_dir)
     if script and Path(config.model.path, "config.json").is_file():
         from megarl.config.foreign.megatron_script import check_model
@@ -45,7 +60,45 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
 def assignments(options: argparse.Namespace) -> "list[Assignment]":
     """Everything that a command line gives, in the order in which it counts: a script, overrides, flags."""
     script = _read_script(options)
-    return [*(script.assignments if script else []), *_words(options)]
+    scale = _scale(base_of(options)) if is_scaled(options) else []
+    return [*scale, *(script.assignments if script else []), *_words(options)]
+
+
+def is_scaled(options: argparse.Namespace) -> bool:
+    """Whether a command line asks for a recipe at the tiny scale. Raises UserError for another scale."""
+    scales = [word.partition("=")[2] for word in options.overrides if word.lstrip("+").startswith("scale=")]
+    if unknown := [scale for scale in scales if scale != TINY]:
+        raise UserError(f"+scale={unknown[0]} is not known: there is +scale={TINY}")
+    return bool(scales)
+
+
+def base_of(options: argparse.Namespace) -> "MegarlConfig":
+    """The recipe of a command line at its own scale, with stand-ins for keys that are open."""
+    from megarl.config.origins import compose_open
+
+    given = [each.text for each in _words(options)]
+    config, open_ = compose_open(options.config_name, given, options.config_dir)
+    if "output_dir" in open_:
+        config.output_dir = f"runs/{TINY}_{options.config_name}"
+    return config
+
+
+def named_model(options: argparse.Namespace) -> str | None:
+    """The model that a recipe is for, where nothing gives another; None where the recipe does not say."""
+    from megarl.config.origins import compose_open
+
+    given = [each.text for each in _words(options)]
+    config, open_ = compose_open(options.config_name, given, options.config_dir)
+    return config.model.name if "model.path" in open_ else None
+
+
+def _scale(base: "MegarlConfig") -> "list[Assignment]":
+    from megarl.quickstart.scale import tiny
+
+    values = {"output_dir": base.output_dir, **tiny(base)}
+    return [
+        Assignment(override(key, "null" if value is None else value), f"scale={TINY}") for key, value in values.items()
+    ]
 
 
 def _words(options: argparse.Namespace) -> "list[Assignment]":
@@ -53,6 +106,7 @@ def _words(options: argparse.Namespace) -> "list[Assignment]":
     from megatron_ext.arguments import parse_flags
 
     flags, overrides = parse_flags(options.overrides, flag_hints())
+    overrides = [text for text in overrides if not text.lstrip("+").startswith("scale=")]
     return [
         *(Assignment(text, "override") for text in overrides),
         *(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cli.outcome import table
-from megarl.cli.recipe import add_megatron_args, print_config, read_config
+from megarl.cli.recipe import add_megatron_args, base_of, is_scaled, print_config, read_config
 from megarl.output.lock import sole_writer
 from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY
 from megarl.process.loading import load
@@ -66,6 +66,10 @@ class TrainingCommand:
             return 0
         with phase("reading the configuration"):
             config = read_config(options)
+            if is_scaled(options):
+                from megarl.quickstart.scale import family_of, write_inputs
+
+                write_inputs(config, family_of(base_of(options)))
             from megarl.config.validate import validate
 
             validate(config, self.name)

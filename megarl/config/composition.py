@@ -95,7 +95,7 @@ def _check_teachers(config: MegarlConfig) -> None:
 
 def _check_kl(config: MegarlConfig) -> None:
     algorithm = config.algorithm
-    if PolicyObjective(algorithm).has_kl_in("reward") and not ADVANTAGES[algorithm.advantage].reads_kl:
+    if PolicyObjective(algorithm).has_kl_in("reward") and not ADVANTAGES[algorithm.advantage].reads_token_rewards:
         raise UserError(
             f"algorithm.kl_in=reward with algorithm.advantage={algorithm.advantage}, which does not read rewards of "
             "single tokens, so the KL would be lost: use kl_in=loss"

@@ -1,10 +1,25 @@
 """Where the files of configs/ are."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from converters.errors import UserError, did_you_mean
 
 
 def recipes_folder() -> Path:
     """Where megarl's own recipes lie: beside the packages in a checkout, below the prefix when installed."""
     checkout = Path(__file__).resolve().parents[2] / "configs"
     return checkout if checkout.is_dir() else Path(sys.prefix, "share", "megarl", "configs")
+
+
+def known_model(name: str) -> dict[str, Any]:
+    """The config.json of a model of configs/models/. Raises UserError for one that is not there."""
+    folder = recipes_folder() / "models"
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        raise UserError(f"model.name={name} is not known{hint}")
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found

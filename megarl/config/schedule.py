@@ -38,10 +38,10 @@ def check_schedule(config: MegarlConfig) -> None:
             f"{slots} prompts that schedule.max_staleness={schedule.max_staleness} lets be on their way: set it to "
             f"{slots - loop.prompts_per_step + 1} at most, or raise max_staleness"
         )
-    if schedule.max_staleness and config.cluster.sharing():
+    if schedule.in_flight == "keep" and config.cluster.sharing():
         raise UserError(
-            f"schedule.max_staleness={schedule.max_staleness} lets engines sample while the trainer learns, and "
-            "cluster.pools has them take turns on the same GPUs: set max_staleness=0, or give them GPUs of their own"
+            "schedule.in_flight=keep has engines keep keys and values while weights change, and cluster.pools has them "
+            "give that memory to the trainer meanwhile: set it to recompute, or give engines GPUs of their own"
         )
     kind = engine_kind(config.rollout.engine)
     if schedule.in_flight == "keep" and not kind.keeps_kv:

@@ -171,7 +171,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "first accuracy": accuracies[0],
         "last accuracy": accuracies[-1],
         f"accuracy of the export in a fresh {_engine(job)}": confirmed,
-        "largest log-prob difference, engine - trainer": max(
+        _largest_difference(job): max(
             line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
         ),
         "path of the weights into the engine": _refit_path(history),
@@ -215,6 +215,12 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         f"{accuracies[-1]:.4f}: the exported model is not the trained one."
     )
     return 1
+
+
+def _largest_difference(job: MegarlConfig) -> str:
+    # An engine that is ahead sampled with weights that the trainer has learned on since.
+    later = ", with its staleness" if job.schedule.max_staleness else ""
+    return f"largest log-prob difference, engine - trainer{later}"
 
 
 def _engine(job: MegarlConfig) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from converters.errors import UserError, did_you_mean
+from converters.number_formats import NUMBER_FORMATS
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
@@ -163,7 +164,7 @@ def _rollout(t: _Translation) -> None:
     if quantization == "fp8":
         t.recipe.set("rollout.weights", "fp8_block")
     elif quantization is not None:
-        t.absent(f"{_ROLLOUT}quantization", "rollout.weights has fp8_block, int8_channel and mxfp8")
+        t.absent(f"{_ROLLOUT}quantization", f"rollout.weights has {', '.join(NUMBER_FORMATS)}")
     if t.take(f"{_ROLLOUT}enable_rollout_routing_replay") or t.given.get(f"{_ACTOR}router_replay.mode") == "R3":
         t.take(f"{_ACTOR}router_replay.mode")
         t.recipe.set("algorithm.router_replay", "rollout")

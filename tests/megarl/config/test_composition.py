@@ -243,7 +243,7 @@ def with_preset(recipe: str, preset: str) -> MegarlConfig:
 def test_every_preset_is_whole(preset: str, recipe: str) -> None:
     config = with_preset(recipe, preset)
     check_composition(config)
-    assert without_effect(config.algorithm) == []
+    assert without_effect(config) == []
     assert config.loop.prompts_per_step % config.algorithm.updates_per_step == 0
 
 
@@ -251,7 +251,7 @@ def test_every_preset_is_whole(preset: str, recipe: str) -> None:
 def test_the_large_recipes_correct_for_the_engine_and_set_nothing_that_cannot_act(recipe: str) -> None:
     config = compose(recipe, ["model.path=x", "output_dir=x"])
     check_composition(config)
-    assert without_effect(config.algorithm) == []
+    assert without_effect(config) == []
     assert config.algorithm.corrections
     assert config.model.fp32_logits
     assert config.loop.prompts_per_step % config.algorithm.updates_per_step == 0

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from converters.architectures import read_architecture
+from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS, validate
-from megarl.models.policy import check_layout
+from megarl.models.policy import check_layout, check_name
 from megarl.output.places import check_output
 from megarl.planning.refit import read_model
 from megarl.rollout import engine_kind
-from megarl.schema import MegarlConfig
+from megarl.rollout.number_format import in_number_format
+from megarl.schema import MegarlConfig, ModelConfig
 
 GPUS_OF_A_NODE = 8
 
@@ -28,19 +30,21 @@ class Recipe:
 
     name: str
     model: str
+    device: str = "H100"
+    """The GPU of `megarl plan` that the recipe says it is for."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 RECIPES = (
     Recipe("dapo_qwen2_5_32b", "qwen2_5_32b"),
     Recipe("dapo_qwen3_moe", "qwen3_30b_a3b"),
-    Recipe("grpo_deepseek_v3", "deepseek_v3", (pytest.mark.long,)),
-    Recipe("grpo_glm_4_5", "glm_4_5", (pytest.mark.long,)),
-    Recipe("grpo_kimi_k2", "kimi_k2", (pytest.mark.long,)),
+    Recipe("grpo_deepseek_v3", "deepseek_v3", marks=(pytest.mark.long,)),
+    Recipe("grpo_glm_4_5", "glm_4_5", marks=(pytest.mark.long,)),
+    Recipe("grpo_kimi_k2", "kimi_k2", "H200", marks=(pytest.mark.long,)),
     Recipe("grpo_llama3_1_70b", "llama3_1_70b"),
     Recipe("grpo_lora_qwen3_8b", "qwen3_8b"),
     Recipe("grpo_qwen3_1_7b", "qwen3_1_7b"),
-    Recipe("grpo_qwen3_235b", "qwen3_235b", (pytest.mark.long,)),
+    Recipe("grpo_qwen3_235b", "qwen3_235b", marks=(pytest.mark.long,)),
     Recipe("grpo_qwen3_moe", "qwen3_30b_a3b"),
     Recipe("gspo_qwen3_moe", "qwen3_30b_a3b"),
     Recipe("ppo_qwen2_5_7b", "qwen2_5_7b"),
@@ -83,15 +87,41 @@ def test_a_recipe_passes_every_check_and_its_model_can_be_cut_so(config: MegarlC
 
 
 @LARGE
+def test_a_recipe_names_its_model_and_takes_no_other(recipe: Recipe, config: MegarlConfig, model: Path) -> None:
+    assert config.model.name == recipe.model
+    check_name(config.model)
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 7}))
+    layers = f"has num_hidden_layers=7 in its config.json, and the recipe is for {recipe.model}, which has \\d+: take"
+    with pytest.raises(UserError, match=layers):
+        check_name(config.model)
+    config.model.name = None
+    check_name(config.model)
+
+
+def test_a_model_that_nobody_knows_is_named() -> None:
+    with pytest.raises(UserError, match=r"^model\.name=qwen3_30b is not known; did you mean qwen3_235b\?"):
+        check_name(ModelConfig("model", "qwen3_30b"))
+
+
+@LARGE
 def test_every_gpu_has_its_work(config: MegarlConfig) -> None:
-    sizes = engine_kind(config.rollout.engine).sizes(config.rollout.engine_args)
-    engines = config.rollout.replicas * sizes.tensor
+    workers = engine_kind(config.rollout.engine).workers(config.rollout.engine_args)
+    engines = config.rollout.replicas * workers
     nodes = config.rollout.engine_args.get("nnodes", 1)
-    assert sizes.tensor <= nodes * GPUS_OF_A_NODE
+    assert workers <= nodes * GPUS_OF_A_NODE
     for pool in config.cluster.pools.values():
         assert config.cluster.trainer_ranks == engines == pool.nodes * (pool.gpus or GPUS_OF_A_NODE)
     ranks = config.cluster.trainer_ranks
     assert ranks < GPUS_OF_A_NODE or ranks % GPUS_OF_A_NODE == 0
+
+
+@LARGE
+def test_an_engine_cuts_no_block_of_its_number_format(config: MegarlConfig, model: Path) -> None:
+    fields = json.loads((model / "config.json").read_text())
+    # The policy is in bf16, whatever was released.
+    fields.pop("quantization_config", None)
+    in_number_format(config.rollout, fields)
 
 
 @LARGE
@@ -104,6 +134,7 @@ def test_lengths_and_buckets_hold_what_comes(recipe: Recipe, config: MegarlConfi
 
 @pytest.mark.parametrize("recipe", [pytest.param(each, marks=each.marks, id=each.name) for each in RECIPES])
 def test_the_refit_of_a_recipe_can_be_planned(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config-name", recipe.name, "--model", recipe.model, "--json"]) == 0
+    words = ["--config-name", recipe.name, "--model", recipe.model, "--device", recipe.device]
+    assert main(["plan", *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["trainer_gpus"] == compose(recipe.name, ["model.path=m", "output_dir=o"]).cluster.trainer_ranks

@@ -1,0 +1,207 @@
+"""Rehearse a recipe at its real size without its cluster: does every phase fit into its GPUs, and by how much.
+
+Every distinct rank is built of the real Megatron modules in a world of as many ranks as the job will have, with tensors
+that have shapes but no memory: its parameters are compared with the layout that weights are converted by, its state is
+counted to the byte, and micro-batches go forward and backward. Every worker of an engine is built of the engine's own
+modules; its own loader says what lies where, and the refit is planned. Kernels, speed and the optimizer's step are not
+rehearsed. Ends with 1 where something does not fit or cannot be placed.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import UserError
+from megarl.cli import outcome, recipe
+from megarl.planning.amounts import read_bytes, say_bytes, say_count, say_seconds
+
+if TYPE_CHECKING:
+    from megarl.rehearsal.job import RehearsedJob
+    from megarl.rehearsal.need import Need
+
+EXAMPLES = """examples:
+  megarl rehearse --config-name grpo_deepseek_v3 --prediction-layers 0
+  megarl rehearse --config-name grpo_kimi_k2 --gpu-memory 141GB
+  megarl rehearse --config-name grpo_qwen3_moe model.path=Qwen3-30B-A3B loop.max_tokens_per_micro_batch=32768 --json
+"""
+TAKES_OVERRIDES = True
+EXIT_DOES_NOT_FIT = 1
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
+_NOT_REHEARSED = (
+    "Not rehearsed: kernels and their workspaces, speed, the optimizer's step, and tokens that go to some experts more"
+    " than to others. Modules are those for a CPU, unfused, whose activations are a little more than a GPU's; an"
+    " engine's kernels for a GPU may keep weights in another order."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; overrides and Megatron's flags are what remains."""
+    parser.add_argument("--config-name", metavar="NAME", required=True, help="recipe: a file of configs/ without .yaml")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
+    recipe.add_megatron_args(parser)
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a folder with config.json, or a name in configs/models (default: the recipe's model.path or model.name)",
+    )
+    parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="N",
+        help="layers for multi-token prediction, in the place of those of config.json",
+    )
+    parser.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of a GPU (%(default)s)")
+    parser.add_argument(
+        "--keep-free",
+        default="4GB",
+        metavar="SIZE",
+        help="memory of a GPU for CUDA, NCCL and fragmentation, which nothing here counts (%(default)s)",
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a machine (%(default)s)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines that there are (default: as many as it takes)")
+    outcome.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse, print; 1 where something does not fit."""
+    # What is not installed, of which Megatron-core warns on import, is rehearsed without.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron
+    from megarl.rehearsal.job import rehearse_job, trained_models
+    from megarl.rehearsal.need import Gpu
+    from megarl.rehearsal.placing import place_job, say_placement
+
+    start = time.perf_counter()
+    gpu = Gpu(read_bytes(options.gpu_memory, "--gpu-memory"), read_bytes(options.keep_free, "--keep-free"))
+    config, hf_config = _read(options)
+    models = trained_models(config, hf_config)
+    refusal, placement = "", None
+    try:
+        placement = place_job(config, models, gpus_per_node=options.gpus_per_node, nodes=options.nodes)
+        placed = say_placement(placement, options.gpus_per_node)
+    except UserError as error:
+        # The needs of every rank are of interest all the same.
+        refusal = placed = f"not placed: {error}"
+    job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
+    fits = _print(options, job, placed, config.rollout.replicas, time.perf_counter() - start)
+    if refusal:
+        print(f"megarl: {refusal}", file=sys.stderr)
+    return 0 if fits and not refusal else EXIT_DOES_NOT_FIT
+
+
+def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and the policy's config.json. Raises UserError where one of them cannot be read."""
+    from megarl.rehearsal.job import model_config
+
+    given = [word.partition("=")[0] for word in options.overrides]
+    model = options.model or recipe.named_model(options)
+    stand_ins = {"output_dir": "rehearsal", **({"model.path": model} if model else {})}
+    overrides = [recipe.override(key, value) for key, value in stand_ins.items() if key not in given]
+    config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*overrides, *options.overrides]}))
+    hf_config = model_config(model or config.model.path)
+    if options.prediction_layers is not None:
+        hf_config[_PREDICTION_LAYERS] = options.prediction_layers
+    return config, hf_config
+
+
+def _print(options: argparse.Namespace, job: "RehearsedJob", placed: str, replicas: int, seconds: float) -> bool:
+    """Say what is needed; whether all fits."""
+    from megarl.rehearsal.need import tightest
+
+    if options.json:
+        needs = [{**vars(need), "total": need.total, "free": need.free} for need in job.needs]
+        said = {
+            "command": options.command,
+            "seconds": round(seconds, 1),
+            "placed": placed,
+            "needs": needs,
+            "engine": _engine_facts(job),
+            "refit": {**vars(job.refit), "of_ranks": {str(rank): size for rank, size in job.refit.of_ranks.items()}},
+        }
+        print(json.dumps(said))
+    else:
+        _print_table(job.needs)
+        print(f"{placed}\n{_say_engine(job)}\n{_say_refit(job, replicas)}")
+        print(f"{_NOT_REHEARSED}\nrehearsed in {say_seconds(seconds)}")
+    worst = tightest(job.needs)
+    if worst.free < 0:
+        print(f"megarl: {_too_large(worst, options)}", file=sys.stderr)
+    return worst.free >= 0
+
+
+def _engine_facts(job: "RehearsedJob") -> dict[str, Any]:
+    facts = {name: value for name, value in vars(job.engine).items() if name != "traces"}
+    return {**facts, "cache_bytes": job.cache_bytes, "tokens": job.engine.tokens(job.cache_bytes)}
+
+
+def _say_engine(job: "RehearsedJob") -> str:
+    """The room that an engine has for tokens.
+
+    Example: "an engine keeps 4,000,000 tokens, 434 of its longest sequences (9,216 tokens)"
+    """
+    engine = job.engine
+    tokens = engine.tokens(job.cache_bytes)
+    longest = say_count(tokens // engine.longest_tokens, "longest sequence")
+    room = f"an engine keeps {tokens:,} tokens, {longest} ({engine.longest_tokens:,} tokens each)"
+    return room if engine.traces else f"{room}; counted in closed form: {engine.why_not_direct}"
+
+
+def _say_refit(job: "RehearsedJob", replicas: int) -> str:
+    refit = job.refit
+    if refit.why_not_direct:
+        return f"the refit was not planned: {refit.why_not_direct}"
+    return (
+        f"a refit moves {say_bytes(refit.sent)} from the trainer to {say_count(replicas, 'engine')} and"
+        f" {say_bytes(refit.relayed)} from worker to worker; the busiest rank sends {say_bytes(refit.busiest)}"
+    )
+
+
+def _print_table(needs: "Sequence[Need]") -> None:
+    columns = list(dict.fromkeys(name for need in needs for name in need.parts))
+    rows = [["role", "phase", "who", *columns, "all", "free"]]
+    for need in needs:
+        parts = [say_bytes(need.parts[name]) if name in need.parts else "" for name in columns]
+        free = say_bytes(need.free) if need.free >= 0 else f"{say_bytes(-need.free)} short"
+        rows.append([need.role, need.phase, need.who, *parts, say_bytes(need.total), free])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _too_large(need: "Need", options: argparse.Namespace) -> str:
+    largest = max(need.parts, key=lambda name: need.parts[name])
+    knobs = _ENGINE_KNOBS if need.role == "engine" else _KNOBS
+    advice = knobs.get(need.phase) or knobs.get(largest) or knobs["weights"]
+    return (
+        f"{need.role} ({need.who}) needs {say_bytes(need.total)} in its {need.phase}, {say_bytes(-need.free)} more than"
+        f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it for {largest}:"
+        f" {advice}"
+    )
+
+
+_SHARE = "the share of the GPU that rollout.engine_args gives an engine"
+_KNOBS = {
+    "activations": (
+        "lower loop.max_tokens_per_micro_batch, set megatron.recompute_granularity=full, or raise"
+        " megatron.context_parallel_size or megatron.tensor_model_parallel_size"
+    ),
+    "optimizer": (
+        "set megatron.optimizer_cpu_offload=true, raise cluster.trainer_ranks, or raise"
+        " megatron.pipeline_model_parallel_size or megatron.expert_model_parallel_size"
+    ),
+    "engine": f"lower {_SHARE}",
+    "weights": (
+        "raise megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size or"
+        " megatron.expert_model_parallel_size"
+    ),
+}
+"""Part of a need, or phase -> what makes it smaller."""
+
+_ENGINE_KNOBS = {
+    "longest response": (f"raise {_SHARE} or the ranks that an engine is cut over, or set rollout.weights=fp8_block"),
+    "rollout": f"lower {_SHARE}, or refit.bucket_bytes",
+}

@@ -1,0 +1,153 @@
+"""`+scale=tiny`: a recipe of a large model with its structure, on a model, sizes and lengths that a laptop runs.
+
+The model is a tiny one of the family that the recipe is for, with random weights, and the data are sums: what is proven
+is that everything in the recipe goes together and trains, not that it learns.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from converters.errors import UserError
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
+from megarl.config.folder import known_model
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.schema import MegarlConfig
+
+INPUTS = "tiny"
+"""Folder of model and data below `output_dir`."""
+_MODEL, _DATA = f"{INPUTS}/model", f"{INPUTS}/data"
+MOST_RANKS, MOST_OF_A_CRITIC = 4, 2
+"""Ranks of the policy, and of a critic beside it: with an engine of two workers eight processes that compute."""
+_CUT = 2
+"""Ranks of each kind of parallelism, where the recipe has more."""
+_CUT_IN_ORDER = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_EXPERTS = "expert_model_parallel_size"
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_LAYERS_OF_A_STAGE = 2
+_FAMILIES = {"kimi_k2": "deepseek_v3"}
+"""Model type of a config.json -> the tiny model that is as one, where the names differ."""
+_HELD_OUT = 16
+_PROMPT_TOKENS, _RESPONSE_TOKENS = 16, 16
+# Sizes of which a half, too, is a multiple of the blocks of FP8.
+_IN_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 256,
+}
+_LATENT_IN_BLOCKS = {"q_lora_rank": 128}
+
+
+def tiny(config: MegarlConfig) -> dict[str, Any]:
+    """Key -> value of what a recipe is at the tiny scale; keys that are not here stay as they are.
+
+    Parallelism that the recipe has is there in two, as far as `MOST_RANKS` allow. Raises UserError for a recipe that
+    does not say which model it is for.
+    """
+    family_of(config)
+    output = Path(config.output_dir)
+    return {
+        # It is not the model that the recipe is for.
+        "model.name": None,
+        "model.path": output / _MODEL,
+        "data.train_files": f"['{output / _DATA / 'train.parquet'}']",
+        "data.eval_files": f"['{output / _DATA / 'eval.parquet'}']",
+        "data.max_prompt_tokens": _PROMPT_TOKENS,
+        "reward.function": f"{Path(__file__).with_name('digits.py')}:share_of_digits",
+        "reward.overlong_buffer_tokens": min(4, config.reward.overlong_buffer_tokens),
+        "algorithm.updates_per_step": min(2, config.algorithm.updates_per_step),
+        "critic.warmup_steps": min(1, config.critic.warmup_steps),
+        "lora.rank": min(4, config.lora.rank),
+        "loop.steps": 2,
+        "loop.prompts_per_step": 8,
+        "loop.samples_per_prompt": min(4, config.loop.samples_per_prompt),
+        "loop.max_tokens_per_micro_batch": 256,
+        "loop.eval_every": 2,
+        "refit.bucket_bytes": 8 * 1024**2,
+        "rollout.replicas": 1,
+        "rollout.max_response_tokens": _RESPONSE_TOKENS,
+        **dict(_engine(config.rollout.engine_args)),
+        **dict(_ranks(config)),
+        **dict(_pools(config)),
+    }
+
+
+def write_inputs(config: MegarlConfig, family: str) -> None:
+    """Write the model, of a family, and the data of a configuration at the tiny scale, unless they are there."""
+    output = Path(config.output_dir)
+    disable_progress_bar()
+    if not (output / _MODEL).exists():
+        write_tiny_model(family, output / _MODEL, fields=model_fields(config, family))
+    if not (output / _DATA).exists():
+        write_arithmetic(output / _DATA, held_out=_HELD_OUT)
+
+
+def model_fields(config: MegarlConfig, family: str) -> dict[str, Any]:
+    """Fields of the tiny model's config.json: as many layers as the pipeline has room for, sizes that fit FP8."""
+    fields: dict[str, Any] = {"num_hidden_layers": _layers(config.megatron)}
+    if config.rollout.weights in (FP8_BLOCK.name, FP8_BLOCK_UE8M0.name):
+        fields |= _IN_BLOCKS | (_LATENT_IN_BLOCKS if family == "deepseek_v3" else {})
+    return fields
+
+
+def family_of(config: MegarlConfig) -> str:
+    """The tiny model that is as the one that a recipe is for. Raises UserError where the recipe does not say."""
+    if config.model.name is None:
+        raise UserError("+scale=tiny makes a small model of the recipe's kind, and this recipe has no model.name")
+    model_type = known_model(config.model.name)["model_type"]
+    return _FAMILIES.get(model_type, model_type)
+
+
+def _layers(megatron: Mapping[str, Any]) -> int:
+    stages = megatron.get("pipeline_model_parallel_size", 1)
+    if stages == 1:
+        return _LAYERS_OF_A_STAGE
+    first, last = (megatron.get(key) or _LAYERS_OF_A_STAGE for key in (_FIRST, _LAST))
+    return first + (stages - 2) * _LAYERS_OF_A_STAGE + last
+
+
+def _ranks(config: MegarlConfig) -> Iterator[tuple[str, Any]]:
+    """Sizes of the policy and of the critic, and how many ranks they come to."""
+    sizes = _sizes(config.megatron, config.cluster.trainer_ranks, MOST_RANKS)
+    yield "cluster.trainer_ranks", sizes.pop("ranks")
+    yield from ((f"megatron.{key}", value) for key, value in sizes.items())
+    for key, value in ((_FIRST, 2), (_LAST, 1)):
+        if config.megatron.get(key) is not None:
+            yield f"megatron.{key}", value if sizes["pipeline_model_parallel_size"] > 1 else None
+    if config.critic.ranks is not None:
+        sizes = _sizes({**config.megatron, **config.critic.megatron}, config.critic.ranks, MOST_OF_A_CRITIC)
+        yield "critic.ranks", sizes.pop("ranks")
+        yield from ((f"critic.megatron.{key}", value) for key, value in sizes.items())
+
+
+def _sizes(megatron: Mapping[str, Any], ranks: int, most: int) -> dict[str, int]:
+    sizes, found = {}, 1
+    for key in _CUT_IN_ORDER:
+        sizes[key] = _CUT if megatron.get(key, 1) > 1 and found * _CUT <= most else 1
+        ranks //= megatron.get(key, 1)
+        found *= sizes[key]
+    # What is left is data parallelism.
+    if ranks > 1 and found * _CUT <= most:
+        found *= _CUT
+    of_a_stage = found // sizes["pipeline_model_parallel_size"]
+    sizes[_EXPERTS] = min(_CUT, megatron.get(_EXPERTS, 1), of_a_stage)
+    return {**sizes, "ranks": found}
+
+
+def _engine(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "rollout.engine_args.max_model_len", _PROMPT_TOKENS + _RESPONSE_TOKENS
+    yield "rollout.engine_args.tensor_parallel_size", min(_CUT, arguments.get("tensor_parallel_size", 1))
+    if "nnodes" in arguments:
+        yield "rollout.engine_args.nnodes", 1
+
+
+def _pools(config: MegarlConfig) -> Iterator[tuple[str, Any]]:
+    """Pools of one machine: who takes turns with whom stays."""
+    for name in config.cluster.pools:
+        yield f"cluster.pools.{name}.nodes", 1
+        yield f"cluster.pools.{name}.gpus", None

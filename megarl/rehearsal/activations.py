@@ -1,0 +1,136 @@
+"""Activations of a rank: one micro-batch goes forward and backward through its part of the model, without values.
+
+The modules are those for a CPU: unfused, so that a GPU with Transformer Engine keeps a little less.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from converters.architectures import Head
+from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.rehearsal.alive import Alive
+from megatron_ext.forward import packed_sequences, predict_ahead, predict_labels, predict_values
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.multi_token_prediction import look_ahead
+from megatron_ext.packing import MicroBatch, Part, RaggedBatch
+from megatron_ext.router_balance import watch
+from megatron_ext.router_replay import aim
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """Sequences of a micro-batch of a data-parallel rank: as many of full length as there is room for, and the rest.
+
+    Example: MicroBatchSize(tokens=16384, longest=9216) are sequences of 9,216 and 7,168 tokens.
+    """
+
+    tokens: int
+    longest: int
+    """Tokens of the longest sequence."""
+
+    def lengths(self) -> list[int]:
+        """Lengths of the sequences."""
+        whole, rest = divmod(self.tokens, self.longest)
+        return [self.longest] * whole + [rest] * bool(rest)
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Memory of one micro-batch on a rank, beside the state."""
+
+    kept: int
+    """After its forward pass, for its backward pass; without what the next one finds or replaces."""
+    peak: int
+    """The most that was alive at a time, in both passes."""
+
+    def of_stage(self, parallel: ParallelSizes, stage: int) -> int:
+        """The most on a rank of a pipeline stage, with as many micro-batches in flight as Megatron's schedule has."""
+        return round(self.kept * (micro_batches_in_flight(parallel, stage) - 1)) + self.peak
+
+
+def micro_batches_in_flight(parallel: ParallelSizes, stage: int) -> float:
+    """How many micro-batches a stage keeps activations of at most; with virtual stages in parts of one.
+
+    See `forward_backward_pipelining_without_interleaving` and `..._with_interleaving` of megatron-core.
+    """
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks
+    if chunks == 1:
+        return stages - stage
+    return ((stages - stage - 1) * 2 + (chunks - 1) * stages + 1) / chunks
+
+
+def rehearse_micro_batch(
+    model: MegatronModel, size: MicroBatchSize, alive: Alive, *, backward: bool
+) -> ActivationBytes:
+    """Run one micro-batch through the chunks of this rank, without its neighbours; in a `fake_rank`.
+
+    A model that is only asked keeps nothing. All that is `alive` since passes before counts.
+    """
+    lengths = size.lengths()
+    batch = RaggedBatch(
+        torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths), {"weights": torch.ones(sum(lengths))}
+    )
+    (micro_batch,) = model.micro_batches_of(batch, [range(len(lengths))])
+    layers = model.predicting
+    if backward and layers:
+        micro_batch = look_ahead(micro_batch, layers)
+    chunks = model.chunks if backward else model.bare_chunks
+    alive.peak = alive.nbytes
+    with alive, torch.set_grad_enabled(backward):
+        outputs = [_forward(chunk, micro_batch, model) for chunk in chunks]
+        if not backward:
+            return ActivationBytes(0, alive.peak)
+        # A second one in flight tells what each keeps: tables are made once, and Megatron's modules and circles of
+        # recomputed layers hold some of the last one even after its backward pass.
+        first = alive.nbytes
+        outputs += [_forward(chunk, micro_batch, model) for chunk in chunks]
+        kept = alive.nbytes - first
+        while outputs:
+            _go_back(outputs.pop())
+        for chunk in model.bare_chunks:
+            chunk.set_input_tensor(None)
+    return ActivationBytes(kept, alive.peak - kept)
+
+
+def _go_back(output: Tensor) -> None:
+    output.backward(torch.ones_like(output))
+
+
+def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronModel) -> Tensor:
+    """Output of a chunk, or on the last a number that every prediction is part of."""
+    own, bare = micro_batch.own, unwrap_model(chunk)
+    aim(chunk, own)
+    watch(chunk, micro_batch)
+    if not bare.pre_process:
+        bare.set_input_tensor(_received(own, model))
+    taken = None if own.ahead is None else own.ahead.taken
+    output = chunk(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))
+    if not bare.post_process:
+        return output
+    return sum(_numbers(bare, output, own, model.architecture.head), start=torch.zeros(()))
+
+
+def _received(own: Part, model: MegatronModel) -> Tensor:
+    """Hidden states that the stage before sends."""
+    tokens = own.tokens.shape[1] // model.options.parallel.tensor_model_parallel_size
+    config: Any = model.bare_chunks[0].config
+    return torch.empty(tokens, 1, config.hidden_size, dtype=config.params_dtype, requires_grad=True)
+
+
+def _numbers(bare: Any, output: Any, own: Part, head: Head) -> Iterator[Tensor]:
+    if head == "value":
+        yield predict_values(bare, output, own).sum()
+        return
+    predicted: Sequence[Any]
+    if own.ahead is None:
+        predicted = [predict_labels(1.0)(bare, output, own)]
+    else:
+        policy, ahead = predict_ahead(1.0)(bare, output, own)
+        predicted = [policy, *ahead]
+    for each in predicted:
+        yield each.log_probs.sum()

@@ -1,0 +1,149 @@
+"""A job: the models that ranks train, the engines, the refit, and what every phase needs of a GPU."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from converters.formats.safetensors import CONFIG, read_json
+from converters.layouts.megatron import megatron_layout
+from megarl.algorithms import PolicyObjective
+from megarl.cluster.roles import ENGINE, POLICY
+from megarl.config.folder import recipes_folder
+from megarl.config.megatron import megatron_options
+from megarl.models.auxiliary import wanted_auxiliary
+from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
+from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
+from megarl.rehearsal.need import Gpu, Need
+from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.phases import beside_ranks, cache_bytes, engine_needs, model_needs, refit_needs
+from megarl.rehearsal.refit import RehearsedRefit, rehearse_refit, topology_in
+from megarl.rollout.number_format import in_number_format
+from megarl.schema import MegarlConfig
+
+if TYPE_CHECKING:
+    from megarl.cluster.placement import NodesByRole
+    from megarl.rehearsal.activations import MicroBatchSize
+    from megarl.rehearsal.trainer_rank import RehearsedRank, TrainedModel
+
+_VALUE_MODELS = ("critic", "reward_model")
+_TRAINED = ("critic", "implicit_reward_model")
+
+
+RankPairs: TypeAlias = "list[tuple[DistinctRank, RehearsedRank]]"
+"""Distinct ranks of a model, and what the rehearsal of each found."""
+
+
+@dataclass(frozen=True)
+class RehearsedJob:
+    """All that was found out about a job."""
+
+    needs: Sequence[Need]
+    engine: RehearsedEngine
+    refit: RehearsedRefit
+    cache_bytes: int
+    """Room of a worker for keys and values."""
+
+
+def rehearse_job(
+    config: MegarlConfig,
+    hf_config: Mapping[str, Any],
+    models: "Sequence[TrainedModel]",
+    placement: "NodesByRole | None",
+    gpu: Gpu,
+    gpus_per_node: int,
+) -> RehearsedJob:
+    """Rehearse every distinct rank of the models, an engine, and the refit between them.
+
+    Raises UserError as `rehearse_rank`, `rehearse_engine` and `rehearse_refit`.
+    """
+    # An engine that is refused is so at once, and not after the ranks.
+    in_number_format(config.rollout, hf_config)
+    policy, size = models[0], micro_batch_size(config)
+    # Beside each other: both wait for a process of theirs.
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype)
+        found = {trained.name: rehearse_model(trained, size) for trained in models}
+        engine = coming.result()
+    architecture = replace(policy.architecture(), mtp_layers=0)
+    workers = config.rollout.replicas * engine.workers
+    topology = topology_in(placement, (POLICY, ENGINE), policy.options.parallel.world_size, workers, gpus_per_node)
+    ranks = [distinct.rank for distinct, _ in found[POLICY]]
+    refit = rehearse_refit(config, policy, architecture, engine, topology, ranks)
+    needs = _needs(config, models, found, engine, refit, gpu)
+    return RehearsedJob(needs, engine, refit, cache_bytes(engine, gpu))
+
+
+def _needs(
+    config: MegarlConfig,
+    models: "Sequence[TrainedModel]",
+    found: Mapping[str, RankPairs],
+    engine: RehearsedEngine,
+    refit: RehearsedRefit,
+    gpu: Gpu,
+) -> list[Need]:
+    """The needs in each phase, with what else is on the same GPUs."""
+    takes_turns = {POLICY, ENGINE} <= config.cluster.sharing()
+    # A rank and engines that share a GPU for good.
+    engines = round(1 / config.cluster.gpu_share) - 1
+    whole = engines * (gpu.room_of(engine.share) + refit.of_worker)
+    beside = beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole)
+    needs: list[Need] = []
+    for trained in models:
+        others = beside if trained is models[0] else {}
+        needs += model_needs(trained, found[trained.name], gpu, others)
+    of_ranks = max(refit.of_ranks.values()) if takes_turns else 0
+    needs += engine_needs(engine, refit, gpu, buckets_of_ranks=of_ranks)
+    return [*needs, *refit_needs(models[0], found[POLICY], engine, refit, gpu, takes_turns=takes_turns)]
+
+
+def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[TrainedModel]":
+    """The policy, whose config.json is given, and the models beside it, which are the policy's where they have none."""
+    from megarl.rehearsal.trainer_rank import TrainedModel
+
+    reference = PolicyObjective(config.algorithm).needs_reference
+    models = [TrainedModel(POLICY, hf_config, megatron_options(config), reference=reference)]
+    for name, wanted in wanted_auxiliary(config).items():
+        own = wanted.path / CONFIG
+        models.append(
+            TrainedModel(
+                name,
+                read_json(own) if own.is_file() else hf_config,
+                megatron_options(config, wanted.settings),
+                head="value" if name in _VALUE_MODELS else "language_model",
+                reference=name == "implicit_reward_model",
+                is_frozen=name not in _TRAINED,
+            )
+        )
+    return models
+
+
+def micro_batch_size(config: MegarlConfig) -> "MicroBatchSize":
+    """The largest micro-batch: it is full, and a sequence of it is as long as prompt and response can be."""
+    from megarl.rehearsal.activations import MicroBatchSize
+
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    # A sequence is in one micro-batch, whatever its length.
+    return MicroBatchSize(max(config.loop.max_tokens_per_micro_batch, longest), longest)
+
+
+def rehearse_model(trained: "TrainedModel", size: "MicroBatchSize") -> RankPairs:
+    """Rehearse every distinct rank of a model. Raises UserError as `rehearse_rank`."""
+    parallel = trained.options.parallel
+    layout = megatron_layout(trained.architecture(), parallel, module_names="local")
+    distinct = distinct_ranks(layout, parallel)
+    function = "megarl.rehearsal.trainer_rank", "rehearse_ranks"
+    found: list[RehearsedRank] = call_apart(*function, trained, [each.rank for each in distinct], size)
+    return list(zip(distinct, found, strict=True))
+
+
+def model_config(place: str) -> dict[str, Any]:
+    """The config.json of the policy in bf16, whose released weights may be in another format.
+
+    `place` is the file, its folder, or a name in configs/models. Raises UserError where there is none.
+    """
+    path = Path(place)
+    named = recipes_folder() / "models" / f"{place}.json"
+    config = read_json(path / CONFIG if path.is_dir() or not named.is_file() else named)
+    return {name: value for name, value in config.items() if name != "quantization_config"}

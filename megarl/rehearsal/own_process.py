@@ -1,0 +1,55 @@
+"""Ranks and workers are rehearsed in a process of their own, without GPUs: nothing of their world stays behind."""
+
+import os
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+from converters.errors import UserError
+
+_ENVIRONMENT = {
+    # Modules are those for a CPU, of which no memory is there either.
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def call_apart(module: str, function: str, *arguments: Any) -> Any:
+    """Call a function of a module in a new process, which alone imports it. Raises UserError where it does.
+
+    Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_each", trained, [0, 32], size)
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=pickle.dumps((module, function, arguments)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, **_ENVIRONMENT},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the process of {module}.{function} ended with {done.returncode}")
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def main() -> None:
+    """Call what standard input asks for; the answer goes to standard output."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Whatever else is printed is no part of it.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    module, function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        answer = getattr(import_module(module), function)(*arguments)
+    except UserError as error:
+        answer = error
+    with answers:
+        answers.write(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

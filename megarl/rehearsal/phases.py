@@ -1,0 +1,96 @@
+"""Phases of a step on a GPU: who is there, with what of its memory, and who is asleep.
+
+Trainer and engines that share GPUs take turns (`megarl.cluster.turns`): in a rollout the trainer has nothing there but
+its buckets, in predictions and updates the engines nothing but theirs, in a refit both have their weights.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from megarl.rehearsal.distinct_ranks import DistinctRank
+from megarl.rehearsal.engine import RehearsedEngine
+from megarl.rehearsal.need import Gpu, Need
+from megarl.rehearsal.refit import RehearsedRefit
+
+if TYPE_CHECKING:
+    from megarl.rehearsal.trainer_rank import RehearsedRank, TrainedModel
+
+_ENGINE = "engine"
+_BUCKETS = "buckets"
+_CACHE = "keys and values"
+
+
+def model_needs(
+    trained: "TrainedModel",
+    ranks: "Sequence[tuple[DistinctRank, RehearsedRank]]",
+    gpu: Gpu,
+    beside: Mapping[int, Mapping[str, int]],
+) -> Iterator[Need]:
+    """Yield what the ranks of a model need when they are asked and when they learn.
+
+    `beside` is what else is on the GPU of a rank, as long as the run lasts.
+    """
+    for distinct, found in ranks:
+        state = {name: size for name, size in asdict(found.state).items() if size}
+        others, who = beside.get(distinct.rank, {}), say_who(distinct)
+        predictions = {**state, "activations": found.predictions, **others}
+        yield Need(trained.name, "predictions", who, predictions, gpu.room)
+        if found.activations is not None:
+            kept = found.activations.of_stage(trained.options.parallel, distinct.first_stage)
+            yield Need(trained.name, "update", who, {**state, "activations": kept, **others}, gpu.room)
+
+
+def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, buckets_of_ranks: int) -> Iterator[Need]:
+    """Yield what a worker needs: of its share for the longest response alone, and of the GPU for its whole share.
+
+    `buckets_of_ranks` is what the trainer has on the same GPU meanwhile.
+    """
+    who = f"{engine.workers} worker{'s' if engine.workers > 1 else ''} each"
+    own = {"weights": engine.weights, "activations": engine.activations}
+    share = gpu.room_of(engine.share)
+    yield Need(_ENGINE, "longest response", who, {**own, _CACHE: engine.longest}, share)
+    cache = max(cache_bytes(engine, gpu), engine.longest)
+    buckets = {_BUCKETS: refit.of_worker + buckets_of_ranks}
+    yield Need(_ENGINE, "rollout", who, {**own, _CACHE: cache, **buckets}, gpu.room)
+
+
+def refit_needs(
+    trained: "TrainedModel",
+    ranks: "Sequence[tuple[DistinctRank, RehearsedRank]]",
+    engine: RehearsedEngine,
+    refit: RehearsedRefit,
+    gpu: Gpu,
+    *,
+    takes_turns: bool,
+) -> Iterator[Need]:
+    """Yield what a refit needs: ranks have given away all but their weights, or have their GPUs for themselves."""
+    for distinct, found in ranks:
+        own = refit.of_ranks[distinct.rank]
+        if takes_turns:
+            weights = {"weights": found.state.weights, "engine": engine.weights, _BUCKETS: own + refit.of_worker}
+            yield Need(f"{trained.name} + {_ENGINE}", "refit", say_who(distinct), weights, gpu.room)
+        else:
+            state = {name: size for name, size in asdict(found.state).items() if size}
+            yield Need(trained.name, "refit", say_who(distinct), {**state, _BUCKETS: own}, gpu.room)
+
+
+def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int) -> dict[int, dict[str, int]]:
+    """Other things on the GPU of a trainer's rank: buckets of both sides, or all of an engine that never sleeps."""
+    asleep = refit.of_worker if takes_turns else 0
+    return {
+        rank: {**({"engine": whole_engine} if whole_engine else {}), **({_BUCKETS: size + asleep} if size else {})}
+        for rank, size in refit.of_ranks.items()
+    }
+
+
+def cache_bytes(engine: RehearsedEngine, gpu: Gpu) -> int:
+    """Bytes that a worker's share leaves for keys and values."""
+    return gpu.room_of(engine.share) - engine.weights - engine.activations
+
+
+def say_who(each: DistinctRank) -> str:
+    """The ranks that one was built for: `stages 1 to 6, 192 ranks`."""
+    first, last = each.stages[0], each.stages[-1]
+    stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+    return f"{stages}, {each.ranks} rank{'s' if each.ranks > 1 else ''}"

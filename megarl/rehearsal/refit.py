@@ -1,0 +1,94 @@
+"""The refit of a job: planned between the trainer's layout and what the engine's loader was seen to do."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.architectures import Architecture
+from converters.cost import formats, traffic
+from converters.topology import Topology
+from megarl.refit.direct import topology_of
+from megarl.rehearsal.engine import RehearsedEngine, quantisation
+from megarl.resharding.direct.messages_by_peer import largest_bytes
+from megarl.resharding.direct.quantised_shard import CutBlocksError
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import BUCKETS
+from megarl.schema import MegarlConfig
+
+if TYPE_CHECKING:
+    from megarl.cluster.placement import NodesByRole
+    from megarl.rehearsal.trainer_rank import TrainedModel
+
+
+@dataclass(frozen=True)
+class RehearsedRefit:
+    """Bytes of a refit: of buckets on both sides, and of what moves."""
+
+    of_ranks: Mapping[int, int]
+    """Buckets of some ranks of the trainer."""
+    of_worker: int
+    """Buckets of an engine's worker, those in which it relays to its neighbours among them."""
+    sent: int = 0
+    """From the trainer to all engines."""
+    relayed: int = 0
+    """From worker to worker."""
+    busiest: int = 0
+    """Out of the rank that sends most."""
+    why_not_direct: str = ""
+    """Why engines take whole tensors through their own loader, if they do; then no GPU has buckets."""
+
+
+def rehearse_refit(
+    config: MegarlConfig,
+    trained: "TrainedModel",
+    architecture: Architecture,
+    engine: RehearsedEngine,
+    topology: Topology,
+    ranks: Iterable[int],
+) -> RehearsedRefit:
+    """Plan the refit, with the buckets of some ranks. Raises UserError where trainer and engine differ in the model."""
+    ranks = list(ranks)
+    if config.refit.path == "loader":
+        return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct="refit.path is loader")
+    if not engine.traces:
+        # Where an engine cannot be asked here, it may be written to there.
+        most = BUCKETS * config.refit.bucket_bytes
+        return RehearsedRefit(dict.fromkeys(ranks, most), most, why_not_direct=engine.why_not_direct)
+    chosen = quantisation(config.rollout, trained.options.params_dtype)
+    spec = TransferSpec(
+        architecture,
+        trained.options.parallel,
+        "local",
+        engine.traces,
+        config.rollout.replicas,
+        topology,
+        config.refit.bucket_bytes,
+        chosen,
+    )
+    try:
+        spec.check(architecture.hf_dtypes(trained.options.params_dtype))
+        arriving = spec.incoming(0)
+    except CutBlocksError as error:
+        return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct=str(error))
+    number_format = chosen.number_format if chosen else None
+    dtype = trained.options.params_dtype
+    moved = traffic(spec.plan, formats(architecture, number_format=number_format, dtype=dtype))
+    parts = (arriving.direct, arriving.relays_in, arriving.relays_out)
+    return RehearsedRefit(
+        {rank: BUCKETS * largest_bytes(spec.outgoing(rank)) for rank in ranks},
+        BUCKETS * sum(map(largest_bytes, parts)),
+        int(moved.direct.sum()),
+        int(moved.relayed.sum()),
+        int(moved.direct.sum(axis=1).max()),
+    )
+
+
+def topology_in(
+    placement: "NodesByRole | None", roles: Sequence[str], ranks: int, workers: int, gpus_per_node: int
+) -> Topology:
+    """The machines of the ranks and of all engines' workers; without a placement on machines of their own."""
+    if placement is None:
+        return Topology.separate(ranks, workers, gpus_per_node)
+    trainer, engines = ([node.id for node in placement[role]] for role in roles)
+    # A process of an engine has as many workers as any other.
+    return topology_of(trainer, [node for node in engines for _ in range(workers // len(engines))])

@@ -1,0 +1,154 @@
+"""One rank of the trainer, built of the real modules in a world that is not there."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from megarl.rehearsal.fake_world import fake_rank  # first: it readies the process for Megatron
+
+# isort: split
+import torch
+from torch import Tensor
+
+from converters.architectures import Architecture, Head, read_architecture, with_head
+from converters.errors import UserError
+from converters.layouts.megatron import megatron_layout
+from megarl.rehearsal.activations import ActivationBytes, MicroBatchSize, rehearse_micro_batch
+from megarl.rehearsal.alive import Alive
+from megatron_ext import compat
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.offload import optimizer_tensors
+from megatron_ext.options import MegatronOptions
+from megatron_ext.specs import module_names
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that Megatron ranks train, or only ask."""
+
+    name: str
+    """The role of its ranks."""
+    hf_config: Mapping[str, Any]
+    """Its config.json."""
+    options: MegatronOptions
+    head: Head = "language_model"
+    reference: bool = False
+    """Whether each rank keeps a copy of the first weights."""
+    is_frozen: bool = False
+    """Whether it is only asked: no gradients, no optimizer."""
+
+    def architecture(self) -> Architecture:
+        """The model as Megatron builds it."""
+        return with_head(read_architecture(self.hf_config), self.head)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a rank's state. Buffers of Megatron count whole, with their padding."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    """Main parameters and moments, as the first step makes them."""
+    reference: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+
+@dataclass(frozen=True)
+class RehearsedRank:
+    """A rank that was built."""
+
+    rank: int
+    tensors: int
+    state: StateBytes
+    predictions: int
+    """Activations at their peak, when it is only asked."""
+    activations: ActivationBytes | None
+    """Activations of an update; None for a model that is only asked."""
+
+
+def rehearse_ranks(trained: TrainedModel, ranks: Iterable[int], size: MicroBatchSize) -> list[RehearsedRank]:
+    """Rehearse some ranks, one after the other. Raises UserError as `rehearse_rank`."""
+    return [rehearse_rank(trained, rank, size) for rank in ranks]
+
+
+def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> RehearsedRank:
+    """Build a rank as its worker does, compare its tensors with the layout, count its state, and run micro-batches.
+
+    Raises UserError where a tensor is missing, surplus, or of another shape or type than the layout says.
+    """
+    with fake_rank(trained.options.parallel, rank):
+        model = build(trained, rank)
+        state = state_bytes(model)
+        # Tables that the first pass makes are there in the others, too.
+        alive = Alive()
+        predictions = rehearse_micro_batch(model, size, alive, backward=False)
+        activations = None if trained.is_frozen else rehearse_micro_batch(model, size, alive, backward=True)
+        return RehearsedRank(rank, len(model.local_tensors()), state, predictions.peak, activations)
+
+
+def build(trained: TrainedModel, rank: int) -> MegatronModel:
+    """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
+    model = MegatronModel(read_architecture(trained.hf_config), trained.options, rank, head=trained.head)
+    check_layout(model.local_tensors(), trained, rank)
+    if trained.is_frozen:
+        model.freeze()
+        return model
+    model.add_adapters()
+    if trained.reference:
+        model.keep_reference()
+    model.prepare_training(total_steps=1)
+    compat.prime_optimizer_state(model.optimizer)
+    return model
+
+
+def check_layout(tensors: Mapping[str, Tensor], trained: TrainedModel, rank: int) -> None:
+    """Compare the tensors of a rank with what the layout says it holds; see `rehearse_rank`."""
+    architecture, options = trained.architecture(), trained.options
+    shard = megatron_layout(architecture, options.parallel, module_names=module_names()).shard(rank)
+    types = architecture.hf_dtypes(options.params_dtype)
+    expected = {
+        placement.local_name: (shard.local_shapes[placement.local_name], types[placement.hf_name])
+        for placement in shard.placements
+    }
+    held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | held.keys()):
+        if expected.get(name) != held.get(name):
+            raise UserError(
+                f"rank {rank} of {trained.name}: {name} is {_said(held.get(name))} in Megatron's modules and"
+                f" {_said(expected.get(name))} in the layout that weights are converted by: correct the one that is"
+                " wrong, converters/architectures or the installed megatron-core"
+            )
+
+
+def _said(found: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "not there" if found is None else f"{list(found[0])} of {str(found[1]).removeprefix('torch.')}"
+
+
+def state_bytes(model: MegatronModel) -> StateBytes:
+    """Memory of a model's state. An fp32 model's main parameters are parts of its weights, and count there."""
+    weights = _storages(model.local_tensors().values())
+    if not model.chunks:
+        return StateBytes(sum(weights.values()))
+    buffers = [each for chunk in model.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients = _storages(each.grad_data for each in buffers)
+    optimizer = _storages(_not_on_host(optimizer_tensors(model.optimizer)))
+    reference = _storages(model.reference.tensors.values()) if model.reference else {}
+    own = {key: size for key, size in optimizer.items() if key not in weights}
+    return StateBytes(*(sum(each.values()) for each in (weights, gradients, own, reference)))
+
+
+def _not_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Step counts of Adam are single numbers on the host."""
+    return (tensor for tensor in tensors if tensor.dim())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Each storage under the tensors, once, and its bytes."""
+    storages = (tensor.untyped_storage() for tensor in chain(tensors))
+    return {storage._cdata: storage.nbytes() for storage in storages}

@@ -1,0 +1,49 @@
+"""`megarl rehearse`: the table of a job, and one sentence where a rank does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from converters.architectures import Architecture, read_architecture
+from converters.boxes import Box
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.cli.main import main
+from megarl.quickstart.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+
+
+def sizes(architecture: Architecture) -> list[Box]:
+    return [Box.whole(shape) for shape in architecture.hf_shapes.values()]
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_knobs_that_help(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["rehearse", "--config-name", "quickstart", "--model", str(folder), "--keep-free", "1kB", "--json"]
+    assert main([*given, "--gpu-memory", "1MB"]) == 1
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    needs = {(need["role"], need["phase"]): need for need in facts["needs"]}
+    assert set(needs) == {
+        *(("trainer", phase) for phase in ("predictions", "update", "refit")),
+        *(("engine", phase) for phase in ("longest response", "rollout")),
+    }
+    need = needs["trainer", "update"]
+    assert need["who"] == "stage 0, 2 ranks"
+    assert need["total"] == sum(need["parts"].values()) == 999_000 - need["free"]
+    # Two layers, keys and values, 32 tokens, in float32.
+    heads = read_json(folder / CONFIG)
+    width = heads["num_key_value_heads"] * heads["head_dim"]
+    assert needs["engine", "longest response"]["parts"]["keys and values"] == 2 * 2 * 32 * width * 4
+    # One engine of one worker gets every weight, each from one rank.
+    architecture = read_architecture(heads)
+    assert facts["refit"]["sent"] == sum(each.size for each in sizes(architecture)) * 4
+    assert needs["trainer", "refit"]["parts"]["buckets"] == facts["refit"]["of_ranks"]["0"] > 0
+    assert "more than there is on a GPU of 1MB with 1kB kept free" in said.err
+    assert "megarl: trainer (stage 0, 2 ranks) needs" in said.err
+    assert "loop.max_tokens_per_micro_batch" in said.err or "megatron.optimizer_cpu_offload" in said.err

@@ -1,0 +1,64 @@
+"""A recipe at the tiny scale: its sizes, its model, and what a command line says beside it."""
+
+import json
+
+import pytest
+
+from converters.errors import UserError
+from megarl.cli.main import main
+from megarl.config.compose import compose
+from megarl.quickstart.scale import MOST_RANKS, family_of, model_fields, tiny
+
+OPEN = ("model.path=m", "output_dir=o")
+
+
+def sizes(changed, group="megatron"):
+    found = [changed[f"{group}.{kind}_model_parallel_size"] for kind in ("tensor", "pipeline", "expert")]
+    return [*found, changed[f"{group}.context_parallel_size"]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("grpo_deepseek_v3", [2, 2, 2, 1]),
+        ("dapo_qwen2_5_32b", [2, 1, 1, 2]),
+        ("grpo_qwen3_moe", [2, 1, 2, 1]),
+        ("grpo_qwen3_1_7b", [1, 1, 1, 1]),
+    ],
+)
+def test_each_kind_of_parallelism_is_there_in_two(recipe, expected):
+    changed = tiny(compose(recipe, OPEN))
+    assert sizes(changed) == expected
+    assert changed["cluster.trainer_ranks"] == (1 if expected == [1, 1, 1, 1] else MOST_RANKS)
+    assert changed["model.name"] is None
+
+
+def test_a_critic_has_its_own_sizes():
+    changed = tiny(compose("ppo_qwen3_moe", OPEN))
+    assert (changed["critic.ranks"], sizes(changed, "critic.megatron")) == (2, [2, 1, 2, 1])
+
+
+def test_the_model_has_the_layers_of_its_stages_and_sizes_of_its_format():
+    config = compose("grpo_deepseek_v3", [*OPEN, "megatron.pipeline_model_parallel_size=2"])
+    config.megatron |= {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 1}
+    fields = model_fields(config, family_of(config))
+    assert fields["num_hidden_layers"] == 3
+    assert all(fields[name] % 256 == 0 for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"))
+
+
+def test_a_command_line_wins_over_the_scale(capsys):
+    given = ["grpo_kimi_k2", "+scale=tiny", "loop.steps=5", "--lr", "1e-3"]
+    assert main(["config", "--config-name", *given, "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["configuration"]
+    assert settings["loop.steps"] == {"value": 5, "origin": "override"}
+    assert settings["megatron.lr"]["value"] == 1e-3
+    assert settings["rollout.replicas"] == {"value": 1, "origin": "scale=tiny"}
+    assert settings["output_dir"]["value"] == "runs/tiny_grpo_kimi_k2"
+    assert settings["rollout.weights"]["value"] == "fp8_block"
+
+
+def test_what_has_no_tiny_scale_is_said(capsys):
+    assert main(["config", "--config-name", "grpo_kimi_k2", "+scale=small"]) == 2
+    assert "megarl: +scale=small is not known: there is +scale=tiny" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^\+scale=tiny makes a small model .* and this recipe has no model\.name$"):
+        tiny(compose("quickstart", [*OPEN, "data.train_files=[t]"]))

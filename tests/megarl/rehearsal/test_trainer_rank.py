@@ -1,0 +1,123 @@
+"""A rehearsed rank holds what a real one holds, to the byte, and a tensor that the layout does not know is found."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+
+from converters.architectures import read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.layouts.megatron import ParallelSizes, megatron_layout
+from megarl.algorithms import SftObjective
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rehearsal.activations import MicroBatchSize
+from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
+from megarl.rehearsal.job import model_config
+from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel, check_layout, state_bytes
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+
+SIZES = ParallelSizes(
+    4,
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+)
+OPTIONS = MegatronOptions(SIZES, torch.bfloat16, optimizer={"lr": 1e-3})
+BATCH = RaggedBatch(torch.arange(4, 16), torch.tensor([5, 7]), {"weights": torch.ones(12)})
+SMALL = MicroBatchSize(tokens=64, longest=48)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
+
+
+def rehearse_ranks(trained: TrainedModel, ranks: Sequence[int], size: MicroBatchSize) -> list[RehearsedRank]:
+    return call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", trained, ranks, size)
+
+
+def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
+    trained = TrainedModel("trainer", read_json(folder / CONFIG), OPTIONS, reference=True)
+    rehearsed = rehearse_ranks(trained, range(4), SMALL)
+    real = run_ranks(real_state, SIZES, folder)
+    assert [each.state for each in rehearsed] == real
+    assert all(each.activations.peak > each.activations.kept > 0 for each in rehearsed)
+    # Nothing is kept for a backward pass.
+    assert all(0 < each.predictions < each.activations.peak for each in rehearsed)
+
+
+def test_a_recomputed_layer_keeps_its_input_for_each_micro_batch_in_flight(folder: Path) -> None:
+    stages = ParallelSizes(2, pipeline_model_parallel_size=2)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    options = MegatronOptions(stages, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=recompute)
+    config = read_json(folder / CONFIG)
+    few, many = (
+        rehearse_ranks(TrainedModel("trainer", {**config, "num_hidden_layers": layers}, options), [0], SMALL)
+        for layers in (2, 6)
+    )
+    kept = many[0].activations.kept - few[0].activations.kept
+    assert kept == 2 * SMALL.tokens * config["hidden_size"] * torch.bfloat16.itemsize
+
+
+def real_state(rank: int, _sizes: ParallelSizes, folder: Path) -> StateBytes:
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), OPTIONS, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.keep_reference()
+    model.prepare_training(1)
+    model.train_step(BATCH, [[0, 1]], SftObjective())
+    return state_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "found"),
+    [
+        ("embedding.word_embeddings.weight", lambda tensor: tensor[1:], r"\[\d+, 96\] of bfloat16 in Megatron"),
+        ("embedding.word_embeddings.weight", torch.Tensor.float, "of float32 in Megatron's modules"),
+        ("decoder.layers.0.self_attention.extra", lambda _: torch.zeros(2), "not there in the layout"),
+    ],
+)
+def test_a_tensor_that_the_layout_does_not_know_is_found(folder: Path, name: str, change, found: str) -> None:
+    trained = TrainedModel("trainer", read_json(folder / CONFIG), OPTIONS)
+    architecture = trained.architecture()
+    shard = megatron_layout(architecture, SIZES, module_names="local").shard(0)
+    types = architecture.hf_dtypes(torch.bfloat16)
+    held = {
+        each.local_name: torch.empty(shard.local_shapes[each.local_name], dtype=types[each.hf_name])
+        for each in shard.placements
+    }
+    check_layout(held, trained, 0)
+    held[name] = change(held.get(name))
+    with pytest.raises(UserError, match=rf"rank 0 of trainer: {name}.*{found}"):
+        check_layout(held, trained, 0)
+
+
+def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
+    architecture = read_architecture({**model_config("deepseek_v3"), "num_nextn_predict_layers": 0})
+    layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
+    sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
+    assert distinct_ranks(megatron_layout(architecture, sizes, module_names="local"), sizes) == [
+        DistinctRank(0, 32, (0,)),
+        DistinctRank(32, 192, (1, 2, 3, 4, 5, 6)),
+        DistinctRank(224, 32, (7,)),
+    ]
+
+
+@pytest.mark.long
+def test_a_rank_of_deepseek_v3_of_256_is_built_and_counted() -> None:
+    config = {**model_config("deepseek_v3"), "num_nextn_predict_layers": 0}
+    layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
+    sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
+    options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-6})
+    (rank,) = rehearse_ranks(TrainedModel("trainer", config, options), [37], SMALL)
+    # 8 layers: 8 experts of 256 in each, and an eighth of the rest; states of experts are of this rank alone.
+    experts = 8 * 8 * 3 * 7168 * 2048
+    assert rank.tensors == 232
+    assert 2 * experts < rank.state.weights < 2.3 * experts
+    assert 12 * experts < rank.state.optimizer < 12.5 * experts
