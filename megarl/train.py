@@ -13,10 +13,10 @@ from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch, without_small_groups
 from megarl.stages.evaluate import evaluate
 from megarl.stages.filtering import left_out
-from megarl.stages.kept_kv import with_kept_kv
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.router_replay import replay_gaps
+from megarl.stages.staleness import with_staleness
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
@@ -76,8 +76,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
         batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
-        if config.schedule.in_flight == "keep":
-            batch = with_kept_kv(batch, compared, version)
+        batch = with_staleness(batch, compared, version, config)
         batches = mini_batches(batch, compared, config)
 
     with clock.stage("update"):

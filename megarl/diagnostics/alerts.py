@@ -75,7 +75,7 @@ def _samples_from_all(config: MegarlConfig) -> bool:
 
 
 def _corrections_are_open(config: MegarlConfig) -> bool:
-    return _samples_from_all(config) and not config.algorithm.corrections and config.algorithm.ratio_to == "old"
+    return _samples_from_all(config) and not config.algorithm.corrections and config.algorithm.ratio_to != "rollout"
 
 
 def _leaves_routers_alone(config: MegarlConfig) -> bool:

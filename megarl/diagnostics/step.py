@@ -1,7 +1,7 @@
 """Metrics of a step: its responses, groups and rewards, its advantages, and the load of the model's experts."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +37,24 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
         "staleness/in_flight": float((newest - oldest).mean()),
         "staleness/in_queue": float((version - newest).mean()),
     }
+
+
+def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Shares of the tokens before a turn that the engine's prefix cache had: of first turns, and of later ones.
+
+    Turns of which the engine does not say are left out; a share of none is no metric.
+    """
+    cached, all_tokens = Counter[str](), Counter[str]()
+    for trajectory in trajectories:
+        before = 0
+        for place, turn in enumerate(trajectory.turns):
+            before += len(turn.prompt_ids)
+            if turn.cached_tokens is not None:
+                name = f"throughput/prefix_cached_{'later_turns' if place else 'first_turns'}"
+                cached[name] += turn.cached_tokens
+                all_tokens[name] += before
+            before += len(turn.token_ids)
+    return {name: cached[name] / tokens for name, tokens in all_tokens.items()}
 
 
 def _oldest_and_newest(trajectory: Trajectory, of_none: int) -> tuple[int, int]:

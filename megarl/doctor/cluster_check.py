@@ -13,6 +13,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from converters.errors import UserError
+from megarl.cluster.joining import machines
 from megarl.cluster.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
 from megarl.doctor.node_probe import Link, Node, NodeProbe
@@ -45,7 +46,7 @@ class NodeSilent(RunFailed):
 
 def check_cluster(folders: Sequence[str]) -> ClusterReport:
     """Measure the cluster that this process is connected to; all its nodes are to see the folders."""
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    alive = machines(ray.nodes())
     addresses = [node["NodeManagerAddress"] for node in alive]
     # Others that have a part of a node make it slow for a reason.
     free = [_is_free(node) for node in alive]
@@ -78,7 +79,7 @@ def sound_cluster(config: ClusterConfig, folders: Sequence[Path]) -> Iterator[No
         yield
         return
     with ray_cluster(config):
-        if sum(node["Alive"] for node in ray.nodes()) > 1:
+        if len(machines(ray.nodes())) > 1:
             with phase("looking at the nodes"):
                 faults = check_cluster([str(folder) for folder in folders]).faults
             if faults:

@@ -16,11 +16,18 @@ from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.manifest import manifest_of, require_files
+from megarl.config.folder import known_model
 from megarl.rollout import engine_kind
 from megarl.rollout.number_format import in_number_format
 from megarl.schema import AlgorithmConfig, ModelConfig, RolloutConfig
 from megatron_ext.options import AdapterOptions, MegatronOptions
 from megatron_ext.supported_options import without_model_fields
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("num_experts", "n_routed_experts", "moe_intermediate_size"),
+)
+"""Fields of a config.json by which a model is known."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,20 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
     tokenizer = read_tokenizer(folder)
     stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
     return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
+
+
+def check_name(config: ModelConfig) -> None:
+    """Raise UserError if a recipe that names its model has been given one of other sizes."""
+    if config.name is None:
+        return
+    folder = Path(config.path)
+    named, found = known_model(config.name), read_json(folder / CONFIG)
+    for key in _SIZES:
+        if found.get(key) != named.get(key):
+            raise UserError(
+                f"{folder} has {key}={found.get(key)} in its config.json, and the recipe is for {config.name}, which"
+                f" has {named.get(key)}: take another recipe, or set model.name=null and the sizes that fit"
+            )
 
 
 def _is_below(folder: Path, root: Path) -> bool:

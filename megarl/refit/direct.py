@@ -63,7 +63,7 @@ class DirectPath:
             trainer.module_names,
             traces,
             len(engines),
-            _topology(trainer_nodes, worker_nodes),
+            topology_of(trainer_nodes, worker_nodes),
             config.bucket_bytes,
             quantisation,
         )
@@ -82,7 +82,7 @@ class DirectPath:
             raise RuntimeError("an engine that was started anew keeps its weights elsewhere than before")
         path = copy(self)
         path._engines, path._workers, path._is_connected = engines, engines.workers(), False
-        topology = _topology(self._trainer_nodes, engines.worker_nodes())
+        topology = topology_of(self._trainer_nodes, engines.worker_nodes())
         path._spec = replace(self._spec, replicas=len(engines), topology=topology)
         return path
 
@@ -155,6 +155,8 @@ def _quantisation(
 ) -> Quantisation | None:
     if engines.number_format is None:
         return None
+    if engines.number_format.elements_per_code > 1:
+        raise NoDirectPathError(f"engines take {engines.number_format.title} through their own loader only")
     (values,) = {dtypes[name] for name in engines.number_format.quantised_names(architecture)}
     return Quantisation(engines.number_format, values)
 
@@ -184,7 +186,7 @@ def _traces(
     return first
 
 
-def _topology(trainer_nodes: Sequence[str], worker_nodes: Sequence[str]) -> Topology:
+def topology_of(trainer_nodes: Sequence[str], worker_nodes: Sequence[str]) -> Topology:
     """Each rank and each worker of an engine on a GPU of its own, on the node of its process."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys([*trainer_nodes, *worker_nodes]))}
     return Topology(

@@ -126,5 +126,7 @@ class LoaderPath:
 def _quantised(trainer: TrainerGroup, engines: Engines, architecture: Architecture) -> Quantised | None:
     if engines.number_format is None:
         return None
-    names = engines.number_format.quantised_names(architecture)
-    return Quantised(engines.number_format, names, trainer.cut_blocks(engines.number_format, names))
+    number_format = engines.number_format
+    names = number_format.quantised_names(architecture)
+    shared = number_format.elements_per_code > 1
+    return Quantised(number_format, names, names if shared else trainer.cut_blocks(number_format, names))

@@ -19,6 +19,7 @@ from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
 from megarl.models.policy import Model
 from megarl.output.export import write_export
+from megarl.process.garbage import what_there_is_left_alone
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
@@ -109,7 +110,7 @@ def open_job(start: Start) -> Iterator[Job]:
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
     config, model, checkpoint = start.config, start.model, start.checkpoint
-    for sentence in without_effect(config.algorithm):
+    for sentence in without_effect(config):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         with phase("checking the data"):
@@ -153,6 +154,7 @@ def open_job(start: Start) -> Iterator[Job]:
             if checkpoint is not None:
                 rollouts.load(checkpoint.folder, checkpoint.state)
         checkpoints = stack.enter_context(Checkpoints(config, "train", {"": trainer, **auxiliary.trained}))
+        stack.enter_context(what_there_is_left_alone())
         yield Job(
             start=start,
             config=config,

@@ -26,6 +26,7 @@ from megarl.models.policy import (
     Model,
     check_held,
     check_layout,
+    check_name,
     check_prediction_layers,
     check_replay,
     check_routers,
@@ -64,6 +65,7 @@ class Start:
     def of(cls, config: MegarlConfig, command: str) -> "Start":
         """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
         with phase("checking the model"):
+            check_name(config.model)
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_layout(model.architecture, options)

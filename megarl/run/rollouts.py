@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import count, islice
 from math import ceil
 from pathlib import Path
 from threading import Condition
@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, Source
+from megarl.cluster.asked import Asked
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.heartbeat import INTERVAL_S, Ranks
-from megarl.cluster.router import Asked
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptGroup, PromptSampler
-from megarl.rewards import Scorer
-from megarl.rewards.scorer import Batch
+from megarl.rewards import PendingScores, Scorer
 from megarl.rollout.schedule import Schedule
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.schema import MegarlConfig
@@ -85,7 +84,9 @@ def _told(
                 method(self, *arguments, **options)
             except BaseException as failure:  # noqa: BLE001 - `take` raises it
                 self._failure = self._failure or failure
-            self._changed.notify_all()
+            # To be woken for each group, only to wait for the next, would cost as much as the rest of this.
+            if self._failure is not None or self._awaited():
+                self._changed.notify_all()
 
     return call
 
@@ -103,6 +104,8 @@ class Rollouts:
         self._config, self._prompts, self._sampler, self._schedule, self._by = config, prompts, sampler, schedule, by
         self._is_ahead = schedule.slots > config.loop.prompts_per_step
         self._changed = Condition()
+        self._awaited: Callable[[], bool] = lambda: False
+        """Whether there is what somebody waits for."""
         self._failure: BaseException | None = None
         self._sampled: set[int] = set()
         """Ordinals of groups that the engines have answered, until these are finished or dropped."""
@@ -120,7 +123,6 @@ class Rollouts:
 
         Raises what an engine, a reward or the filter failed of, and UserError where too many prompts teach nothing.
         """
-        self._by.turns.give_to(self._by.engines)
         with self._changed:
             self._admit()
         while not self._is_takeable():
@@ -142,17 +144,23 @@ class Rollouts:
                 "schedule/dropped_unscored": float(unscored),
                 "schedule/dropped_equal": float(len(dropped) - unscored),
             }
+        if self._by.turns.are_taken:
+            # In the trainers' turn nothing would end.
+            with clock.stage("rollout"):
+                self.hold()
         sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
         check_any_scored(sampled)
         rollouts = ceil(len(sampled) / self._config.loop.prompts_per_step)
         return Sampled(sampled, groups_to_train_on(kept, self._config.algorithm), rollouts)
 
     def hold(self) -> None:
-        """Wait, before new weights come, for what is in flight, unless it may go on with them."""
-        if self._config.schedule.in_flight == "wait":
-            # With dynamic sampling another draw may come in the place of each group that is not scored.
-            done = self._unjudged if self._config.algorithm.dynamic_sampling else self._sampled
-            self._wait(lambda: all(ordinal in done for ordinal in self._schedule.unfinished))
+        """Wait, before new weights come, for what is in flight, unless it may go on with them.
+
+        Engines that take turns with trainers have had theirs by then, and end in `take` what has to end.
+        """
+        if self._config.schedule.in_flight == "wait" and not self._is_quiet():
+            self._by.turns.give_to(self._by.engines)
+            self._wait(self._is_quiet)
 
     def release(self) -> None:
         """Note that the engines have new weights: the batch that was taken is trained on, and its slots are free."""
@@ -211,6 +219,7 @@ class Rollouts:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""
         while True:
             with self._changed:
+                self._awaited = reached
                 is_reached = self._changed.wait_for(lambda: self._failure is not None or reached(), timeout=INTERVAL_S)
                 if self._failure is not None:
                     raise self._failure
@@ -220,11 +229,19 @@ class Rollouts:
             self._by.ranks.look_after()
 
     def _is_takeable(self) -> bool:
-        return self._schedule.takeable() is not None
+        with self._changed:
+            return self._schedule.takeable() is not None
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is in flight, nor will be before new weights come."""
+        # With dynamic sampling another draw may come in the place of each group that is not scored.
+        with self._changed:
+            done = self._unjudged if self._config.algorithm.dynamic_sampling else self._sampled
+            return all(ordinal in done for ordinal in self._schedule.unfinished)
 
     def _next_are(self, known: Collection[int]) -> bool:
         """Whether all groups of a batch in order are finished, or known."""
-        batch = self._schedule.untaken[: self._config.loop.prompts_per_step]
+        batch = islice(self._schedule.untaken, self._config.loop.prompts_per_step)
         return all(ordinal in known or ordinal in self._finished for ordinal in batch)
 
     def _admit(self) -> None:
@@ -257,15 +274,15 @@ class Rollouts:
         self._sampled.add(group.ordinal)
         complete = answered(group, [answer.result() for answer in answers])
         self._lengths["sampled"].count(complete)
-        batch = self._by.scorer.begin()
-        begin_scoring(batch, complete, self._by.tokenizer)
-        batch.when_finished(lambda: self._scored_one(complete, batch))
+        pending = self._by.scorer.begin()
+        begin_scoring(pending, complete, self._by.tokenizer)
+        pending.when_finished(lambda: self._scored_one(complete, pending))
 
     @_told
-    def _scored_one(self, group: PromptGroup, batch: Batch) -> None:
+    def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
         """Judge a group that the reward functions have scored, or let the reward model add to it."""
         limit = self._config.rollout.max_response_tokens
-        scored = with_outcomes(group, batch.finish(), self._config.reward, limit)
+        scored = with_outcomes(group, pending.finish(), self._config.reward, limit)
         if self._by.reward_model is None:
             self._settle(scored)
         else:
@@ -299,11 +316,13 @@ class Rollouts:
 
 def _when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], None]) -> None:
     """Call `told` with the answers of all, once they are there."""
-    answers, ended = [each.answer for each in asked], count(1)
+    answers, ended, total = [each.answer for each in asked], count(1), len(asked)
 
     def note(_: Future) -> None:
-        if next(ended) == len(answers):
-            told(answers)
+        if next(ended) == total:
+            told(answers.copy())
+            # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
+            answers.clear()
 
-    for answer in answers:
-        answer.add_done_callback(note)
+    for each in asked:
+        each.answer.add_done_callback(note)

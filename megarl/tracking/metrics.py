@@ -187,6 +187,14 @@ METRICS: tuple[Metric, ...] = (
         "",
         "share of the step in which an engine had nothing to sample, mean over the engines",
     ),
+    Metric(
+        "throughput/prefix_cached_first_turns",
+        "",
+        "share of the prompts' tokens that engines had keys and values of, in their prefix caches",
+    ),
+    Metric(
+        "throughput/prefix_cached_later_turns", "", "the same of all that comes before a turn which is not the first"
+    ),
     Metric("engines/tokens_moved", "tokens", "what was computed again since its engine died or slept"),
     Metric(
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"

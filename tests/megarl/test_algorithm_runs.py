@@ -145,7 +145,11 @@ RUNS = (
         ),
         marks=(pytest.mark.long,),
     ),
-    Run("quickstart_dapo", prompts_without_signal_are_replaced, ("loop.steps=6", "schedule.max_staleness=1")),
+    Run(
+        "quickstart_dapo",
+        prompts_without_signal_are_replaced,
+        ("loop.steps=6", "schedule.max_staleness=1", "algorithm.ratio_to=interpolated"),
+    ),
     Run(
         "quickstart",
         both_rewards_rise_and_the_kl_is_held,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from eventually import eventually
 
 from converters.errors import UserError
 from megarl.cluster.batch import opened_values
@@ -75,7 +76,19 @@ def scorer():
         yield scorer
 
 
-def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, **algorithm):
+class InTurns(Turns):
+    """Notes who is given a turn."""
+
+    are_taken = True
+
+    def __init__(self):
+        self.given = []
+
+    def give_to(self, group):
+        self.given.append(group)
+
+
+def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, turns=None, **algorithm):
     """As much of a job as sampling asks for: ten prompts, drawn in their order."""
     config = MegarlConfig(
         algorithm=AlgorithmConfig(**algorithm),
@@ -85,9 +98,8 @@ def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=N
     sampler = PromptSampler(10, shuffle=False, seed=0)
     prompts = [Prompt(index, "any", [index], "truth", {}) for index in range(10)]
     schedule = Schedule(prompts_per_step, config.schedule.max_staleness, config.schedule.window)
-    rollouts = Rollouts(
-        config, prompts, sampler, schedule, Served(engines, scorer, reward_model, Turns(), TOKENIZER, ())
-    )
+    by = Served(engines, scorer, reward_model, turns or Turns(), TOKENIZER, ())
+    rollouts = Rollouts(config, prompts, sampler, schedule, by)
     return SimpleNamespace(config=config, engines=engines, rollouts=rollouts, sampler=sampler)
 
 
@@ -175,6 +187,32 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on_and_both_are_tho
     assert [group.ordinal for group in sample(job, Clock()).groups] == [4, 5]
     # Nothing is sampled that no step needs.
     assert job.sampler.drawn == 6
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "recompute"])
+def test_the_engines_turn_ends_with_the_batch_or_with_all_that_has_to_end(scorer, in_flight) -> None:
+    ahead, turns = ScheduleConfig(max_staleness=1, in_flight=in_flight), InTurns()
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, turns=turns)
+    assert [group.ordinal for group in job.rollouts.take(Clock()).groups] == [0, 1]
+    job.rollouts.hold()
+    job.engines.answering.clear()
+    job.rollouts.release()
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
+    turns.given.clear()
+    taken = []
+    taking = Thread(target=lambda: taken.append(job.rollouts.take(Clock())))
+    taking.start()
+    if in_flight == "wait":
+        assert eventually(lambda: turns.given == [job.engines])
+        assert taking.is_alive()
+        job.engines.answering.set()
+    taking.join(60)
+    assert [group.ordinal for group in taken[0].groups] == [2, 3]
+    if in_flight == "recompute":
+        # The next batch was there: nobody had to wait for the rest.
+        assert turns.given == []
+        assert job.rollouts.metrics()["schedule/groups_in_flight"] == 2
+        job.engines.answering.set()
 
 
 def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_anew(scorer, tmp_path) -> None:

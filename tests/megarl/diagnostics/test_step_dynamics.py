@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.policy_losses.ratios import RATIO_EDGES, ratio_counts
 from megarl.data import Trajectory, Turn
-from megarl.diagnostics.step import advantage_metrics, group_metrics, length_edges, response_metrics
+from megarl.diagnostics.step import (
+    advantage_metrics,
+    group_metrics,
+    length_edges,
+    prefix_cache_metrics,
+    response_metrics,
+)
 from megarl.tracking import Histogram
 
 
@@ -46,6 +52,19 @@ def test_a_response_without_a_token_has_a_length_and_no_age():
     found = response_metrics([response(0)], 7, max_tokens=4)
     assert (found["response_length/max"], found["staleness/max"]) == (0, 0)
     assert found["response_length/histogram"].counts[0] == 1
+
+
+def test_cached_prefixes_are_counted_by_turns_and_where_the_engine_says_so():
+    def turn(prompt: int, sampled: int, cached: int | None) -> Turn:
+        return Turn.of([1] * prompt, [2] * sampled, [0.0] * sampled, [7] * sampled, "stop", cached_tokens=cached)
+
+    conversations = [(turn(40, 10, 32), turn(6, 4, 48), turn(20, 4, None)), (turn(40, 3, 0),), (turn(40, 3, None),)]
+    found = prefix_cache_metrics([Trajectory(turns, "stop") for turns in conversations])
+    assert found == {
+        "throughput/prefix_cached_first_turns": 32 / 80,
+        "throughput/prefix_cached_later_turns": 48 / 56,
+    }
+    assert prefix_cache_metrics([Trajectory((turn(40, 3, None),), "stop")]) == {}
 
 
 @given(st.integers(1, 100_000))
