@@ -5,11 +5,10 @@ table is made all the same. Prints Markdown.
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +19,12 @@ import torch
 from machine import at_least_one, describe
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES, ScoredResponses, estimate
+from megarl.algorithms.advantages import ADVANTAGES, estimate
 from megarl.algorithms.ragged import Ragged
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"gamma": 0.99, "gae_lambda": 0.95}
-# Per-token fields of ScoredResponses, made from random numbers in [0, 1).
+# Per-token inputs of estimators, made from random numbers in [0, 1).
 TOKEN_FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "token_rewards": lambda uniform: uniform / 100,
     "values": lambda uniform: uniform,
@@ -99,24 +98,23 @@ class Batch:
         self.generator.manual_seed(list(TOKEN_FIELDS).index(field))
         return TOKEN_FIELDS[field](torch.rand(self.mask.shape, generator=self.generator)).mul_(self.mask)
 
-    def scored(self, name: str, *, with_token_rewards: bool = False) -> ScoredResponses:
-        """With the fields that the estimator needs."""
+    def inputs(self, name: str, *, with_token_rewards: bool = False) -> dict[str, Any]:
+        """Inputs that the estimator needs."""
         needed = ADVANTAGES[name].needs | ({"token_rewards"} if with_token_rewards else set())
-        fields: dict[str, Any] = {field: self.padded(field)[self.mask] for field in TOKEN_FIELDS if field in needed}
-        return ScoredResponses(
-            self.responses,
-            self.groups,
-            self.rewards,
-            {"only": self.rewards} if "parts" in needed else {},
-            baseline_rewards=self.baselines if "baseline_rewards" in needed else None,
-            **fields,
-        )
+        return {
+            "responses": self.responses,
+            "groups": self.groups,
+            "rewards": self.rewards,
+            "parts": {"only": self.rewards} if "parts" in needed else {},
+            "baseline_rewards": self.baselines if "baseline_rewards" in needed else None,
+            **{field: self.padded(field)[self.mask] for field in TOKEN_FIELDS if field in needed},
+        }
 
 
-def batch_bytes(scored: ScoredResponses) -> int:
+def batch_bytes(inputs: Mapping[str, Any]) -> int:
     """The batch as an estimator needs it: token ids (8 bytes each) and every tensor that it is given."""
-    given = [value for value in vars(scored).values() if isinstance(value, Tensor)]
-    return 8 * scored.responses.tokens + scored.responses.lengths.nbytes + sum(tensor.nbytes for tensor in given)
+    given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    return 8 * inputs["responses"].tokens + inputs["responses"].lengths.nbytes + sum(tensor.nbytes for tensor in given)
 
 
 def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int) -> Iterator[str]:
@@ -128,9 +126,9 @@ def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int)
         for name in ADVANTAGES:
             cells = [f"{name} | {groups}"]
             for with_token_rewards in (False, True):
-                scored = batch.scored(name, with_token_rewards=with_token_rewards)
-                spent = cost(partial(_ours, name, scored), runs)
-                share = spent.extra_bytes / batch_bytes(scored)
+                inputs = batch.inputs(name, with_token_rewards=with_token_rewards)
+                spent = cost(partial(_ours, name, inputs), runs)
+                share = spent.extra_bytes / batch_bytes(inputs)
                 cells.append(f"{spent.seconds:.3f} | {spent.cpu_seconds:.3f} | {share:.2f}")
             yield f"| {' | '.join(cells)} |"
 
@@ -139,10 +137,9 @@ def _options(name: str) -> dict[str, float]:
     return {option: OPTIONS[option] for option in ADVANTAGES[name].options if option in OPTIONS}
 
 
-def _ours(name: str, scored: ScoredResponses) -> tuple[Tensor, Tensor | None]:
+def _ours(name: str, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Checks included, and without what an earlier run has found out and kept."""
-    fields: dict[str, Any] = {each.name: getattr(scored, each.name) for each in dataclasses.fields(scored)}
-    return estimate(name, ScoredResponses(**fields | {"responses": Ragged(scored.responses.lengths)}), _options(name))
+    return estimate(name, {**inputs, "responses": Ragged(inputs["responses"].lengths)}, _options(name))
 
 
 def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Iterator[str]:
@@ -156,13 +153,13 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Ite
     yield "| verl's function | verl: seconds | CPU s | ours: seconds | CPU s | times as fast | difference |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for theirs, ours in PEERS.items():
-        scored, arguments = batch.scored(ours), verl_arguments(batch, ours)
+        inputs, arguments = batch.inputs(ours), verl_arguments(batch, ours)
         function = verl.get_adv_estimator_fn(theirs)
         padded = function(**arguments)[0][batch.mask]
-        difference = float((padded - estimate(ours, scored, _options(ours))[0]).abs().max() / padded.abs().max())
+        difference = float((padded - estimate(ours, inputs, _options(ours))[0]).abs().max() / padded.abs().max())
         assert difference < 1e-5, f"{theirs} and {ours} differ by {difference:.1e} of the largest value"
         del padded
-        slow, fast = cost(partial(function, **arguments), runs), cost(partial(_ours, ours, scored), runs)
+        slow, fast = cost(partial(function, **arguments), runs), cost(partial(_ours, ours, inputs), runs)
         yield (
             f"| {theirs} | {slow.seconds:.3f} | {slow.cpu_seconds:.3f} | {fast.seconds:.3f} | {fast.cpu_seconds:.3f} "
             f"| {slow.cpu_seconds / fast.cpu_seconds:.1f} | {difference:.0e} |"

@@ -1,11 +1,11 @@
 """The controller at the size of a large run: thousands of trajectories in flight on engines that answer by a script.
 
 The processes of the engines, the requests, the events and the scores are those of a run; there is no model, and
-nothing is trained. The CPU time is that of all threads of the controller.
+nothing is trained. The CPU time is that of all threads of the controller, the memory its own: it also maps what it has
+read of Ray's object store.
 """
 
 import argparse
-import gc
 import sys
 import tempfile
 import time
@@ -25,6 +25,7 @@ from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler
+from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.kind import EngineKind, EngineSizes
@@ -69,13 +70,15 @@ def controller(config: MegarlConfig) -> Iterator[Rollouts]:
         EngineGroup(config.rollout, seats[ENGINE], Path(logs)) as engines,
     ):
         engines.wait_started(engines.begin_start(Path("model"), load_weights=True))
-        yield Rollouts(
+        rollouts = Rollouts(
             config,
             prompts,
             PromptSampler(len(prompts), shuffle=True, seed=0),
             Schedule(loop.prompts_per_step, schedule.max_staleness),
             Served(engines, scorer, None, Turns(), make_tokenizer(), ()),
         )
+        with what_there_is_left_alone():
+            yield rollouts
 
 
 def run_of(prompts: int, staleness: int, steps: int, **arguments: Any) -> MegarlConfig:
@@ -101,8 +104,8 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
             if step == slots // prompts:
                 began, cpu = time.monotonic(), time.process_time()
             if step >= slots // prompts and step % 8 == 0:
-                gc.collect()
-                memory.append(own.memory_info().rss)
+                used = own.memory_info()
+                memory.append(used.rss - used.shared)
         counted = (groups // prompts - slots // prompts - 1) * prompts
         cpu, seconds = time.process_time() - cpu, time.monotonic() - began
     third = max(1, len(memory) // 3)

@@ -102,6 +102,8 @@ def _summarise(step_ends: Sequence[_StepEnd], peak_memory_bytes: int, output_dir
         tokens_per_step=tokens / window.steps,
         tokens_per_s=tokens / (stop.wall_s - start.wall_s),
         reward_mean=sum(line["reward/mean"] for line in history) / window.steps,
-        stage_seconds={name.removeprefix("seconds/"): median(line[name] for line in history) for name in stages},
+        stage_seconds={
+            name.removeprefix("seconds/"): median(line.get(name, 0.0) for line in history) for name in stages
+        },
         peak_memory_bytes=peak_memory_bytes,
     )

@@ -157,7 +157,7 @@ def to_batch(turns: list[Turn]) -> RaggedBatch:
 def choices_of(model: MegatronModel) -> list[Tensor]:
     """A list to which every pass adds what its routers choose: bool[tokens, experts], layer after layer."""
     chosen: list[Tensor] = []
-    for chunk in model._bare_chunks:
+    for chunk in model.bare_chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(lambda _router, _inputs, output: chosen.append(output[1]))

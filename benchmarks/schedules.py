@@ -1,8 +1,9 @@
 """The gain of a schedule: steps a second in virtual time, with the run's own rule of what is sampled and trained when.
 
 Engines decode responses with heavy-tailed lengths, a trainer takes batches, and a refit stops the engines; keys and
-values of what is in flight are kept at no cost. Beside it two rules that others use: to train on the groups that
-finish first, and to throw away what has become too old.
+values of what is in flight are kept at no cost. "In turns" engines and trainer have the same GPUs, and one rests while
+the other works. Beside it two rules that others use: to train on the groups that finish first, and to throw away what
+has become too old.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import mean
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from machine import at_least_one, describe
@@ -169,8 +170,9 @@ class Outcome:
 class Simulation:
     """A run of a rule over a workload, in virtual time."""
 
-    def __init__(self, rule: Rule, work: Workload, train_s: float, *, waits: bool = False) -> None:
-        self._rule, self._work, self._train_s, self._waits = rule, work, train_s, waits
+    def __init__(self, compared: "Compared", work: Workload, train_s: float) -> None:
+        self._rule, self._waits, self._in_turns = compared
+        self._work, self._train_s = work, train_s
         self._engines = [EngineInTime(work) for _ in range(work.engines)]
         self._left: dict[int, int] = {}
         self._versions: dict[int, int] = {}
@@ -188,12 +190,13 @@ class Simulation:
             self._newest = max(self._newest, *batch)
             ages += [self._rule.version - self._versions[each] for each in batch] if step >= first else []
             trained += [tokens for each in batch for tokens in self._work.lengths(each)]
-            self._pass(self._train_s)
+            if self._in_turns:
+                self._rest(self._train_s)
+            else:
+                self._pass(self._train_s)
             if self._waits:
                 self._until(lambda: not self._rule.unfinished)
-            self._now += self._work.refit_s
-            for engine in self._engines:
-                engine.now = self._now
+            self._rest(self._work.refit_s)
             self._rule.release()
             self._admit()
             times.append(self._now)
@@ -216,6 +219,11 @@ class Simulation:
     def _until(self, reached: "Condition") -> None:
         while not reached():
             self._next(float("inf"))
+
+    def _rest(self, seconds: float) -> None:
+        self._now += seconds
+        for engine in self._engines:
+            engine.now = self._now
 
     def _pass(self, seconds: float) -> None:
         end = self._now + seconds
@@ -244,24 +252,39 @@ class Condition(Protocol):
     def __call__(self) -> bool: ...
 
 
-def rules(prompts: int) -> Mapping[str, tuple[Rule, bool]]:
-    """The rules that are compared, by name, with whether a refit waits for what is in flight."""
+class Compared(NamedTuple):
+    """A rule, and how it is run.
+
+    Example: Compared(Schedule(32, max_staleness=1), waits=True)
+    """
+
+    rule: Rule
+    waits: bool = False
+    """A refit waits for what is in flight."""
+    in_turns: bool = False
+    """The engines rest while the trainer learns."""
+
+
+def rules(prompts: int) -> Mapping[str, Compared]:
+    """The rules that are compared, by name."""
     return {
-        "S=0, synchronous": (Schedule(prompts), False),
-        "S=1, wait": (Schedule(prompts, 1), True),
-        "S=1": (Schedule(prompts, 1), False),
-        "S=2": (Schedule(prompts, 2), False),
-        "S=2, window 29": (Schedule(prompts, 2, 29), False),
-        "S=4": (Schedule(prompts, 4), False),
-        "first finished, 1": (FirstFinished(prompts, 1, discard=False), False),
-        "first finished, 2": (FirstFinished(prompts, 2, discard=False), False),
-        "discard what is old, 2": (FirstFinished(prompts, 2, discard=True), False),
+        "S=0, synchronous": Compared(Schedule(prompts)),
+        "S=1, wait": Compared(Schedule(prompts, 1), waits=True),
+        "S=1": Compared(Schedule(prompts, 1)),
+        "S=2": Compared(Schedule(prompts, 2)),
+        "S=2, window 29": Compared(Schedule(prompts, 2, 29)),
+        "S=4": Compared(Schedule(prompts, 4)),
+        "S=1, in turns": Compared(Schedule(prompts, 1), in_turns=True),
+        "S=2, in turns": Compared(Schedule(prompts, 2), in_turns=True),
+        "first finished, 1": Compared(FirstFinished(prompts, 1, discard=False)),
+        "first finished, 2": Compared(FirstFinished(prompts, 2, discard=False)),
+        "discard what is old, 2": Compared(FirstFinished(prompts, 2, discard=True)),
     }
 
 
 def rollout_seconds(work: Workload, steps: int) -> float:
     """Mean seconds that the engines need for a batch, alone."""
-    simulation = Simulation(Schedule(work.prompts), Workload(**{**vars(work), "refit_s": 0.0}), 0.0)
+    simulation = Simulation(Compared(Schedule(work.prompts)), Workload(**{**vars(work), "refit_s": 0.0}), 0.0)
     return simulation.run(steps).step_s
 
 
@@ -270,14 +293,14 @@ def table(sigma: float, share: float, steps: int) -> tuple[list[str], dict[str, 
     work = Workload(sigma)
     train_s = share * rollout_seconds(work, steps)
     rows, gains, sync = list[str](), dict[str, float](), 0.0
-    for name, (rule, waits) in rules(work.prompts).items():
-        outcome = Simulation(rule, work, train_s, waits=waits).run(steps)
+    for name, compared in rules(work.prompts).items():
+        outcome = Simulation(compared, work, train_s).run(steps)
         sync = sync or outcome.step_s
         gains[name] = sync / outcome.step_s
         lengths = outcome.trained_tokens / outcome.drawn_tokens
         rows.append(
             f"| {sigma} | {name} | {outcome.step_s:.0f} | {gains[name]:.2f} | {lengths:.3f} | {outcome.staleness:.2f} "
-            f"| {outcome.oldest} | {rule.staleness_bound} |"
+            f"| {outcome.oldest} | {compared.rule.staleness_bound} |"
         )
     return rows, gains
 

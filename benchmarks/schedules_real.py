@@ -2,7 +2,8 @@
 
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
 of its own; what is counted are the steps after the first ones. At most as many times the steps can be made as a step
-of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice.
+of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice. "In turns" one rests while the
+other works, as on GPUs that they share.
 """
 
 import argparse
@@ -23,11 +24,15 @@ from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
+IN_TURNS = "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "S=0": (),
     "S=1, wait": ("schedule.max_staleness=1", "schedule.in_flight=wait"),
     "S=1": ("schedule.max_staleness=1", "schedule.in_flight=recompute"),
     "S=2": ("schedule.max_staleness=2", "schedule.in_flight=recompute"),
+    "S=0, in turns": (IN_TURNS,),
+    "S=1, in turns": (IN_TURNS, "schedule.max_staleness=1", "schedule.in_flight=recompute"),
+    "S=2, in turns": (IN_TURNS, "schedule.max_staleness=2", "schedule.in_flight=recompute"),
 }
 LONGEST, PROMPTS = 224, 16
 

@@ -29,7 +29,8 @@ def _of_the_table(
 ) -> list[SamplingParameters]:
     usual = sampling_parameters(config, stop_token_ids, ordinals)
     return [
-        replace(each, max_tokens=tokens_of(ordinal, each.max_tokens))
+        # vLLM takes no token to stop at that is beyond the vocabulary.
+        replace(each, max_tokens=tokens_of(ordinal, each.max_tokens), stop_token_ids=())
         for each, ordinal in zip(usual, ordinals, strict=True)
     ]
 

@@ -15,7 +15,7 @@ PROGRAMS = "the programs"
 ROOMS = (
     *("process", "schema", "sandbox", "rewards", "data", "tracking", "diagnostics", "algorithms"),
     *("resharding", "rollout", "cluster", "output", "config", "models", "refit", "stages", "run"),
-    *(PROGRAMS, "doctor", "planning", "quickstart", "cli"),
+    *(PROGRAMS, "doctor", "planning", "rehearsal", "quickstart", "cli"),
 )
 """The rooms of megarl, from the ground up, as the packages above."""
 WRITTEN = (*FLOORS, "benchmarks", "tools", "tests")

@@ -72,7 +72,7 @@ def _record_model(rank: int, workers: int, folder: Path) -> LoadTrace:
         parallel_state.initialize_model_parallel(workers)
         try:
             model = get_model(vllm_config=engine_config)
-            return trace_model(model, architecture.hf_shapes, architecture.hf_dtypes(DTYPE))
+            return trace_model(model, engine_config.model_config, architecture.hf_shapes, architecture.hf_dtypes(DTYPE))
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
