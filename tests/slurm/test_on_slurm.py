@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 JOB_S = 300.0
+REQUEUE_S = 10
+"""Seconds that Slurm itself lets pass, at the least, before what was requeued may begin."""
 SLURM_AND_RAY = ("srun", "slurmd", "slurmstepd", "gcs_server", "raylet", "ray", "megarl")
 STRANGER = f"import ray; ray.init('{ADDRESSES['n1']}:6379'); print(ray.nodes())"
 TIMINGS = ("seconds/", "throughput/")
@@ -96,18 +98,25 @@ class Job:
         self.until(lambda: self.state in states, f"job in state {' or '.join(states)}")
 
     def wait_for_step(self, step: int) -> None:
-        self.until(lambda: len(self.steps()) >= step, f"step {step}")
+        self.until(lambda: len(self.steps()) >= step or self.state == "FAILED", f"step {step}")
+        assert len(self.steps()) >= step, self.said()
 
     def wait_for_restart(self) -> None:
-        """Wait until the job is back in the queue, and let it begin at once: Slurm would wait two minutes."""
+        """Wait until the job is back in the queue, and let it begin soon: Slurm would wait two minutes."""
         self.until(lambda: (self.state, self.field("Restarts")) == ("PENDING", "1"), "a restart")
-        self.slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        # A node refuses a launch of the second in which it was told to end the job, and the job fails or is held.
+        self.slurm.run("scontrol", "update", f"JobId={self.id}", f"StartTime=now+{REQUEUE_S}")
 
     def until(self, holds, what: str) -> None:
         try:
             eventually(holds, what, JOB_S)
         except AssertionError as error:
-            raise AssertionError(f"{error}; {self.log} ends:\n{self.log.read_text()[-3000:]}") from error
+            raise AssertionError(f"{error}; {self.said()}") from error
+
+    def said(self) -> str:
+        """The ends of what the job and Slurm's controller wrote."""
+        logs = (self.log, self.slurm.folder / "slurmctld.log")
+        return "\n".join(f"{log.name} ends:\n{log.read_text()[-3000:]}" for log in logs)
 
 
 def numbers(steps):
@@ -132,7 +141,7 @@ def undisturbed(slurm, overrides):
 
 
 def test_a_run_over_two_nodes_finishes(undisturbed, slurm):
-    assert undisturbed.state == "COMPLETED", undisturbed.log.read_text()[-3000:]
+    assert undisturbed.state == "COMPLETED", undisturbed.said()
     assert "10.77.0.1   trainer 0, engine 0\n10.77.0.2   trainer 1\n" in undisturbed.log.read_text()
     assert len(undisturbed.steps()) == STEPS
     assert all(line["refit/direct"] == 1 for line in undisturbed.steps())
@@ -187,7 +196,7 @@ def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, und
     slurm.start_node("n2")
     job.wait_for_restart()
     job.wait("COMPLETED", "FAILED")
-    assert job.state == "COMPLETED", job.log.read_text()[-3000:]
+    assert job.state == "COMPLETED", job.said()
     assert numbers(job.steps()) == numbers(undisturbed.steps())
     check_that_nothing_is_left(slurm, job)
 
