@@ -3,12 +3,16 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.partials import Begun
+from megarl.cluster.partials import NOTHING, Begun
 from megarl.cluster.worker_group import Worker
 from megarl.data import Turn
 from megarl.rollout.protocol import Request
+
+SoFar: TypeAlias = Mapping[int, Turn]
+"""Turns of samples of a request: those that have ended, and, with "abort" and without a prompt, those that go on."""
 
 
 @dataclass(eq=False)
@@ -25,9 +29,9 @@ class Asked:
     worker: Worker | None = None
     """The process that was asked: an engine that is started anew has another."""
     begun: dict[int, Begun] = field(default_factory=dict)
-    """Samples of which engines that died have told some tokens."""
+    """Samples of which engines that died, or cut them, have given some tokens."""
     ended: dict[int, Turn] = field(default_factory=dict)
-    """Samples that have ended, where others were cut."""
+    """Samples that have ended."""
 
     @property
     def samples(self) -> int:
@@ -37,15 +41,19 @@ class Asked:
     @property
     def tokens(self) -> int:
         """Tokens that an engine computes before it samples, those of the prompt once."""
-        left = (each for sample, each in self.begun.items() if sample not in self.ended)
-        return len(self.request.prompt_token_ids) + sum(len(each.token_ids) for each in left)
+        begun = sum(len(self._begun(sample).token_ids) for sample in self.left)
+        return len(self.request.prompt_token_ids) + begun
+
+    @property
+    def left(self) -> list[int]:
+        """The samples that have not ended."""
+        return [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
 
     def rest(self) -> Request:
         """As much of the request as there is nothing of."""
         if not self.begun and not self.ended:
             return self.request
-        left = [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
-        return replace(self.request, begun={sample: self._begun(sample).token_ids.tolist() for sample in left})
+        return replace(self.request, begun={sample: self._begun(sample).token_ids.tolist() for sample in self.left})
 
     def keep(self, begun: Mapping[int, Begun]) -> int:
         """Keep what an engine that died has told of; how many tokens."""
@@ -53,21 +61,30 @@ class Asked:
             self.begun[sample] = self._begun(sample) + new
         return sum(len(new.token_ids) for new in begun.values())
 
-    def keep_cut(self, turns: Sequence[Turn]) -> None:
-        """Keep an answer of which some turns were cut."""
-        for sample, turn in zip(self.rest().samples, turns, strict=True):
+    def keep_answer(self, turns: Sequence[Turn]) -> None:
+        """Keep an answer: turns of the samples that had not ended, of which some may have been cut again."""
+        self.keep_turns(dict(zip(self.left, turns, strict=True)))
+
+    def keep_turns(self, turns: SoFar) -> None:
+        """Keep turns of some samples, each behind what there was of it."""
+        for sample, turn in turns.items():
             if turn.finish_reason == "abort":
                 self.keep({sample: Begun.of(turn)})
             else:
                 self.ended[sample] = self._begun(sample).ended_by(turn)
 
-    def whole(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of all samples, each behind what there was of it; `turns` are those of the last answer."""
-        if not self.begun and not self.ended:
-            return list(turns)
-        asked = dict(zip(self.rest().samples, turns, strict=True))
-        ended = {sample: self._begun(sample).ended_by(turn) for sample, turn in asked.items()} | self.ended
-        return [ended[sample] for sample in range(self.request.sampling.samples)]
+    def so_far(self) -> SoFar:
+        """All that there is."""
+        begun = {sample: self.begun[sample].cut() for sample in self.left if sample in self.begun}
+        return {**begun, **self.ended}
+
+    def copy(self) -> "Asked":
+        """The same request, apart from what comes of it later."""
+        return replace(self, begun=self.begun.copy(), ended=self.ended.copy())
+
+    def whole(self) -> list[Turn]:
+        """The turns of all samples, which have ended."""
+        return [self.ended[sample] for sample in range(self.request.sampling.samples)]
 
     def _begun(self, sample: int) -> Begun:
-        return self.begun.get(sample, Begun.nothing())
+        return self.begun.get(sample, NOTHING)

@@ -19,7 +19,7 @@ from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
-from megarl.cluster.asked import Asked
+from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
@@ -135,9 +135,16 @@ class Engines:
         finally:
             self._router.abandon(asked)
 
-    def begin_generate(self, requests: Sequence[Request]) -> list[Asked]:
-        """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then."""
-        return self._router.begin(requests, self.handles)
+    def begin_generate(self, requests: Sequence[Request], so_far: Sequence[SoFar] = ()) -> list[Asked]:
+        """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then.
+
+        Where it is known what there is of each, `so_far`, they go on behind that.
+        """
+        return self._router.begin(requests, self.handles, so_far)
+
+    def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
+        """The turns that there are of each of these requests, also if it is answered."""
+        return self._router.so_far(asked)
 
     def look_after(self) -> None:
         """Give weights to engines that were started anew and are up: the trainer's ranks have those of the others."""

@@ -23,14 +23,13 @@ class Begun(NamedTuple):
     versions: IntArray
 
     @classmethod
-    def nothing(cls) -> "Begun":
-        """A sample of no tokens."""
-        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-
-    @classmethod
     def of(cls, turn: Turn) -> "Begun":
         """A turn that was cut."""
         return cls(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
+
+    def cut(self) -> Turn:
+        """A turn of these tokens alone, without a prompt, that was cut behind them."""
+        return Turn.of((), *self, "abort")
 
     def __add__(self, other: "Begun") -> "Begun":  # type: ignore[override]
         return Begun(*(np.concatenate(both) for both in zip(self, other, strict=True)))
@@ -44,8 +43,12 @@ class Begun(NamedTuple):
         return Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts)
 
 
+NOTHING = Begun(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+"""A sample of no tokens."""
+
+
 class Partials:
-    """Tokens that one engine told of. They are not looked at until the engine dies; most of them never are."""
+    """Tokens that one engine told of, looked at when it dies and when a run is saved; most of them never are."""
 
     def __init__(self) -> None:
         self._told: list[Progress] = []
@@ -53,6 +56,12 @@ class Partials:
     def add(self, progress: Progress) -> None:
         """Keep what an engine told."""
         self._told.append(progress)
+
+    def copy(self) -> "Partials":
+        """The same news, apart from what is told later."""
+        copied = Partials()
+        copied._told = self._told.copy()
+        return copied
 
     @property
     def are_many(self) -> bool:

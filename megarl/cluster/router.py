@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from converters.errors import UserError
-from megarl.cluster.asked import Asked
+from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.partials import Partials
@@ -58,18 +58,41 @@ class Router:
         self._is_closed = False
         self._listener: threading.Thread | None = None
 
-    def begin(self, requests: Sequence[Request], among: Sequence[EngineHandle]) -> list[Asked]:
-        """Send requests, together. Their answers may fail with what an engine failed of, or refused them for."""
+    def begin(
+        self, requests: Sequence[Request], among: Sequence[EngineHandle], so_far: Sequence[SoFar] = ()
+    ) -> list[Asked]:
+        """Send requests, together. Their answers may fail with what an engine failed of, or refused them for.
+
+        Where it is known what there is of each, `so_far`, they go on behind that.
+        """
+        begun = [Asked(next(self._numbers), request, among) for request in requests]
+        for each, turns in zip(begun, so_far, strict=False):
+            each.keep_turns(turns)
+        left = [each for each in begun if each.left]
         with self._lock:
-            begun = [Asked(next(self._numbers), request, among) for request in requests]
-            self._asked |= {each.number: each for each in begun}
-            self._queue(begun)
+            self._asked |= {each.number: each for each in left}
+            self._moved += sum(each.tokens for each in left if each.begun)
+            self._queue(left)
             self._send()
             self._is_told.set()
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="router", daemon=True)
                 self._listener.start()
+        for each in begun:
+            if not each.left:
+                each.answer.set_result(each.whole())
         return begun
+
+    def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
+        """The turns that there are of each of these requests, at one moment: all but their last 50 ms."""
+        with self._lock:
+            copies = [each.copy() for each in asked]
+            partials = [each.copy() for each in self._partials.values()]
+        numbers = [each.number for each in copies]
+        told = {number: begun for each in partials for number, begun in each.of(numbers).items()}
+        for each in copies:
+            each.keep(told.get(each.number, {}))
+        return [each.so_far() for each in copies]
 
     def abandon(self, asked: Iterable[Asked]) -> None:
         """Wait no more for what is not answered: the engines end it."""
@@ -229,7 +252,7 @@ class Router:
             if isinstance(answer, UserError):
                 asked.answer.set_exception(answer)
             else:
-                asked.answer.set_result(asked.whole(answer))
+                asked.answer.set_result(asked.whole())
 
     def _end(self, event: Event) -> Asked | None:
         """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
@@ -239,14 +262,15 @@ class Router:
             if asked is None or asked.handle is None:
                 return None
             self._take_back(asked)
-            if not isinstance(answer, UserError) and any(turn.finish_reason == "abort" for turn in answer):
-                self._ask_on(asked, answer)
-                return None
+            if not isinstance(answer, UserError):
+                asked.keep_answer(answer)
+                if asked.left:
+                    self._ask_on(asked, answer)
+                    return None
         return asked
 
     def _ask_on(self, asked: Asked, turns: Sequence[Turn]) -> None:
         """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
-        asked.keep_cut(turns)
         if any(len(turn.token_ids) for turn in turns):
             self._moved += asked.tokens
         asked.number = next(self._numbers)

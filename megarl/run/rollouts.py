@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from itertools import count, islice
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from threading import Condition
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, Source
-from megarl.cluster.asked import Asked
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.heartbeat import INTERVAL_S, Ranks
 from megarl.cluster.trainer_group import TrainerGroup
@@ -23,6 +22,8 @@ from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.rollout.schedule import Schedule
 from megarl.run.saved_groups import read_groups, save_groups
+from megarl.run.saved_partials import Partial, read_partials, save_partials
+from megarl.run.unfinished import Unfinished
 from megarl.schema import MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on
 from megarl.stages.reward import begin_scoring, check_any_scored, with_model_scores, with_outcomes
@@ -107,6 +108,8 @@ class Rollouts:
         self._awaited: Callable[[], bool] = lambda: False
         """Whether there is what somebody waits for."""
         self._failure: BaseException | None = None
+        self._unfinished = Unfinished(by.engines)
+        """Groups until the functions have scored them."""
         self._sampled: set[int] = set()
         """Ordinals of groups that the engines have answered, until these are finished or dropped."""
         self._unjudged: dict[int, PromptGroup] = {}
@@ -170,8 +173,8 @@ class Rollouts:
                 self._admit()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the groups that are sampled and wait for a batch to `folder`; the rest of the state."""
-        # Other weights would sample other responses.
+        """Write groups that are sampled, and as much as there is of others, to `folder`; the rest of the state."""
+        # Rewards that are on their way are not to be computed again.
         self._wait(lambda: self._unjudged.keys() >= self._sampled)
         with self._changed:
             groups = [*self._finished.values(), *self._unjudged.values()]
@@ -179,11 +182,12 @@ class Rollouts:
                 "sampler": self._sampler.state_dict(),
                 "schedule": self._schedule.state_dict(),
                 "groups": save_groups(groups, folder),
+                "partials": save_partials(self._partials(), folder),
                 "lengths": {name: asdict(each) for name, each in self._lengths.items()},
             }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what was being sampled is sampled anew. Raises UserError if there are too few slots."""
+        """Go on from a state: what was being sampled goes on. Raises UserError if there are too few slots."""
         if "schedule" not in state:  # of a run that had none
             return
         draws = state["schedule"]["draws"]
@@ -202,6 +206,7 @@ class Rollouts:
         self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished}
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
+        self._unfinished.load(read_partials(folder, state.get("partials", [])))
 
     def metrics(self) -> dict[str, float]:
         """How many groups are on their way, what was dropped for the last batch, and how long responses are."""
@@ -214,6 +219,11 @@ class Rollouts:
             **self._taken_metrics,
             **lengths,
         }
+
+    def _partials(self) -> Mapping[int, Sequence[Partial]]:
+        """The parts of groups that are not sampled."""
+        # Responses of one version each: sampled anew, with the weights of then, they are the same number for number.
+        return {} if self._config.schedule.in_flight == "wait" else self._unfinished.partials()
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""
@@ -264,9 +274,8 @@ class Rollouts:
         groups = [PromptGroup(self._prompts[index], ordinal) for ordinal, index in draws]
         sampling = sampling_parameters(config, by.stop_token_ids, [group.ordinal for group in groups])
         with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
-        asked = by.engines.begin_generate(requests_for(groups, sampling, with_baselines=with_baselines))
-        for place, group in enumerate(groups):
-            _when_answered(asked[place :: len(groups)], functools.partial(self._sampled_one, group))
+        requests = requests_for(groups, sampling, with_baselines=with_baselines)
+        self._unfinished.begin(groups, requests, self._sampled_one)
 
     @_told
     def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
@@ -281,6 +290,7 @@ class Rollouts:
     @_told
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
         """Judge a group that the reward functions have scored, or let the reward model add to it."""
+        self._unfinished.end(group.ordinal)
         limit = self._config.rollout.max_response_tokens
         scored = with_outcomes(group, pending.finish(), self._config.reward, limit)
         if self._by.reward_model is None:
@@ -312,17 +322,3 @@ class Rollouts:
         schedule.drop(group.ordinal)
         check_refills(self._finished.values(), self._dropped, self._config)
         self._admit()
-
-
-def _when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], None]) -> None:
-    """Call `told` with the answers of all, once they are there."""
-    answers, ended, total = [each.answer for each in asked], count(1), len(asked)
-
-    def note(_: Future) -> None:
-        if next(ended) == total:
-            told(answers.copy())
-            # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
-            answers.clear()
-
-    for each in asked:
-        each.answer.add_done_callback(note)

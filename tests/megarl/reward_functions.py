@@ -65,3 +65,7 @@ def is_truth(data_source, solution_str, ground_truth, extra_info):
 
 def length(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), "last": ord(solution_str[-1])}
+
+
+async def as_length(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))

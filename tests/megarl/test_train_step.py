@@ -12,6 +12,7 @@ import torch
 from eventually import eventually
 
 from converters.errors import UserError
+from megarl.cluster.asked import SoFar
 from megarl.cluster.batch import opened_values
 from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler, Turn
@@ -38,7 +39,7 @@ class Answers:
         self.answering = Event()
         self.answering.set()
 
-    def begin_generate(self, requests: Sequence[Request]) -> list[SimpleNamespace]:
+    def begin_generate(self, requests: Sequence[Request], _: Sequence[SoFar]) -> list[SimpleNamespace]:
         self.calls.append(list(requests))
         asked = [SimpleNamespace(answer=Future()) for _ in requests]
         answers = reversed(list(zip(asked, self.turns(requests), strict=True)))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.partials import Begun, Partials
+from megarl.cluster.partials import NOTHING, Begun, Partials
 from megarl.data import Turn
 from megarl.rollout.protocol import Progress
 
@@ -52,4 +52,4 @@ def test_a_turn_that_another_engine_ended_is_as_if_it_had_begun_it() -> None:
     ended = begun.ended_by(Turn.of([8, 9, 4, 5], [6], [-3], [2], "stop", experts))
     assert ended == Turn.of([8, 9], [4, 5, 6], [-1, -2, -3], [1, 1, 2], "stop", experts)
     whole = Turn.of([8], [6], [-3], [2], "length")
-    assert Begun.nothing().ended_by(whole) == whole
+    assert NOTHING.ended_by(whole) == whole

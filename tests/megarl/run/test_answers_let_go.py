@@ -4,7 +4,7 @@ import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from megarl.run.rollouts import _when_answered
+from megarl.run.unfinished import when_answered
 
 
 class Tokens:
@@ -14,7 +14,7 @@ class Tokens:
 def test_answers_are_let_go_without_a_search_for_garbage(without_garbage_collection) -> None:
     asked = [SimpleNamespace(answer=Future()) for _ in range(2)]
     told = []
-    _when_answered(asked, lambda answers: told.append([type(each.result()) for each in answers]))
+    when_answered(asked, lambda answers: told.append([type(each.result()) for each in answers]))
     left = []
     for each in asked:
         tokens = Tokens()

@@ -1,0 +1,64 @@
+"""Responses that are not finished in a checkpoint: they go on behind what there is of them, as after a death."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from megarl.cluster.asked import SoFar
+from megarl.rollout.protocol import Request
+from megarl.run.saved_turns import SavedTurns, described, save_turns
+
+_FILE = "partials.safetensors"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The turns that there were of a request when a run was saved; `request` is a checksum of what was asked."""
+
+    request: int
+    turns: SoFar
+
+    @classmethod
+    def of(cls, request: Request, turns: SoFar) -> "Partial":
+        """The part of a request that there is."""
+        return cls(_checksum(request), turns)
+
+    def behind(self, request: Request) -> SoFar:
+        """The turns that a request goes on behind: none if it is another than was asked, such as in its temperature."""
+        return self.turns if _checksum(request) == self.request else {}
+
+
+def save_partials(partials: Mapping[int, Sequence[Partial]], folder: Path) -> list[dict[str, Any]]:
+    """Write the arrays of all turns to `folder`, if there are any; the rest of what `read_partials` needs.
+
+    `partials` are those of the requests of a draw, by its ordinal.
+    """
+    save_turns([turn for own in partials.values() for each in own for turn in each.turns.values()], folder / _FILE)
+    return [{"ordinal": ordinal, "requests": [_described(each) for each in own]} for ordinal, own in partials.items()]
+
+
+def read_partials(folder: Path, draws: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[Partial]]:
+    """The partials that `save_partials` wrote and described."""
+    turns = SavedTurns(folder / _FILE)
+    return {each["ordinal"]: [_partial(request, turns) for request in each["requests"]] for each in draws}
+
+
+def _described(partial: Partial) -> dict[str, Any]:
+    return {
+        "request": partial.request,
+        "turns": [[sample, *described(turn)] for sample, turn in partial.turns.items()],
+    }
+
+
+def _partial(partial: Mapping[str, Any], turns: SavedTurns) -> Partial:
+    return Partial(partial["request"], {sample: turns.next(turn) for sample, *turn in partial["turns"]})
+
+
+def _checksum(request: Request) -> int:
+    """A number that another prompt, or another way to sample, has not."""
+    prompt = np.array(request.prompt_token_ids, dtype=np.int32)
+    return crc32(repr(request.sampling).encode(), crc32(prompt.tobytes()))

@@ -1,0 +1,74 @@
+"""Groups whose samples are asked for: what there is of them in a checkpoint, and how they go on from it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+
+from megarl.cluster.asked import Asked, SoFar
+from megarl.cluster.engine_group import EngineGroup
+from megarl.data import PromptGroup
+from megarl.rollout.protocol import Request
+from megarl.run.saved_partials import Partial
+
+
+class Unfinished:
+    """The requests of groups that are sampled, and, after a restart, of those that are to go on."""
+
+    def __init__(self, engines: EngineGroup) -> None:
+        self._engines = engines
+        self._asked: dict[int, Sequence[Asked]] = {}
+        self._saved: dict[int, Sequence[Partial]] = {}
+
+    def begin(
+        self,
+        groups: Sequence[PromptGroup],
+        requests: Sequence[Request],
+        told: Callable[[PromptGroup, Sequence[Future]], None],
+    ) -> None:
+        """Let the engines sample groups, each behind what there is of it; `told` gets the answers of one.
+
+        There is one request for each group, or, after all of these, as many more.
+        """
+        asked = self._engines.begin_generate(requests, self._take_saved(groups, requests))
+        for place, group in enumerate(groups):
+            self._asked[group.ordinal] = own = asked[place :: len(groups)]
+            when_answered(own, partial(told, group))
+
+    def end(self, ordinal: int) -> None:
+        """Forget a group: others have its samples."""
+        del self._asked[ordinal]
+
+    def partials(self) -> dict[int, Sequence[Partial]]:
+        """The parts that there are of all, by their ordinals."""
+        there = iter(self._engines.so_far([each for own in self._asked.values() for each in own]))
+        asked = {
+            ordinal: [Partial.of(each.request, next(there)) for each in own] for ordinal, own in self._asked.items()
+        }
+        return asked | self._saved
+
+    def load(self, partials: Mapping[int, Sequence[Partial]]) -> None:
+        """Let groups go on, when they are begun, behind what there was of them."""
+        self._saved = dict(partials)
+
+    def _take_saved(self, groups: Sequence[PromptGroup], requests: Sequence[Request]) -> list[SoFar]:
+        found: list[SoFar] = [{} for _ in requests]
+        for place, group in enumerate(groups):
+            own = range(place, len(requests), len(groups))
+            for each, saved in zip(own, self._saved.pop(group.ordinal, ()), strict=False):
+                found[each] = saved.behind(requests[each])
+        return found
+
+
+def when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], None]) -> None:
+    """Call `told` with the answers of all, once they are there."""
+    answers, ended, total = [each.answer for each in asked], count(1), len(asked)
+
+    def note(_: Future) -> None:
+        if next(ended) == total:
+            told(answers.copy())
+            # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
+            answers.clear()
+
+    for each in asked:
+        each.answer.add_done_callback(note)
