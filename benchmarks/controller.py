@@ -117,12 +117,14 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
 
 
 def checkpoint(groups: int, median_tokens: float) -> str:
-    """Save with so many groups finished and as many in flight: seconds and bytes."""
+    """Save with so many groups finished and half of as many others sampled: seconds and bytes."""
     each = groups // ENGINES
     config = run_of(groups, 1, 10**9, pace_s=0.0, median_tokens=median_tokens, only=each)
     with controller(config) as rollouts, tempfile.TemporaryDirectory(dir=ROOT) as folder:
         rollouts._admit()
         rollouts._wait(lambda: len(rollouts._schedule.waiting) == groups)
+        while len(begun := begun_tokens(rollouts)) < groups * SAMPLES:
+            time.sleep(0.1)
         tokens = sum(each.sampled_tokens for group in rollouts._finished.values() for each in group.trajectories)
         seconds = []
         for number in range(3):
@@ -133,7 +135,14 @@ def checkpoint(groups: int, median_tokens: float) -> str:
             seconds.append(time.monotonic() - began)
         size = sum(path.stat().st_size for path in target.iterdir())
     assert len(state["schedule"]["draws"]) == 2 * groups
-    return f"| {groups} | {groups} | {tokens / 1e6:.2f} | {size / 1e6:.0f} | {min(seconds):.2f} | {max(seconds):.2f} |"
+    saved = f"{tokens / 1e6:.2f} | {sum(begun) / 1e6:.2f} | {size / 1e6:.0f}"
+    return f"| {groups} | {groups} | {saved} | {min(seconds):.2f} | {max(seconds):.2f} |"
+
+
+def begun_tokens(rollouts: Rollouts) -> list[int]:
+    """How many tokens there are of each response that is not finished."""
+    partials = rollouts._unfinished.partials().values()
+    return [len(turn.token_ids) for own in partials for each in own for turn in each.turns.values()]
 
 
 def main() -> None:
@@ -149,8 +158,8 @@ def main() -> None:
     print("| in flight | groups | median tokens | groups/s | CPU ms a group | CPU ms a trajectory | MB: first, ... |")
     print("|---:|---:|---:|---:|---:|---:|---|", flush=True)
     print(events(arguments.in_flight, arguments.groups, arguments.median_tokens, arguments.pace_ms / 1e3), flush=True)
-    print("\n| groups finished | in flight | million tokens | MB | s, best | s, worst |")
-    print("|---:|---:|---:|---:|---:|---:|", flush=True)
+    print("\n| groups finished | in flight | million tokens, finished | in flight | MB | s, best | s, worst |")
+    print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     print(checkpoint(arguments.saved, arguments.median_tokens), flush=True)
 
 

@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 
 from megarl.data import Turn
-from megarl.rollout.protocol import Event, Request
+from megarl.data.stretches import here
+from megarl.rollout.protocol import Event, Progress, Request
 
 _TOKENS = (3, 13)
 _WITH_TEXT = 64
 
 
 class ScriptedEngine:
-    """Answers a request every `pace_s`, in the order in which they come, and `only` so many, if that is said."""
+    """Answers a request every `pace_s`, in the order in which they come, and `only` so many, if that is said.
+
+    It tells the first half of each other one.
+    """
 
     def __init__(self, _model_path: Path, arguments: Mapping[str, Any]) -> None:
         self._pace_s, self._median = arguments["pace_s"], arguments["median_tokens"]
@@ -40,14 +44,15 @@ class ScriptedEngine:
         for asked in requests.items():
             self._asked.put(asked)
 
-    def events(self) -> Iterator[list[Event]]:
+    def events(self) -> Iterator[list[Event | Progress]]:
         """See `Generator.events`."""
         answered, due = 0, time.monotonic()
         while (asked := self._asked.get()) is not None:
             number, request = asked
-            if answered == self._only:
-                continue  # it goes on for ever
             answer = self._answer(request)
+            if answered == self._only:
+                yield [_first_half(number, sample, turn) for sample, turn in enumerate(answer)]
+                continue  # it goes on for ever
             due = max(due + self._pace_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             yield [Event(number, answer)]
@@ -61,6 +66,13 @@ class ScriptedEngine:
         generator = np.random.default_rng(request.sampling.seed)
         drawn = generator.lognormal(np.log(self._median), 1.0, request.sampling.samples)
         return [_turn(request, generator, length) for length in np.clip(drawn, 1, 16384).astype(int).tolist()]
+
+
+def _first_half(number: int, sample: int, turn: Turn) -> Progress:
+    count = (len(turn.token_ids) + 1) // 2
+    numbers, samples, lengths = (np.full(1, each, dtype=np.int32) for each in (number, sample, count))
+    token_ids, log_probs, versions = (here(each)[:count] for each in (turn.token_ids, turn.log_probs, turn.versions))
+    return Progress(numbers, samples, lengths, token_ids, log_probs, versions)
 
 
 def _turn(request: Request, generator: np.random.Generator, length: int) -> Turn:
