@@ -119,6 +119,19 @@ def test_a_rank_that_stands_still_is_given_up(set_up, way, side, point):
     assert [rank.close() for rank in call_of] == [0] * 3
 
 
+def test_a_source_that_stood_still_before_it_was_read_is_named(set_up):
+    # One of each, so that nobody else gives it up before.
+    alone = replace(SCENE, source=ParallelSizes(world_size=1), workers=1, transport="rdma", ucx_tls="tcp,self")
+    stage = set_up(replace(alone, timeout_s=1.5))
+    stage.connect()
+    (source,), (destination,) = stage.sources, stage.destinations
+    destination.read_when_still(source.pid())
+    source.break_at("announced", 1, "stop")
+    found = failures(stage.begin_refit(1)[1:])
+    assert found == ["TransferError: trainer rank 0 let nothing be read for 1.5 s (refit.timeout_s)"]
+    assert destination.close() == 0
+
+
 @pytest.mark.parametrize("side", ["sources", "destinations"])
 @pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
 def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):

@@ -10,9 +10,11 @@ import threading
 import time
 import zlib
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.managers import BaseManager
+from pathlib import Path
 
 import torch
 
@@ -153,6 +155,9 @@ class SourceRank:
         for name, tensor in shard_of(self._layout, self._rank, version).items():
             self._tensors[name].copy_(tensor)
 
+    def pid(self):
+        return os.getpid()
+
     @without_frames
     def connect(self, rendezvous):
         self._sender.connect(rendezvous)
@@ -195,6 +200,11 @@ class DestinationRank:
     @without_frames
     def compare(self, version):
         return self._destination.compare(version)
+
+    def read_when_still(self, pid):
+        """Let it read the first message when a process stands still."""
+        ACTIONS["wait"] = functools.partial(_wait_until_still, pid)
+        break_at("heard", 1, "wait")
 
     def scramble(self, name):
         self._tensors[name].neg_()
@@ -255,6 +265,23 @@ def _linger(*_, **_options):
     time.sleep(1.0)
 
 
+def _wait_until_still(pid, *_, **_options):
+    """Wait for all threads of a process: one may go on for a while after another has stopped."""
+    deadline = time.monotonic() + 20
+    while _states(pid) != {"T"}:
+        assert time.monotonic() < deadline, f"process {pid} goes on"
+        time.sleep(0.01)
+
+
+def _states(pid):
+    """The states of a process's threads, as Linux calls them."""
+    found = set()
+    for each in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found.add(each.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
 ACTIONS = {"linger": _linger, "kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
 POINTS = {
     "accept": (sending.Listener, "accept", None),
@@ -262,6 +289,7 @@ POINTS = {
     "announced": (Link, "send", Announcement),
     "came": (receiving.Receiver, "__init__", None),
     "connected": (receiving, "connect", None),
+    "heard": (receiving.Receiver, "_check", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),
     "notified": (connections, "notify_failure", None),
