@@ -50,13 +50,15 @@ def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trai
     check(run, range(STEPS), versions)
     assert any(len(set(here(turn.versions).tolist())) == 2 for step in run for turn in step.turns)
     assert sum(step.metrics["engines/tokens_moved"] for step in run) > 0
-    # From a checkpoint, in which finished groups are and what was in flight is not.
+    # From a checkpoint, in which finished groups are and what there was of others, which goes on.
     again = tmp_path / "again"
     for version in ("0", "1"):
         shutil.copytree(versions / version, again / version)
     config.output_dir = str(tmp_path / "resumed")
     copy_checkpoint(tmp_path / "run", tmp_path / "resumed", step=1)
-    check(steps(config, again, monkeypatch), range(1, STEPS), again)
+    resumed = steps(config, again, monkeypatch)
+    check(resumed, range(1, STEPS), again)
+    assert any(set(here(turn.versions).tolist()) == {0, 1} for turn in resumed[0].turns)
 
 
 def ahead(folder: Path) -> MegarlConfig:
