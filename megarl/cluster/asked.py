@@ -58,7 +58,7 @@ class Asked:
     def keep(self, begun: Mapping[int, Begun]) -> int:
         """Keep what an engine that died has told of; how many tokens."""
         for sample, new in begun.items():
-            self.begun[sample] = self._begun(sample) + new
+            self.begun[sample] = self.begun[sample] + new if sample in self.begun else new
         return sum(len(new.token_ids) for new in begun.values())
 
     def keep_answer(self, turns: Sequence[Turn]) -> None:

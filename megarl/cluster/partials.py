@@ -29,7 +29,8 @@ class Begun(NamedTuple):
 
     def cut(self) -> Turn:
         """A turn of these tokens alone, without a prompt, that was cut behind them."""
-        return Turn.of((), *self, "abort")
+        # Not `Turn.of`: to say versions once takes as long as all else of a checkpoint, in which they are said in full.
+        return Turn(NOTHING.token_ids, *self, "abort")
 
     def __add__(self, other: "Begun") -> "Begun":  # type: ignore[override]
         return Begun(*(np.concatenate(both) for both in zip(self, other, strict=True)))
