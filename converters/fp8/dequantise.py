@@ -50,10 +50,24 @@ def dequantise_into(
     also for tensors of another type or shape. The content of `out` is then undefined.
     """
     _check(codes, scales, out, row_start, column_start)
-    factors = _factors(scales, codes, row_start, column_start)
+    used = _used(scales, codes, row_start, column_start)
+    # Imported where it is needed: LLVM is large.
+    from converters.fp8 import compiled_dequantise
+
+    if compiled_dequantise.knows(codes, out) and compiled_dequantise.dequantise(
+        codes, used, out, row_start, column_start
+    ):
+        return
     _check_codes(codes, row_start, column_start)
+    _in_torch(codes, used, out, row_start, column_start, scratch or Scratch())
+
+
+def _in_torch(
+    codes: torch.Tensor, used: torch.Tensor, out: torch.Tensor, row_start: int, column_start: int, scratch: Scratch
+) -> None:
+    """The rule in torch: for views that have gaps between columns."""
+    factors = _spread(used * _BIAS_DIFFERENCE, column_start % BLOCK, codes.shape[1])
     raw = codes.view(torch.int8)
-    scratch = scratch or Scratch()
     first = row_start // BLOCK
     for tile in tiles((codes.shape[0], codes.shape[1]), row_start):
         half = scratch.like(tile, torch.int16)
@@ -76,20 +90,23 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row_sta
         raise ValueError(f"there are {list(scales.shape)} scales where at least {list(needed)} are needed")
 
 
-def _factors(scales: torch.Tensor, codes: torch.Tensor, row_start: int, column_start: int) -> torch.Tensor:
-    """Factors of the float16 values of a box [rows of blocks, columns]."""
+def _used(scales: torch.Tensor, codes: torch.Tensor, row_start: int, column_start: int) -> torch.Tensor:
+    """The scales of the blocks that a box reaches into, in float32 and contiguous."""
     rows, columns = (
         slice(start // BLOCK, -(-(start + n) // BLOCK))
         for start, n in ((row_start, codes.shape[0]), (column_start, codes.shape[1]))
     )
-    used = scales[rows, columns].to(torch.float32)
+    used = scales[rows, columns].to(torch.float32).contiguous()
     if used.numel() and not used.abs().amax() <= LARGEST_SCALE:
         row, column = (~(used.abs() <= LARGEST_SCALE)).nonzero()[0].tolist()
         row, column = rows.start + row, columns.start + column
         raise ValueError(f"the scale of block {row}, {column} is {scales[row, column].item()}")
-    offset = column_start - columns.start * BLOCK
-    spread = (used * _BIAS_DIFFERENCE).repeat_interleave(BLOCK, dim=1)
-    return spread[:, offset : offset + codes.shape[1]]
+    return used
+
+
+def _spread(of_blocks: torch.Tensor, offset: int, columns: int) -> torch.Tensor:
+    """Numbers of blocks for each column of a box that begins `offset` columns behind the start of the first."""
+    return of_blocks.repeat_interleave(BLOCK, dim=1)[:, offset : offset + columns]
 
 
 def _check_codes(codes: torch.Tensor, row_start: int, column_start: int) -> None:

@@ -61,7 +61,20 @@ def quantise_into(
     another type or shape. The contents of `codes` and `scales` are then undefined.
     """
     _check(weight, codes, scales)
-    scratch = scratch or Scratch()
+    # Imported where it is needed: LLVM is large.
+    from converters.fp8 import compiled_quantise
+
+    if compiled_quantise.knows(weight, codes, scales) and compiled_quantise.quantise(
+        weight, codes, scales, power_of_two=power_of_two
+    ):
+        return
+    _in_torch(weight, codes, scales, power_of_two, scratch or Scratch())
+
+
+def _in_torch(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, power_of_two: bool, scratch: Scratch
+) -> None:
+    """The rule in torch: for what machine code does not know, and to name the block that has no codes."""
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
         largest = _largest_magnitudes(source, tile, scratch)

@@ -1,6 +1,7 @@
 """Kernels of a refit: one pass that moves a block's boxes, takes their checksum, and quantises or dequantises them.
 
-On a CPU in torch, on a GPU in Triton, in one launch for a whole bucket; both make the same bytes.
+On a CPU in torch, and block FP8 in machine code; on a GPU in Triton, in one launch for a whole bucket. Both make the
+same bytes.
 """
 
 from types import ModuleType

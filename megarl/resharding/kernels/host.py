@@ -1,4 +1,4 @@
-"""Kernels of the host, in torch: a block is small enough to be in the processor's cache when it is checksummed."""
+"""Kernels of the host: a block is small enough to be in the processor's cache when it is checksummed."""
 
 import torch
 from isal import isal_zlib

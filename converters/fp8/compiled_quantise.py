@@ -1,0 +1,199 @@
+"""The rule of `quantise` in machine code: the same bits in a fraction of the time, most of which torch would convert.
+
+The arithmetic is that of the kernel of a GPU (`megarl/resharding/kernels/triton_kernels.py`), on bits.
+"""
+
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from llvmlite import ir
+
+from converters.fp8.blocks import (
+    BLOCK,
+    HALVED_UP_TO,
+    LARGEST_CODE,
+    LARGEST_WEIGHT,
+    SMALLEST_MAGNITUDE,
+    SMALLEST_MAGNITUDE_OF_POWERS,
+)
+from converters.machine_code import (
+    BITS_8,
+    BITS_16,
+    BITS_32,
+    BITS_64,
+    FLOAT32,
+    POINTER,
+    Builder,
+    CompiledFunction,
+    constant,
+    vector,
+)
+
+_ELEMENTS = {torch.bfloat16: BITS_16, torch.float32: BITS_32}
+"""The types of weights that are quantised here, as bits."""
+_Ends = tuple[ir.Value, ir.Value]
+"""The first column of a part of a row, and the one behind it."""
+_SEARCHED = 64
+"""Elements of a row that are searched at once for the largest magnitude."""
+_ENCODED = 32
+"""Elements of a row that are encoded at once."""
+_LINE_BYTES = 64
+_THREAD_ELEMENTS = 2**21
+"""Elements for each thread at least: it takes a tenth of the time of these to begin."""
+_SMALLEST_NORMAL_CODE = 2.0**-6
+# Its neighbours in float32 are as far apart as the smallest codes: adding it to a small number rounds that to a code.
+_ROUNDING = 2.0**14
+
+
+def knows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether these can be worked on here: others are in another type, or have gaps between columns."""
+    tensors = (weight, codes, scales)
+    return weight.dtype in _ELEMENTS and all(each.is_cpu and each.stride(1) == 1 for each in tensors)
+
+
+def quantise(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool) -> bool:
+    """Write codes and scales as `quantise_into`, by as many threads as torch would take.
+
+    False where a weight has no code; codes and scales are undefined then.
+    """
+    function = _function(weight.dtype, power_of_two)
+    threads = max(1, min(torch.get_num_threads(), weight.numel() // _THREAD_ELEMENTS, scales.shape[0]))
+    blocks = -(-scales.shape[0] // threads)
+    parts = zip(weight.split(blocks * BLOCK), codes.split(blocks * BLOCK), scales.split(blocks), strict=True)
+    calls = [_arguments(*part) for part in parts]
+    if threads == 1:
+        largest = [function(*arguments) for arguments in calls]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            largest = list(pool.map(lambda arguments: function(*arguments), calls))
+    return max(largest) <= _bits(LARGEST_WEIGHT)
+
+
+def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
+    tensors = (weight, codes, scales)
+    return *(each.data_ptr() for each in tensors), *weight.shape, *(each.stride(0) for each in tensors)
+
+
+@cache
+def _function(dtype: torch.dtype, power_of_two: bool) -> CompiledFunction:
+    """The function of the arguments above; it returns the bits of the largest magnitude in float32."""
+    kind = _ELEMENTS[dtype]
+    build = Builder("quantise", [POINTER] * 3 + [BITS_64] * 5)
+    weight, codes, scales, rows, columns, weight_stride, codes_stride, scales_stride = build.function.args
+    of_all = build.variable(constant(BITS_32, 0))
+    of_block = tuple(build.variable(constant(vector(kind, lanes), 0)) for lanes in (_SEARCHED, 1))
+    zero, size = constant(BITS_64, 0), constant(BITS_64, BLOCK)
+    with build.loop(zero, rows, BLOCK) as top, build.loop(zero, columns, BLOCK) as left:
+        bottom, right = (build.smaller(build.add(at, size), end) for at, end in ((top, rows), (left, columns)))
+        for place in of_block:
+            build.store(constant(place.allocated_type, 0), place)
+        with build.loop(top, bottom) as row:
+            source = build.element(weight, build.mul(row, weight_stride), kind)
+            _search(build, kind, source, (left, right), of_block)
+        largest = _largest(build, of_block)
+        build.keep_largest(of_all, largest)
+        scale, halved = _scale(build, largest, power_of_two)
+        at = build.add(build.mul(build.udiv(top, size), scales_stride), build.udiv(left, size))
+        # A power of two is halved in its exponent.
+        kept = build.sub(scale, build.shl(halved, constant(BITS_32, 23)))
+        build.write(build.element(scales, at, BITS_32), kept)
+        with build.loop(top, bottom) as row:
+            source = build.element(weight, build.mul(row, weight_stride), kind)
+            target = build.element(codes, build.mul(row, codes_stride), BITS_8)
+            # The same row of the next block: rows are too far apart for the processor to foresee it.
+            _prefetch(build, build.element(source, right, kind), kind, to_write=False)
+            _prefetch(build, build.element(target, right, BITS_8), BITS_8, to_write=True)
+            _encode_row(build, (source, target), kind, (left, right), scale, halved if power_of_two else None)
+    return build.compiled(build.load(of_all, typ=BITS_32))
+
+
+def _search(build: Builder, kind: ir.Type, source: ir.Value, ends: _Ends, of_block: tuple[ir.Value, ...]) -> None:
+    """Keep the largest magnitudes of part of a row, as bits."""
+
+    def work(column: ir.Value, lanes: int) -> None:
+        bits = build.read(build.element(source, column, kind), vector(kind, lanes))
+        magnitudes = build.and_(bits, constant(bits.type, 2 ** (kind.width - 1) - 1))
+        build.keep_largest(of_block[0 if lanes > 1 else 1], magnitudes)
+
+    build.across(*ends, _SEARCHED, work)
+
+
+def _largest(build: Builder, of_block: tuple[ir.Value, ...]) -> ir.Value:
+    """The bits, in float32, of the largest magnitude of a block."""
+    together, alone = (build.load(place, typ=place.allocated_type) for place in of_block)
+    return _float32_bits(build, build.larger(build.largest_lane(together), alone), 1)
+
+
+def _prefetch(build: Builder, start: ir.Value, kind: ir.Type, *, to_write: bool) -> None:
+    """Have the next elements brought into the cache, as many as a row of a block has."""
+    for offset in range(0, BLOCK * kind.width // 8, _LINE_BYTES):
+        build.prefetch(build.element(start, constant(BITS_64, offset), BITS_8), to_write=to_write)
+
+
+def _scale(build: Builder, largest: ir.Value, power_of_two: bool) -> tuple[ir.Value, ir.Value]:
+    """The bits of the scale of a block whose largest magnitude has these bits; and whether, as 0 or 1, it is halved."""
+    smallest = SMALLEST_MAGNITUDE_OF_POWERS if power_of_two else SMALLEST_MAGNITUDE
+    magnitude = build.bitcast(build.larger(largest, constant(BITS_32, _bits(smallest))), FLOAT32)
+    scale = build.bitcast(build.fdiv(magnitude, constant(FLOAT32, LARGEST_CODE)), BITS_32)
+    if not power_of_two:
+        return scale, constant(BITS_32, 0)
+    # A mantissa that is not zero carries into the exponent.
+    scale = build.and_(build.add(scale, constant(BITS_32, 0x7FFFFF)), constant(BITS_32, 0x7F800000))
+    limit = build.fmul(build.bitcast(scale, FLOAT32), constant(FLOAT32, HALVED_UP_TO))
+    return scale, build.zext(build.fcmp_ordered("<=", magnitude, limit), BITS_32)
+
+
+def _encode_row(
+    build: Builder,
+    row: tuple[ir.Value, ir.Value],
+    kind: ir.Type,
+    ends: _Ends,
+    scale: ir.Value,
+    halved: ir.Value | None,
+) -> None:
+    """Write the codes of part of a row."""
+    source, target = row
+
+    def work(column: ir.Value, lanes: int) -> None:
+        bits = build.read(build.element(source, column, kind), vector(kind, lanes))
+        codes = _encode(build, _float32_bits(build, bits, lanes), scale, halved, lanes)
+        build.write(build.element(target, column, BITS_8), codes)
+
+    build.across(*ends, _ENCODED, work)
+
+
+def _encode(build: Builder, bits: ir.Value, scale: ir.Value, halved: ir.Value | None, lanes: int) -> ir.Value:
+    """The codes of numbers over a scale, all as bits of float32: to nearest, ties to even.
+
+    They are those of twice the numbers where the scale is `halved`.
+    """
+    whole, real = vector(BITS_32, lanes), vector(FLOAT32, lanes)
+    magnitude = build.bitcast(build.and_(bits, constant(whole, 0x7FFFFFFF)), real)
+    quotient = build.fdiv(magnitude, build.spread(build.bitcast(scale, FLOAT32), lanes))
+    raw = build.bitcast(quotient, whole)
+    # 20 bits of the mantissa are rounded away, and the exponents' biases are 127 and 7.
+    odd = build.and_(build.lshr(raw, constant(whole, 20)), constant(whole, 1))
+    rounded = build.add(build.add(raw, constant(whole, 0x7FFFF)), odd)
+    normal = build.sub(build.lshr(rounded, constant(whole, 20)), constant(whole, (127 - 7) << 3))
+    moved = build.bitcast(build.fadd(quotient, constant(real, _ROUNDING)), whole)
+    small = build.sub(moved, constant(whole, _bits(_ROUNDING)))
+    codes = build.select(build.icmp_signed("<", raw, constant(whole, _bits(_SMALLEST_NORMAL_CODE))), small, normal)
+    if halved is not None:
+        # The next exponent is 8 codes away; a subnormal mantissa is doubled.
+        doubling = build.mul(build.spread(halved, lanes), build.smaller(codes, constant(whole, 8)))
+        codes = build.add(codes, doubling)
+    sign = build.and_(build.lshr(bits, constant(whole, 24)), constant(whole, 0x80))
+    return build.trunc(build.or_(codes, sign), vector(BITS_8, lanes))
+
+
+def _float32_bits(build: Builder, bits: ir.Value, lanes: int) -> ir.Value:
+    """Bits of bfloat16 or float32 as those of float32."""
+    whole = vector(BITS_32, lanes)
+    return bits if bits.type == whole else build.shl(build.zext(bits, whole), constant(whole, 16))
+
+
+def _bits(value: float) -> int:
+    """The bits of a number as float32."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])

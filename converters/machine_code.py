@@ -1,0 +1,151 @@
+"""Machine code for this processor: LLVM compiles a function in memory, in a tenth of a second, and writes no file.
+
+Loops work on vectors of lanes, which LLVM cuts into those that the processor has.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+BITS_8, BITS_16, BITS_32, BITS_64 = (ir.IntType(width) for width in (8, 16, 32, 64))
+FLOAT32 = ir.FloatType()
+POINTER = ir.PointerType()
+_IN_CTYPES = {POINTER: ctypes.c_void_p, BITS_64: ctypes.c_int64}
+
+
+def constant(kind: ir.Type, value: float) -> ir.Constant:
+    """A number, in every lane where `kind` has some."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def vector(of: ir.Type, lanes: int) -> ir.Type:
+    """The type of so many elements; of one, that of the element itself."""
+    return of if lanes == 1 else ir.VectorType(of, lanes)
+
+
+class Builder(ir.IRBuilder):
+    """Builds a function that returns 32 bits, of addresses and whole numbers; no two addresses are of the same memory.
+
+    Memory is read and written at any address, aligned or not.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[ir.Type]) -> None:
+        function = ir.Function(ir.Module(name), ir.FunctionType(BITS_32, arguments), name)
+        for argument in function.args:
+            if argument.type == POINTER:
+                argument.add_attribute("noalias")
+        super().__init__(function.append_basic_block())
+
+    @contextmanager
+    def loop(self, start: ir.Value, stop: ir.Value, step: int = 1) -> Iterator[ir.Value]:
+        """Repeat what is built inside for each number from `start` to below `stop`, both of 64 bits."""
+        before = self.block
+        head, body, after = (self.append_basic_block() for _ in range(3))
+        self.branch(head)
+        self.position_at_end(head)
+        number = self.phi(BITS_64)
+        number.add_incoming(start, before)
+        self.cbranch(self.icmp_signed("<", number, stop), body, after)
+        self.position_at_end(body)
+        yield number
+        number.add_incoming(self.add(number, constant(BITS_64, step)), self.block)
+        self.branch(head)
+        self.position_at_end(after)
+
+    def across(self, start: ir.Value, stop: ir.Value, lanes: int, work: Callable[[ir.Value, int], None]) -> None:
+        """Build `work` on as many whole vectors as there are, and once more on single elements for the rest.
+
+        It is given the number of its first element, and how many it works on.
+        """
+        whole = self.and_(self.sub(stop, start), constant(BITS_64, -lanes))
+        middle = self.add(start, whole)
+        for first, last, width in ((start, middle, lanes), (middle, stop, 1)):
+            with self.loop(first, last, width) as number:
+                work(number, width)
+
+    def element(self, base: ir.Value, number: ir.Value, kind: ir.Type) -> ir.Value:
+        """The address of element `number` of those at `base`, of type `kind`."""
+        return self.gep(base, [number], source_etype=kind)
+
+    def read(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        """The value at an address."""
+        return self.load(address, align=1, typ=kind)
+
+    def write(self, address: ir.Value, value: ir.Value) -> None:
+        """Put a value at an address."""
+        self.store(value, address, align=1)
+
+    def variable(self, start: ir.Constant) -> ir.Value:
+        """A place that holds `start`; made before the first loop, it becomes a register."""
+        place = self.alloca(start.type)
+        self.store(start, place)
+        return place
+
+    def keep_largest(self, place: ir.Value, value: ir.Value) -> None:
+        """Put an unsigned number, or each of its lanes, into a variable where it is larger."""
+        self.store(self.larger(self.load(place, typ=value.type), value), place)
+
+    def larger(self, one: ir.Value, other: ir.Value) -> ir.Value:
+        """The larger of two unsigned numbers, lane by lane."""
+        return self.select(self.icmp_unsigned(">", one, other), one, other)
+
+    def smaller(self, one: ir.Value, other: ir.Value) -> ir.Value:
+        """The smaller of two unsigned numbers, lane by lane."""
+        return self.select(self.icmp_unsigned("<", one, other), one, other)
+
+    def largest_lane(self, lanes: ir.Value) -> ir.Value:
+        """The largest of unsigned lanes."""
+        kind = lanes.type
+        return self.intrinsic(f"llvm.vector.reduce.umax.v{kind.count}i{kind.element.width}", kind.element, lanes)
+
+    def spread(self, value: ir.Value, lanes: int) -> ir.Value:
+        """The value in every lane."""
+        if lanes == 1:
+            return value
+        undefined = ir.Constant(vector(value.type, lanes), ir.Undefined)
+        first = self.insert_element(undefined, value, constant(BITS_32, 0))
+        return self.shuffle_vector(first, undefined, constant(vector(BITS_32, lanes), 0))
+
+    def prefetch(self, address: ir.Value, *, to_write: bool) -> None:
+        """Have a line of memory brought into the cache; any address may be given."""
+        hints = [constant(BITS_32, hint) for hint in (int(to_write), 3, 1)]
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), address, *hints)
+
+    def intrinsic(self, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
+        """Call one of LLVM's own functions."""
+        declared = self.module.globals.get(name)
+        kind = ir.FunctionType(returns, [argument.type for argument in arguments])
+        return self.call(declared or ir.Function(self.module, kind, name), arguments)
+
+    def compiled(self, result: ir.Value) -> "CompiledFunction":
+        """The finished function, which returns `result`."""
+        self.ret(result)
+        return CompiledFunction(self.function)
+
+
+class CompiledFunction:
+    """A function in machine code. It runs without Python's lock, and returns an unsigned number."""
+
+    def __init__(self, function: ir.Function) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        module = llvm.parse_assembly(str(function.module))
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        )
+        # The loops are of vectors as they are: nothing is left to be made into some.
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_vectorization = tuning.slp_vectorization = False
+        passes = llvm.create_pass_builder(machine, tuning)
+        passes.getModulePassManager().run(module, passes)
+        self._engine = llvm.create_mcjit_compiler(module, machine)  # with which the code would go
+        self._engine.finalize_object()
+        arguments = [_IN_CTYPES[argument.type] for argument in function.args]
+        self._call = ctypes.CFUNCTYPE(ctypes.c_uint32, *arguments)(self._engine.get_function_address(function.name))
+
+    def __call__(self, *arguments: int) -> int:
+        """Run it on addresses and numbers."""
+        return self._call(*arguments)
