@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
@@ -21,7 +21,7 @@ from megarl.planning.amounts import read_bytes, say_bytes, say_count, say_second
 
 if TYPE_CHECKING:
     from megarl.rehearsal.job import RehearsedJob
-    from megarl.rehearsal.need import Need
+    from megarl.rehearsal.need import Gpu, Need
 
 EXAMPLES = """examples:
   megarl rehearse --config-name grpo_deepseek_v3 --prediction-layers 0
@@ -30,6 +30,7 @@ EXAMPLES = """examples:
 """
 TAKES_OVERRIDES = True
 EXIT_DOES_NOT_FIT = 1
+_LAYERS = "--prediction-layers"
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _NOT_REHEARSED = (
     "Not rehearsed: kernels and their workspaces, speed, the optimizer's step, and tokens that go to some experts more"
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with config.json, or a name in configs/models (default: the recipe's model.path or model.name)",
     )
     parser.add_argument(
-        "--prediction-layers",
+        _LAYERS,
         type=int,
         metavar="N",
         help="layers for multi-token prediction, in the place of those of config.json",
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     gpu = Gpu(read_bytes(options.gpu_memory, "--gpu-memory"), read_bytes(options.keep_free, "--keep-free"))
+    _check_options(options, gpu)
     config, hf_config = _read(options)
     models = trained_models(config, hf_config)
     refusal, placement = "", None
@@ -91,6 +93,21 @@ def run(options: argparse.Namespace) -> int:
     if refusal:
         print(f"megarl: {refusal}", file=sys.stderr)
     return 0 if fits and not refusal else EXIT_DOES_NOT_FIT
+
+
+def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
+    if gpu.room <= 0:
+        raise UserError(
+            f"a GPU of --gpu-memory {options.gpu_memory} has nothing left when --keep-free {options.keep_free} is kept"
+            " free; raise the one or lower the other (80 is 80 bytes, 80GB a GPU)"
+        )
+    for option, count, least in (
+        ("--gpus-per-node", options.gpus_per_node, 1),
+        ("--nodes", options.nodes, 1),
+        (_LAYERS, options.prediction_layers, 0),
+    ):
+        if count is not None and count < least:
+            raise UserError(f"{option} {count} is too small; give at least {least}")
 
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -126,10 +143,11 @@ def _print(options: argparse.Namespace, job: "RehearsedJob", placed: str, replic
     else:
         _print_table(job.needs)
         print(f"{placed}\n{_say_engine(job)}\n{_say_refit(job, replicas)}")
+        print(_say_room(job.needs))
         print(f"{_NOT_REHEARSED}\nrehearsed in {say_seconds(seconds)}")
     worst = tightest(job.needs)
     if worst.free < 0:
-        print(f"megarl: {_too_large(worst, options)}", file=sys.stderr)
+        print(f"megarl: {_too_large(worst, {need.role for need in job.needs}, options)}", file=sys.stderr)
     return worst.free >= 0
 
 
@@ -141,12 +159,12 @@ def _engine_facts(job: "RehearsedJob") -> dict[str, Any]:
 def _say_engine(job: "RehearsedJob") -> str:
     """The room that an engine has for tokens.
 
-    Example: "an engine keeps 4,000,000 tokens, 434 of its longest sequences (9,216 tokens)"
+    Example: "an engine has room for 4,000,000 tokens: 434 sequences of 9,216, its longest"
     """
     engine = job.engine
     tokens = engine.tokens(job.cache_bytes)
-    longest = say_count(tokens // engine.longest_tokens, "longest sequence")
-    room = f"an engine keeps {tokens:,} tokens, {longest} ({engine.longest_tokens:,} tokens each)"
+    longest = say_count(tokens // engine.longest_tokens, "sequence")
+    room = f"an engine has room for {tokens:,} tokens: {longest} of {engine.longest_tokens:,}, its longest"
     return room if engine.traces else f"{room}; counted in closed form: {engine.why_not_direct}"
 
 
@@ -158,6 +176,20 @@ def _say_refit(job: "RehearsedJob", replicas: int) -> str:
         f"a refit moves {say_bytes(refit.sent)} from the trainer to {say_count(replicas, 'engine')} and"
         f" {say_bytes(refit.relayed)} from worker to worker; the busiest rank sends {say_bytes(refit.busiest)}"
     )
+
+
+def _say_room(needs: "Sequence[Need]") -> str:
+    """Whether all fits, and where least is left.
+
+    Example: "all phases fit; least is left in trainer, update (stages 1 to 6, 96 ranks): 5.27 GB"
+    """
+    from megarl.rehearsal.need import tightest
+
+    short = sum(need.free < 0 for need in needs)
+    if short:
+        return f"{short} of {say_count(len(needs), 'line')} above lack memory"
+    least = tightest(needs)
+    return f"all phases fit; least is left in {least.role}, {least.phase} ({least.who}): {say_bytes(least.free)}"
 
 
 def _print_table(needs: "Sequence[Need]") -> None:
@@ -172,10 +204,10 @@ def _print_table(needs: "Sequence[Need]") -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _too_large(need: "Need", options: argparse.Namespace) -> str:
+def _too_large(need: "Need", roles: Collection[str], options: argparse.Namespace) -> str:
     largest = max(need.parts, key=lambda name: need.parts[name])
     knobs = _ENGINE_KNOBS if need.role == "engine" else _KNOBS
-    advice = knobs.get(need.phase) or knobs.get(largest) or knobs["weights"]
+    advice = knobs.get(need.phase) or knobs.get(largest) or (_BESIDE if largest in roles else knobs["weights"])
     return (
         f"{need.role} ({need.who}) needs {say_bytes(need.total)} in its {need.phase}, {say_bytes(-need.free)} more than"
         f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it for {largest}:"
@@ -183,6 +215,10 @@ def _too_large(need: "Need", options: argparse.Namespace) -> str:
     )
 
 
+_BESIDE = (
+    "take models beside the policy out of the shared pool in cluster.pools, to GPUs of their own, or raise"
+    " megatron.tensor_model_parallel_size"
+)
 _SHARE = "the share of the GPU that rollout.engine_args gives an engine"
 _KNOBS = {
     "activations": (

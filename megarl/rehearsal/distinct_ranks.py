@@ -9,16 +9,20 @@ from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 
 @dataclass(frozen=True)
 class DistinctRank:
-    """Ranks that hold tensors of the same names and shapes, and the one that is built for all of them.
+    """Ranks that hold tensors of the same names and shapes, of which one is built for all.
 
-    Example: DistinctRank(rank=32, ranks=192, stages=(1, 2, 3, 4, 5, 6)) of eight pipeline stages of 32 ranks.
+    Example: DistinctRank(ranks=(2, 3, 4, 5), stages=(1, 2)) of four pipeline stages of two ranks.
     """
 
-    rank: int
-    ranks: int
-    """How many there are."""
+    ranks: tuple[int, ...]
+    """All of them, in order."""
     stages: tuple[int, ...]
     """Their pipeline stages."""
+
+    @property
+    def rank(self) -> int:
+        """The one that is built: the lowest."""
+        return self.ranks[0]
 
     @property
     def first_stage(self) -> int:
@@ -41,7 +45,7 @@ def distinct_ranks(layout: Layout, parallel: ParallelSizes) -> list[DistinctRank
         alike[frozenset(layout.local_shapes(ranks[0]).items())] += ranks
     return sorted(
         (
-            DistinctRank(min(ranks), len(ranks), tuple(sorted({parallel.coordinates(rank).pipeline for rank in ranks})))
+            DistinctRank(tuple(sorted(ranks)), tuple(sorted({parallel.coordinates(rank).pipeline for rank in ranks})))
             for ranks in alike.values()
         ),
         key=lambda each: each.rank,

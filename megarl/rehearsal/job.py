@@ -1,10 +1,10 @@
 """A job: the models that ranks train, the engines, the refit, and what every phase needs of a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import megatron_layout
@@ -13,11 +13,19 @@ from megarl.cluster.roles import ENGINE, POLICY
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
 from megarl.models.auxiliary import wanted_auxiliary
-from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
+from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need
 from megarl.rehearsal.own_process import call_apart
-from megarl.rehearsal.phases import beside_ranks, cache_bytes, engine_needs, model_needs, refit_needs
+from megarl.rehearsal.phases import (
+    RankPairs,
+    beside_ranks,
+    cache_bytes,
+    engine_needs,
+    model_needs,
+    most_beside,
+    refit_needs,
+)
 from megarl.rehearsal.refit import RehearsedRefit, rehearse_refit, topology_in
 from megarl.rollout.number_format import in_number_format
 from megarl.schema import MegarlConfig
@@ -25,14 +33,10 @@ from megarl.schema import MegarlConfig
 if TYPE_CHECKING:
     from megarl.cluster.placement import NodesByRole
     from megarl.rehearsal.activations import MicroBatchSize
-    from megarl.rehearsal.trainer_rank import RehearsedRank, TrainedModel
+    from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
 
 _VALUE_MODELS = ("critic", "reward_model")
 _TRAINED = ("critic", "implicit_reward_model")
-
-
-RankPairs: TypeAlias = "list[tuple[DistinctRank, RehearsedRank]]"
-"""Distinct ranks of a model, and what the rehearsal of each found."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,11 @@ def rehearse_job(
     topology = topology_in(placement, (POLICY, ENGINE), policy.options.parallel.world_size, workers, gpus_per_node)
     ranks = [distinct.rank for distinct, _ in found[POLICY]]
     refit = rehearse_refit(config, policy, architecture, engine, topology, ranks)
-    needs = _needs(config, models, found, engine, refit, gpu)
+    needs = job_needs(config, models, found, engine, refit, gpu)
     return RehearsedJob(needs, engine, refit, cache_bytes(engine, gpu))
 
 
-def _needs(
+def job_needs(
     config: MegarlConfig,
     models: "Sequence[TrainedModel]",
     found: Mapping[str, RankPairs],
@@ -84,18 +88,45 @@ def _needs(
     gpu: Gpu,
 ) -> list[Need]:
     """The needs in each phase, with what else is on the same GPUs."""
-    takes_turns = {POLICY, ENGINE} <= config.cluster.sharing()
+    sharing = config.cluster.sharing()
+    takes_turns = {POLICY, ENGINE} <= sharing
+    policy, ranks = models[0], found[POLICY]
     # A rank and engines that share a GPU for good.
     engines = round(1 / config.cluster.gpu_share) - 1
     whole = engines * (gpu.room_of(engine.share) + refit.of_worker)
-    beside = beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole)
+    of_policy = _by_part(ranks, beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole))
+    together = {name: pairs for name, pairs in found.items() if name in sharing}
     needs: list[Need] = []
     for trained in models:
-        others = beside if trained is models[0] else {}
-        needs += model_needs(trained, found[trained.name], gpu, others)
+        others = _others(trained.name, together, lambda state: state.total)
+        if trained is policy or trained.name in together:
+            others |= of_policy
+        own = found[trained.name]
+        needs += model_needs(trained, own, gpu, most_beside(own, others))
     of_ranks = max(refit.of_ranks.values()) if takes_turns else 0
     needs += engine_needs(engine, refit, gpu, buckets_of_ranks=of_ranks)
-    return [*needs, *refit_needs(models[0], found[POLICY], engine, refit, gpu, takes_turns=takes_turns)]
+    weights = most_beside(ranks, _others(POLICY, together, lambda state: state.weights))
+    return [*needs, *refit_needs(policy, ranks, engine, refit, gpu, weights, takes_turns=takes_turns)]
+
+
+def _others(
+    name: str, together: Mapping[str, RankPairs], size_of: "Callable[[StateBytes], int]"
+) -> dict[str, dict[int, int]]:
+    """Bytes of the other models on every GPU, by the rank there; none for a model that is not `together` with them."""
+    return {
+        other: {rank: size_of(each.state) for distinct, each in ranks for rank in distinct.ranks}
+        for other, ranks in together.items()
+        if other != name and name in together
+    }
+
+
+def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[str, dict[int, int]]:
+    """Things beside the ranks that were built, as those beside every rank: part -> rank -> bytes."""
+    parts = dict.fromkeys(part for each in beside.values() for part in each)
+    return {
+        part: {rank: beside[distinct.rank].get(part, 0) for distinct, _ in ranks for rank in distinct.ranks}
+        for part in parts
+    }
 
 
 def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[TrainedModel]":

@@ -1,12 +1,13 @@
 """Phases of a step on a GPU: who is there, with what of its memory, and who is asleep.
 
-Trainer and engines that share GPUs take turns (`megarl.cluster.turns`): in a rollout the trainer has nothing there but
-its buckets, in predictions and updates the engines nothing but theirs, in a refit both have their weights.
+Models and engines that share GPUs take turns (`megarl.cluster.turns`): in a rollout the policy has nothing there but
+its buckets, in predictions and updates the engines nothing but theirs, in a refit all have their weights. All models
+have their turn at once: while one computes, the others have their state beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from megarl.rehearsal.distinct_ranks import DistinctRank
 from megarl.rehearsal.engine import RehearsedEngine
@@ -16,6 +17,9 @@ from megarl.rehearsal.refit import RehearsedRefit
 if TYPE_CHECKING:
     from megarl.rehearsal.trainer_rank import RehearsedRank, TrainedModel
 
+RankPairs: TypeAlias = "Sequence[tuple[DistinctRank, RehearsedRank]]"
+"""Distinct ranks of a model, and what the rehearsal of each found."""
+
 _ENGINE = "engine"
 _BUCKETS = "buckets"
 _CACHE = "keys and values"
@@ -23,7 +27,7 @@ _CACHE = "keys and values"
 
 def model_needs(
     trained: "TrainedModel",
-    ranks: "Sequence[tuple[DistinctRank, RehearsedRank]]",
+    ranks: RankPairs,
     gpu: Gpu,
     beside: Mapping[int, Mapping[str, int]],
 ) -> Iterator[Need]:
@@ -46,7 +50,7 @@ def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, bu
 
     `buckets_of_ranks` is what the trainer has on the same GPU meanwhile.
     """
-    who = f"{engine.workers} worker{'s' if engine.workers > 1 else ''} each"
+    who = f"each of {engine.workers} workers" if engine.workers > 1 else "its worker"
     own = {"weights": engine.weights, "activations": engine.activations}
     share = gpu.room_of(engine.share)
     yield Need(_ENGINE, "longest response", who, {**own, _CACHE: engine.longest}, share)
@@ -57,18 +61,23 @@ def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, bu
 
 def refit_needs(
     trained: "TrainedModel",
-    ranks: "Sequence[tuple[DistinctRank, RehearsedRank]]",
+    ranks: RankPairs,
     engine: RehearsedEngine,
     refit: RehearsedRefit,
     gpu: Gpu,
+    beside: Mapping[int, Mapping[str, int]],
     *,
     takes_turns: bool,
 ) -> Iterator[Need]:
-    """Yield what a refit needs: ranks have given away all but their weights, or have their GPUs for themselves."""
+    """Yield what a refit needs: ranks have given away all but their weights, or have their GPUs for themselves.
+
+    `beside` is what other models have on the GPU of a rank.
+    """
     for distinct, found in ranks:
         own = refit.of_ranks[distinct.rank]
         if takes_turns:
-            weights = {"weights": found.state.weights, "engine": engine.weights, _BUCKETS: own + refit.of_worker}
+            weights = {"weights": found.state.weights, **beside.get(distinct.rank, {})}
+            weights |= {"engine": engine.weights, _BUCKETS: own + refit.of_worker}
             yield Need(f"{trained.name} + {_ENGINE}", "refit", say_who(distinct), weights, gpu.room)
         else:
             state = {name: size for name, size in asdict(found.state).items() if size}
@@ -84,6 +93,19 @@ def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int)
     }
 
 
+def most_beside(ranks: RankPairs, others: Mapping[str, Mapping[int, int]]) -> dict[int, dict[str, int]]:
+    """Bytes of others on the GPU of each rank that was built, by their names; the most of all that it was built for.
+
+    Ranks of the same number share a GPU.
+    """
+    return {
+        distinct.rank: {
+            name: most for name, each in others.items() if (most := max(each.get(rank, 0) for rank in distinct.ranks))
+        }
+        for distinct, _ in ranks
+    }
+
+
 def cache_bytes(engine: RehearsedEngine, gpu: Gpu) -> int:
     """Bytes that a worker's share leaves for keys and values."""
     return gpu.room_of(engine.share) - engine.weights - engine.activations
@@ -93,4 +115,4 @@ def say_who(each: DistinctRank) -> str:
     """The ranks that one was built for: `stages 1 to 6, 192 ranks`."""
     first, last = each.stages[0], each.stages[-1]
     stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-    return f"{stages}, {each.ranks} rank{'s' if each.ranks > 1 else ''}"
+    return f"{stages}, {len(each.ranks)} rank{'s' if len(each.ranks) > 1 else ''}"

@@ -1,6 +1,7 @@
 """The workers of a vLLM engine, built of vLLM's own modules without memory, one after the other in this process."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,9 @@ def rehearse_workers(
     given = {name: value for name, value in arguments.items() if name not in _OF_MACHINES}
     given |= VLLM.without_weights
     # Warnings of a rehearsal are about the CPU that it runs on.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM's first import warns before it has read that.
+    logging.getLogger("vllm").setLevel(level)
     prepare_environment(given)
     # Its import changes what is built, as in a worker's process.
     import megarl.rollout.vllm.worker  # noqa: F401

@@ -21,6 +21,22 @@ def sizes(architecture: Architecture) -> list[Box]:
     return [Box.whole(shape) for shape in architecture.hf_shapes.values()]
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--gpu-memory 80", "a GPU of --gpu-memory 80 has nothing left when --keep-free 4GB is kept free"),
+        ("--gpus-per-node 0", "--gpus-per-node 0 is too small; give at least 1"),
+        ("--nodes -3", "--nodes -3 is too small; give at least 1"),
+        ("--prediction-layers -1", "--prediction-layers -1 is too small; give at least 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_anything_is_built(
+    given: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", "--config-name", "quickstart", *given.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_job_that_does_not_fit_is_refused_with_the_knobs_that_help(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,16 +12,18 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.activations import ActivationBytes
 from megarl.rehearsal.distinct_ranks import DistinctRank
 from megarl.rehearsal.engine import RehearsedEngine
+from megarl.rehearsal.job import job_needs
 from megarl.rehearsal.need import Gpu, Need, tightest
 from megarl.rehearsal.phases import beside_ranks, cache_bytes, engine_needs, model_needs, refit_needs
 from megarl.rehearsal.refit import RehearsedRefit
 from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
+from megarl.schema import ClusterConfig, MegarlConfig, PoolConfig
 from megatron_ext.options import MegatronOptions
 
 GPU = Gpu(100, kept_free=10)
 TRAINED = TrainedModel("trainer", {}, MegatronOptions(ParallelSizes(2), torch.bfloat16))
 STATE = StateBytes(weights=10, gradients=20, optimizer=30)
-RANKS = [(DistinctRank(0, 2, (0,)), RehearsedRank(0, 5, STATE, predictions=3, activations=ActivationBytes(2, 8)))]
+RANKS = [(DistinctRank((0, 1), (0,)), RehearsedRank(0, 5, STATE, predictions=3, activations=ActivationBytes(2, 8)))]
 ENGINE = RehearsedEngine(
     workers=2,
     weights=25,
@@ -51,7 +53,7 @@ def test_on_gpus_of_their_own_each_has_all_of_its_memory_all_the_time() -> None:
     # All of the share but what is kept free, and the buckets.
     assert (cache_bytes(ENGINE, GPU), engine["rollout"].total, engine["rollout"].room) == (40, 77, 90)
     assert ENGINE.tokens(40) == 160
-    (refit,) = refit_needs(TRAINED, RANKS, ENGINE, REFIT, GPU, takes_turns=False)
+    (refit,) = refit_needs(TRAINED, RANKS, ENGINE, REFIT, GPU, {}, takes_turns=False)
     assert (refit.role, refit.total) == ("trainer", 66)
 
 
@@ -59,7 +61,7 @@ def test_colocated_those_whose_turn_it_is_not_have_buckets_alone() -> None:
     beside = beside_ranks(REFIT, takes_turns=True, whole_engine=0)
     assert by_phase(model_needs(TRAINED, RANKS, GPU, beside))["update"].parts["buckets"] == 6 + 7
     assert by_phase(engine_needs(ENGINE, REFIT, GPU, buckets_of_ranks=6))["rollout"].total == 77 + 6
-    (refit,) = refit_needs(TRAINED, RANKS, ENGINE, REFIT, GPU, takes_turns=True)
+    (refit,) = refit_needs(TRAINED, RANKS, ENGINE, REFIT, GPU, {}, takes_turns=True)
     assert (refit.role, refit.phase) == ("trainer + engine", "refit")
     assert refit.parts == {"weights": 10, "engine": 25, "buckets": 13}
 
@@ -68,6 +70,54 @@ def test_an_engine_that_never_sleeps_is_beside_its_rank() -> None:
     beside = beside_ranks(REFIT, takes_turns=False, whole_engine=30)
     update = by_phase(model_needs(TRAINED, RANKS, GPU, beside))["update"]
     assert (update.parts["engine"], update.free) == (30, -14)
+
+
+IN_STAGES = ParallelSizes(2, pipeline_model_parallel_size=2)
+CRITIC = TrainedModel("critic", {}, MegatronOptions(IN_STAGES, torch.bfloat16))
+CRITIC_RANKS = [
+    (DistinctRank((0,), (0,)), RehearsedRank(0, 5, StateBytes(weights=1), 1, ActivationBytes(1, 2))),
+    (DistinctRank((1,), (1,)), RehearsedRank(1, 5, StateBytes(weights=3, gradients=4), 1, ActivationBytes(1, 2))),
+]
+
+
+def needs_with_critic(roles: list[str]) -> dict[tuple[str, str, str], Need]:
+    """Needs of a job with a critic, of which each of the two ranks is another; `roles` are in a shared pool."""
+    pool = PoolConfig(roles, nodes=1, shared=True)
+    config = MegarlConfig(cluster=ClusterConfig(pools={"all": pool}))
+    found = {"trainer": RANKS, "critic": CRITIC_RANKS}
+    needs = job_needs(config, [TRAINED, CRITIC], found, ENGINE, REFIT, GPU)
+    return {(need.role, need.phase, need.who): need for need in needs}
+
+
+def test_models_that_take_turns_with_an_engine_are_all_there_in_their_turn() -> None:
+    needs = needs_with_critic(["trainer", "engine", "critic"])
+    both, second = "stage 0, 2 ranks", "stage 1, 1 rank"
+    # Beside one of the two ranks is the critic's larger part.
+    update = needs["trainer", "update", both]
+    assert update.parts == {
+        "weights": 10,
+        "gradients": 20,
+        "optimizer": 30,
+        "activations": 8,
+        "critic": 7,
+        "buckets": 13,
+    }
+    assert needs["critic", "update", second].parts == {
+        "weights": 3,
+        "gradients": 4,
+        "activations": 2,
+        "trainer": 60,
+        "buckets": 13,
+    }
+    assert needs["critic", "predictions", second].total == 7 + 1 + 60 + 13
+    refit = needs["trainer + engine", "refit", both]
+    assert refit.parts == {"weights": 10, "critic": 3, "engine": 25, "buckets": 13}
+
+
+def test_a_critic_on_gpus_of_its_own_is_beside_nobody() -> None:
+    needs = needs_with_critic(["trainer", "engine"])
+    assert needs["critic", "update", "stage 1, 1 rank"].parts == {"weights": 3, "gradients": 4, "activations": 2}
+    assert not any("critic" in need.parts for need in needs.values())
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
     layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
     sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
     assert distinct_ranks(megatron_layout(architecture, sizes, module_names="local"), sizes) == [
-        DistinctRank(0, 32, (0,)),
-        DistinctRank(32, 192, (1, 2, 3, 4, 5, 6)),
-        DistinctRank(224, 32, (7,)),
+        DistinctRank(tuple(range(32)), (0,)),
+        DistinctRank(tuple(range(32, 224)), (1, 2, 3, 4, 5, 6)),
+        DistinctRank(tuple(range(224, 256)), (7,)),
     ]
 
 
