@@ -117,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     _check_picture(options.plot)
     plan_recipe.complete(options)
+    if options.gpus is not None and options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus} leaves nobody to train; give at least 1")
     if options.search:
         return _search(options)
     with outcome.streaming(), outcome.file_errors_in_a_sentence():

@@ -1,5 +1,6 @@
 """From a recipe and overrides to one typed configuration, in which every key is known and of its type."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron_ext.arguments import check_options
 
 PRESETS = ("algorithm",)
 """Groups of the configuration that have a folder of ready-made choices."""
+_REPLACES_NOTHING = re.compile(r"No match in the defaults list\. To append to your default list use (\S+)")
+"""Hydra's words where a preset is to be replaced and the recipe has none."""
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:
@@ -127,7 +130,7 @@ def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
             yield [f"hydra.searchpath=[{search_path}]"] if others else []
     except MissingConfigException as error:
         if error.missing_cfg_file not in (config_name, f"{config_name}.yaml"):
-            raise UserError(f"recipe {config_name}: {error.args[0].splitlines()[0]}") from error
+            raise UserError(_no_file(config_name, error, folders)) from error
         names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
         hint = did_you_mean(config_name, names) or f"; there are {', '.join(names)}"
         raise UserError(f"there is no recipe {config_name}{hint}") from error
@@ -136,7 +139,20 @@ def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {config_name} cannot be composed: it is not text in UTF-8 ({error})") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"recipe {config_name} cannot be composed: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if replaced := _REPLACES_NOTHING.search(reason):
+            raise UserError(f"recipe {config_name} has no preset to replace: add one with {replaced[1]}") from error
+        raise UserError(f"recipe {config_name} cannot be composed: {reason}") from error
+
+
+def _no_file(config_name: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
+    """The sentence for a recipe that is there, and a file that it builds on that is not."""
+    group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    if group not in PRESETS:
+        return f"recipe {config_name}: {error.args[0].splitlines()[0]}"
+    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+    return f"recipe {config_name}: there is no preset {group}={name}{hint}"
 
 
 def _quotes(text: str) -> str:

@@ -95,8 +95,9 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
     attention is data-parallel: each group of `tensor` ranks has all of it. Raises UserError where the ranks of experts
     are not such groups.
     """
-    if tensor < 1 or (expert is not None and expert < 1):
-        raise UserError(f"an engine of --engine-tp {tensor} --engine-ep {expert} has no ranks; give at least 1")
+    for option, size in (("--engine-tp", tensor), ("--engine-ep", expert)):
+        if size is not None and size < 1:
+            raise UserError(f"an engine of {option} {size} has no ranks; give at least 1")
     if expert is None:
         return ParallelSizes(world_size=tensor, tensor_model_parallel_size=tensor)
     if expert % tensor:

@@ -150,6 +150,19 @@ def test_wrong_recipes_are_named(recipes: str, name: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "override", "says"),
+    [
+        ("quickstart", "+algorithm=gsp", "there is no preset algorithm=gsp; did you mean gspo?"),
+        ("quickstart_ppo", "algorithm=zzz", "there is no preset algorithm=zzz; there are .*gspo"),
+        ("quickstart", "algorithm=gspo", r"has no preset to replace: add one with \+algorithm=gspo"),
+    ],
+)
+def test_a_wrong_preset_is_named(recipe: str, override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        compose(recipe, [*GIVEN, override])
+
+
 def test_a_folder_of_recipes_that_is_not_there() -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
         compose("quickstart", GIVEN, "nowhere")

@@ -74,7 +74,11 @@ def test_an_engine_is_cut_like_vllm_cuts_it(tensor: int, expert: int | None, exp
 
 @pytest.mark.parametrize(
     ("tensor", "expert", "says"),
-    [(0, None, "has no ranks"), (1, 0, "has no ranks"), (8, 12, "--engine-ep 12 is no multiple of --engine-tp 8")],
+    [
+        (0, None, "of --engine-tp 0 has no"),
+        (1, 0, "of --engine-ep 0 has no"),
+        (8, 12, "--engine-ep 12 is no multiple of --engine-tp 8"),
+    ],
 )
 def test_an_engine_that_cannot_be_is_refused(tensor: int, expert: int | None, says: str) -> None:
     with pytest.raises(UserError, match=says):
