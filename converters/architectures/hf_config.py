@@ -73,7 +73,8 @@ class HuggingFaceConfig:
 
     def error(self, what: str) -> UserError:
         """The error that config.json `what`."""
-        return UserError(f"config.json (model_type {self.fields.get('model_type')}) {what}")
+        model_type = self.fields.get("model_type")
+        return UserError(f"config.json{f' (model_type {model_type})' if model_type else ''} {what}")
 
     def require(self, name: str, supported: tuple[Any, ...], default: Any) -> None:
         """Refuse a field whose value Megatron has no equivalent for; `default` is what a missing one means."""

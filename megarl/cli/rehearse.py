@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import UserError
 from megarl.cli import outcome, recipe
 from megarl.planning.amounts import read_bytes, say_bytes, say_count, say_seconds
+from megarl.process.phase import phase
 
 if TYPE_CHECKING:
     from megarl.rehearsal.job import RehearsedJob
@@ -88,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
     except UserError as error:
         # The needs of every rank are of interest all the same.
         refusal = placed = f"not placed: {error}"
-    job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
+    with phase("rehearsing ranks and an engine"):
+        job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
     fits = _print(options, job, placed, config.rollout.replicas, time.perf_counter() - start)
     if refusal:
         print(f"megarl: {refusal}", file=sys.stderr)

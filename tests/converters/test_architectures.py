@@ -206,7 +206,7 @@ def test_an_architecture_goes_to_other_processes(name, config):
     ("name", "fields", "message"),
     [
         ("qwen3", {"model_type": "bloom"}, "'bloom', which is not supported: .*llama, mixtral, .* are"),
-        ("qwen3", {"model_type": None}, "has no field model_type"),
+        ("qwen3", {"model_type": None}, "config.json has no field model_type"),
         ("qwen3", {"hidden_size": None}, "has no field hidden_size"),
         (
             "qwen3",
