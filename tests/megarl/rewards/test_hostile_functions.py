@@ -149,7 +149,7 @@ def test_a_file_that_never_ends_is_given_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "raised", ["SystemExit(0)", "KeyboardInterrupt", "RuntimeError('no')", "asyncio.CancelledError"]
+    "raised", ["SystemExit(0)", "KeyboardInterrupt", "RuntimeError('no')", "asyncio.CancelledError", "TimeoutError"]
 )
 def test_what_an_async_function_raises_fails_its_sample_alone(score, raised):
     assert score(f"if i == 2: raise {raised}", "async def") == [1.0, None, 3.0, 4.0, 5.0]
