@@ -14,6 +14,9 @@ BITS_8, BITS_16, BITS_32, BITS_64 = (ir.IntType(width) for width in (8, 16, 32, 
 FLOAT32 = ir.FloatType()
 POINTER = ir.PointerType()
 _IN_CTYPES = {POINTER: ctypes.c_void_p, BITS_64: ctypes.c_int64}
+# llvmlite takes any attribute of its library, its __dict__ too, for a function of LLVM. Whoever looks through the
+# objects of all modules, as vLLM does when an engine starts on a CPU, would fail on that one.
+llvm.ffi.lib._fntab["__dict__"] = {}
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:

@@ -1,5 +1,7 @@
 """Block FP8 in machine code and in torch: the same bits, whatever lies in memory and however it is cut."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -89,6 +91,13 @@ def test_a_weight_without_a_code_is_found_in_a_vector_and_beside_one(dtype, valu
     weight[199, column] = value
     codes, scales = torch.empty(200, 141, dtype=FP8), torch.empty(2, 2)
     assert not compiled_quantise.quantise(weight, codes, scales, power_of_two=False)
+
+
+def test_whoever_looks_through_all_modules_can_look_through_its_own():
+    modules = [vars(module) for name, module in sys.modules.items() if name.startswith("llvmlite")]
+    values = [value for module in modules for value in module.values() if hasattr(value, "__dict__")]
+    assert len(values) > 100
+    assert not any(vars(value).get("kernel") for value in values)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
