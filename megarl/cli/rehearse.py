@@ -114,6 +114,7 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the policy's config.json. Raises UserError where one of them cannot be read."""
+    from megarl.config.validate import check_single_values
     from megarl.rehearsal.job import model_config
 
     given = [word.partition("=")[0] for word in options.overrides]
@@ -121,6 +122,7 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     stand_ins = {"output_dir": "rehearsal", **({"model.path": model} if model else {})}
     overrides = [recipe.override(key, value) for key, value in stand_ins.items() if key not in given]
     config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*overrides, *options.overrides]}))
+    check_single_values(config)
     hf_config = model_config(model or config.model.path)
     if options.prediction_layers is not None:
         hf_config[_PREDICTION_LAYERS] = options.prediction_layers

@@ -122,12 +122,14 @@ class Command:
 
 def validate(config: MegarlConfig, command: str) -> None:
     """Raise UserError for the first value with which `megarl COMMAND` could not work."""
-    _check_values(config)
+    check_single_values(config)
+    _check_job(config)
     for check in COMMANDS[command].checks:
         check(config)
 
 
-def _check_values(config: MegarlConfig) -> None:
+def check_single_values(config: MegarlConfig) -> None:
+    """Raise UserError for the first value that is wrong by itself, whatever the others and the machine are."""
     _check_finite("", asdict(config))
     for key, names in _CHOICES.items():
         _check_choice(key, _value(config, key), names)
@@ -144,6 +146,9 @@ def _check_values(config: MegarlConfig) -> None:
             raise UserError(f"{key}={_value(config, key)} is too large: it must be at most {maximum}")
     if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
         raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
+
+
+def _check_job(config: MegarlConfig) -> None:
     processes = config.cluster.trainer_ranks + config.rollout.replicas
     if config.cluster.address is None and processes > _MOST_PROCESSES_HERE:
         raise UserError(

@@ -154,7 +154,7 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
     [
         (["--model", "gpt5"], "--model gpt5 is no config.json, no folder with one and none of deepseek_v3"),
         (["--tp", "3"], "16 ranks cannot be divided by tensor_model_parallel_size"),
-        (["--gpus", "0"], "world_size is 0; it must be at least 1"),
+        (["--gpus", "0"], "--gpus 0 leaves nobody to train; give at least 1"),
         (["--ep", "16", "--pp", "1"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
         (["--engine-tp", "3"], "for the engines, the model's num_attention_heads = 4 cannot be divided by"),
         (["--engine-tp", "2", "--engine-ep", "3"], "--engine-ep 3 is no multiple of --engine-tp 2"),

@@ -27,13 +27,15 @@ def sizes(architecture: Architecture) -> list[Box]:
         ("--gpu-memory 80", "a GPU of --gpu-memory 80 has nothing left when --keep-free 4GB is kept free"),
         ("--gpus-per-node 0", "--gpus-per-node 0 is too small; give at least 1"),
         ("--nodes -3", "--nodes -3 is too small; give at least 1"),
+        ("rollout.weights=fp9", "rollout.weights=fp9 is none of as_trained, fp8_block"),
+        ("rollout.replicas=0", "rollout.replicas=0 is too small"),
         ("--prediction-layers -1", "--prediction-layers -1 is too small; give at least 0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_before_anything_is_built(
+def test_values_that_cannot_be_are_refused_before_anything_is_built(
     given: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["rehearse", "--config-name", "quickstart", *given.split()]) == 2
+    assert main(["rehearse", "--config-name", "grpo_qwen3_moe", *given.split()]) == 2
     assert says in capsys.readouterr().err
 
 
