@@ -27,7 +27,8 @@ from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler
 from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer
-from megarl.rewards import Scorer
+from megarl.rewards import Scorer, reward_arguments
+from megarl.rewards.scorer import Samples
 from megarl.rollout.kind import EngineKind, EngineSizes
 from megarl.rollout.schedule import Schedule
 from megarl.run.rollouts import Rollouts, Served
@@ -36,6 +37,8 @@ from megarl.tracking.clock import Clock
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES, SAMPLES = 4, 8
+AT_ONCE = 16
+"""Groups that are scored together."""
 REWARD = Path(__file__).with_name("length_reward.py")
 SCRIPTED = EngineKind(
     title="scripted",
@@ -139,6 +142,23 @@ def checkpoint(groups: int, median_tokens: float) -> str:
     return f"| {groups} | {groups} | {saved} | {min(seconds):.2f} | {max(seconds):.2f} |"
 
 
+def scoring(groups: int) -> str:
+    """Score so many groups, and nothing beside: CPU time of a group, the best of five rounds."""
+    samples: Samples = {number: reward_arguments("any", "7" * 100, "1", {}, 100) for number in range(SAMPLES)}
+    rounds = []
+    with Scorer(RewardConfig(function=f"{REWARD}:score")) as scorer:
+        for _ in range(5):
+            cpu = time.process_time()
+            for _ in range(groups // AT_ONCE):
+                pending = [scorer.begin() for _ in range(AT_ONCE)]
+                for each in pending:
+                    each.add(samples)
+                for each in pending:
+                    each.finish()
+            rounds.append((time.process_time() - cpu) / groups * 1e3)
+    return f"| {groups} | {min(rounds):.2f} |"
+
+
 def begun_tokens(rollouts: Rollouts) -> list[int]:
     """How many tokens there are of each response that is not finished."""
     partials = rollouts._unfinished.partials().values()
@@ -158,6 +178,8 @@ def main() -> None:
     print("| in flight | groups | median tokens | groups/s | CPU ms a group | CPU ms a trajectory | MB: first, ... |")
     print("|---:|---:|---:|---:|---:|---:|---|", flush=True)
     print(events(arguments.in_flight, arguments.groups, arguments.median_tokens, arguments.pace_ms / 1e3), flush=True)
+    print("\n| groups scored alone | CPU ms a group, best of 5 |\n|---:|---:|", flush=True)
+    print(scoring(400), flush=True)
     print("\n| groups finished | in flight | million tokens, finished | in flight | MB | s, best | s, worst |")
     print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     print(checkpoint(arguments.saved, arguments.median_tokens), flush=True)
