@@ -259,5 +259,5 @@ def test_the_large_recipes_correct_for_the_engine_and_set_nothing_that_cannot_ac
 
 def test_a_preset_is_chosen_in_the_place_of_the_recipes() -> None:
     assert compose("quickstart_dapo", ["model.path=x", "algorithm=gspo"]).algorithm.policy_loss == "gspo"
-    with pytest.raises(UserError, match=r"use \+algorithm=gspo"):
+    with pytest.raises(UserError, match=r"add one with \+algorithm=gspo"):
         compose("quickstart", ["model.path=x", "algorithm=gspo"])
