@@ -10,7 +10,7 @@ from megatron_ext.dataclass_fields import FieldType, read_fields
 from megatron_ext.supported_options import Refusal, refuse
 
 if TYPE_CHECKING:
-    from converters.architectures import Architecture
+    from converters.architectures import Architecture, Lora
     from converters.number_formats import NumberFormat
 
 Arguments = Mapping[str, Any]
@@ -98,6 +98,9 @@ class EngineKind:
     """Share of a GPU that an engine with these arguments takes."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}
     """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
+    adapter_slot: "Callable[[Arguments, str, Lora, Sequence[str]], Arguments] | None" = None
+    """Arguments with which an engine of a model of this type takes an adapter of these modules beside its weights; None
+    where no engine of this kind can. UserError for arguments, a model or an adapter that do not go with it."""
     without_weights: Arguments
     """With these arguments an engine starts without reading weights."""
     able_to_sleep: Arguments = field(default_factory=dict)

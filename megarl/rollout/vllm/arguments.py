@@ -13,7 +13,7 @@ import ray
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
-from megarl.rollout.vllm.kind import GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
+from megarl.rollout.vllm.kind import ADAPTER_SLOT, GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
@@ -83,12 +83,13 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     from vllm.exceptions import VLLMValidationError
     from vllm.usage.usage_lib import UsageContext
 
-    from megarl.rollout.vllm.weight_transfer import BACKEND
+    from megarl.rollout.vllm import adapter_slot, weight_transfer
 
     if device.backend() == "gloo":
         given = cpu_routed_experts.without_argument(cpu.without_sleep_mode(given))
         cpu_fp8.take_float32_activations()
-    required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": BACKEND}}
+    backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
+    required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
     VLLM.check(_own_left_out(given))
     _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
@@ -116,7 +117,8 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
 def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` without what megarl gives itself, and nobody may."""
     overrides = {name: value for name, value in (given.get("hf_overrides") or {}).items() if name != QUANTISATION}
-    return {**{name: value for name, value in given.items() if name not in PART_ARGUMENTS}, "hf_overrides": overrides}
+    own = (*PART_ARGUMENTS, ADAPTER_SLOT)
+    return {**{name: value for name, value in given.items() if name not in own}, "hf_overrides": overrides}
 
 
 def _check_free(given: Mapping[str, Any], required: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from megarl.rollout.vllm.arguments import make_engine_config, prepare_environmen
 from megarl.rollout.vllm.core import Core, InProcessCore
 from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
+from megarl.rollout.vllm.kind import ADAPTER_SLOT
 from megarl.rollout.vllm.sequences import SequencesInFlight
 from megarl.rollout.worker_memory import require
 from megatron_ext import device
@@ -54,8 +55,10 @@ class VllmEngine(OwnedEngine):
         else:
             is_recorded = returned is not None and device.backend() == "gloo"
             self._core = RecordingCore(config) if is_recorded else InProcessCore(config)
-        self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len, returned)
-        self._version = -1 if config.load_config.load_format == "dummy" else 0
+        has_slot = bool(self._engine_args.get(ADAPTER_SLOT))
+        self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len, returned, adapted=has_slot)
+        # An empty slot is no version of the weights either.
+        self._version = -1 if has_slot or config.load_config.load_format == "dummy" else 0
 
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
@@ -163,7 +166,7 @@ class VllmEngine(OwnedEngine):
         self._receivers(WeightReceiver.receive, version)
 
     def _finish_loading(self) -> None:
-        self._workers("finish_weight_update")
+        self._workers("complete_weight_update")
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         return self._running().call_workers(method, *arguments)

@@ -1,7 +1,7 @@
 """vLLM as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
@@ -9,7 +9,7 @@ from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:
-    from converters.architectures import Architecture
+    from converters.architectures import Architecture, Lora
     from converters.number_formats import NumberFormat
 
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
@@ -20,6 +20,11 @@ _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of whic
 
 FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
 """Values of `kv_cache_dtype` with which keys and values are e4m3, with scales of 1."""
+
+ADAPTER_SLOT = "enable_lora"
+"""Argument that megarl gives to an engine that gets the adapter alone."""
+LORA_ALPHA = "megarl_lora_alpha"
+"""Field of vLLM's `additional_config` with the alpha of the adapter that comes."""
 
 _REFUSED: Mapping[str, Refusal] = {
     "spec_method": Refusal(_DRAFT),
@@ -50,7 +55,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_elastic_ep": Refusal(_MOVED),
     "logits_processors": Refusal(_OTHER_DISTRIBUTION),
     "watermark_config": Refusal(_OTHER_DISTRIBUTION),
-    "enable_lora": Refusal("an adapter that is trained is merged into the weights that engines get"),
+    ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "trust_remote_code": Refusal(
         "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
         " architectures that vLLM has by itself"
@@ -155,6 +160,45 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
     return {**arguments, "hf_overrides": {**(arguments.get("hf_overrides") or {}), **overrides}}
 
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of a slot that vLLM has."""
+_ADAPTED_MODELS = ("llama", "qwen2", "qwen3")
+"""Families of which engines with an adapter in their slot were compared with transformers."""
+_BESIDE_A_SLOT: Mapping[str, Sequence[str | int | None]] = {
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
+    "quantization": (None,),
+    "load_format": (None, "auto", "safetensors"),
+}
+"""Argument -> values of it with which engines with an adapter in their slot were compared."""
+
+
+def _adapter_slot(arguments: Arguments, model_type: str, lora: "Lora", modules: Sequence[str]) -> Arguments:
+    alone = "lora.merge=false, where the adapter goes into a LoRA slot of vLLM,"
+    if model_type not in _ADAPTED_MODELS:
+        raise UserError(
+            f"{alone} has been compared for {', '.join(_ADAPTED_MODELS)}, and this is a {model_type} model: set"
+            " lora.merge=true"
+        )
+    if lora.rank > _LORA_RANKS[-1]:
+        raise UserError(
+            f"{alone} takes a rank of at most {_LORA_RANKS[-1]}, and it is {lora.rank}: set lora.merge=true"
+        )
+    for name, allowed in _BESIDE_A_SLOT.items():
+        if (value := arguments.get(name)) not in allowed:
+            raise UserError(
+                f"{alone} is for engines of tensor-parallel workers that read model.path as it is, and"
+                f" rollout.engine_args.{name}={value}: leave it out, or set lora.merge=true"
+            )
+    return {
+        **arguments,
+        ADAPTER_SLOT: True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": list(modules),
+        "additional_config": {**(arguments.get("additional_config") or {}), LORA_ALPHA: lora.alpha},
+    }
+
+
 def _part(number: int, first: tuple[str, int]) -> Arguments:
     return dict(zip(PART_ARGUMENTS, (number, *first), strict=True))
 
@@ -180,6 +224,7 @@ VLLM = EngineKind(
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
     memory_share=_share,
     gpu_share=lambda share: {"gpu_memory_utilization": share},
+    adapter_slot=_adapter_slot,
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},

@@ -37,11 +37,14 @@ class _SequenceInFlight(SampleInFlight):
 class SequencesInFlight:
     """All sequences that the core holds, by its request id; a prompt and a response have at most `max_tokens`.
 
-    With `returned` the core returns the experts of tokens, and turns have them.
+    With `returned` the core returns the experts of tokens, and turns have them. With `adapted` all are computed with
+    the adapter in the core's slot.
     """
 
-    def __init__(self, core: Core, max_tokens: int, returned: ReturnedExperts | None = None) -> None:
-        self._core, self._returned = core, returned
+    def __init__(
+        self, core: Core, max_tokens: int, returned: ReturnedExperts | None = None, *, adapted: bool = False
+    ) -> None:
+        self._core, self._returned, self._adapted = core, returned, adapted
         self._tasks = core.supported_tasks()
         self._max_tokens = max_tokens
         self._ids = itertools.count()
@@ -141,6 +144,8 @@ class SequencesInFlight:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
 
+        from megarl.rollout.vllm.adapter_slot import lora_request
+
         prompt, sampling = request.prompt_token_ids, request.sampling
         if len(prompt) + sampling.max_tokens > self._max_tokens:
             raise UserError(
@@ -153,6 +158,7 @@ class SequencesInFlight:
                 tokens_input(request.prompt_of(sample)),
                 _sampling_params(sampling),
                 supported_tasks=self._tasks,
+                lora_request=lora_request() if self._adapted else None,
                 priority=request.priority,
             )
         except (ValueError, VLLMValidationError) as error:

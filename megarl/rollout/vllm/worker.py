@@ -17,6 +17,7 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import (
+    adapter_slot,
     cpu,
     cpu_fp8,
     cpu_kv_cache,
@@ -29,9 +30,11 @@ from megarl.rollout.vllm import (
     weight_transfer,
 )
 from megarl.rollout.vllm.draft import WithDraft
+from megarl.rollout.vllm.kind import LORA_ALPHA
 from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
+adapter_slot.register()
 processes.listen_where_asked()
 routers.keep_logits_in_float32()
 quantised_load.quantise_what_is_read()
@@ -76,6 +79,14 @@ class WorkerExtension:
         if draft is None:
             return model
         return WithDraft(model, draft, self.model_config.hf_text_config.num_hidden_layers)  # type: ignore[attr-defined]
+
+    def complete_weight_update(self) -> None:
+        """End an update of which all has come."""
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if isinstance(transfer, adapter_slot.AdapterTransfer):
+            alpha = self.vllm_config.additional_config[LORA_ALPHA]  # type: ignore[attr-defined]
+            transfer.fill_slot(self.get_model(), alpha)  # type: ignore[attr-defined]
 
     def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""

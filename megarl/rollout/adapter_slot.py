@@ -1,0 +1,30 @@
+"""The arguments of an engine that takes the adapter that is trained alone, beside weights that stay."""
+
+from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.architectures.lora import target_names
+from converters.errors import UserError
+from converters.number_formats import AS_TRAINED
+from megarl.rollout import ENGINES, engine_kind
+from megarl.rollout.kind import Arguments
+from megarl.schema import RolloutConfig
+
+
+def with_adapter_slot(rollout: RolloutConfig, architecture: Architecture, lora: Lora) -> Arguments:
+    """The engine's arguments, with which it has a slot for the adapter `lora` of a model.
+
+    Raises UserError for engines that have none, and for a model, an adapter or arguments that do not go with it.
+    """
+    kind = engine_kind(rollout.engine)
+    if kind.adapter_slot is None:
+        able = ", ".join(name for name, each in ENGINES.items() if each.adapter_slot is not None)
+        raise UserError(
+            f"lora.merge=false is not for rollout.engine={rollout.engine}, into which no refit puts an adapter alone:"
+            f" leave it out, or take one of {able}"
+        )
+    if rollout.weights != AS_TRAINED:
+        raise UserError(
+            f"lora.merge=false puts an adapter beside weights as they are trained, and rollout.weights="
+            f"{rollout.weights} holds others: leave one of the two out"
+        )
+    modules = target_names(adapter_architecture(architecture, lora))
+    return kind.adapter_slot(rollout.engine_args, architecture.model_type, lora, modules)

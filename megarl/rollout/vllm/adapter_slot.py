@@ -1,0 +1,62 @@
+"""The adapter that is trained, alone in the one LoRA slot of a vLLM engine; the weights stay as they were loaded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from megarl.resharding.loader.buckets import loadable
+from megarl.rollout.vllm.weight_transfer import BucketWritten, SharedMemoryTransfer
+
+BACKEND = "shm_adapter"
+_NAME, _NUMBER = "trained", 1
+
+
+class AdapterTransfer(SharedMemoryTransfer):
+    """One worker's receiver of an adapter in PEFT's names: buckets are kept until `fill_slot`."""
+
+    def start_weight_update(self) -> None:
+        """Forget what came of an update that did not end."""
+        self._tensors: dict[str, Tensor] = {}
+
+    def receive_weights(self, update_info: BucketWritten) -> None:
+        """Keep the tensors of one bucket."""
+        bucket = update_info.bucket
+        self._tensors |= loadable(bucket, self._memories[bucket.segment])
+
+    def finish_weight_update(self) -> None:
+        """Leave the slot alone: vLLM empties it right behind."""
+
+    def fill_slot(self, model: Any, alpha: float) -> None:
+        """Put the adapter that came into the empty slot of `model`; vLLM takes this worker's part of each matrix.
+
+        Raises RuntimeError for a matrix that the engine has no place for, which would be left out without a word.
+        """
+        manager, tensors, self._tensors = model.lora_manager, self._tensors, {}
+        rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
+        adapter = LoRAModel.from_lora_tensors(
+            _NUMBER,
+            tensors,
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+        )
+        with torch.no_grad():
+            manager.add_adapter(adapter)
+            manager.activate_adapter(_NUMBER)
+        if unplaced := sorted(adapter.loras.keys() - manager.modules.keys()):
+            raise RuntimeError(f"the engine has no place for the adapter of {unplaced[0]}, one of {len(unplaced)}")
+
+
+def lora_request() -> LoRARequest:
+    """Part of a request that is computed with the slot's adapter. It has no folder: refits alone fill the slot."""
+    return LoRARequest(_NAME, _NUMBER, lora_path="(filled by refits)")
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    WeightTransferEngineFactory.register_engine(BACKEND, AdapterTransfer)

@@ -1,0 +1,55 @@
+"""Adapters of a model for tests of engines: folders as PEFT writes them, and PEFT itself as the reference."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from converters.architectures import Lora, adapter_architecture, read_architecture
+from converters.formats.peft import create_adapter, finish_adapter
+from converters.formats.safetensors import CONFIG, open_for_writing, partial_folder, read_json
+
+
+def write_adapter(model: Path, folder: Path, lora: Lora, seed: int) -> dict[str, Tensor]:
+    """Write an adapter of which A and B are both random, so that it changes what is sampled."""
+    adapter, partial = adapter_architecture(read_architecture(read_json(model / CONFIG)), lora), partial_folder(folder)
+    create_adapter(partial, adapter.hf_shapes, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    views = open_for_writing(partial)
+    for view in views.values():
+        view.copy_(0.1 * torch.randn(view.shape, generator=generator))
+    tensors = {name: view.clone() for name, view in views.items()}
+    finish_adapter(partial, folder, adapter, lora)
+    return tensors
+
+
+class Adapted:
+    """A model and two adapters of it: their tensors, and the model with each in PEFT."""
+
+    def __init__(self, model: Path, folder: Path, lora: Lora) -> None:
+        # Of no other test that is collected beside: it takes seconds.
+        from peft import PeftModel
+
+        self.model, self.lora = model, lora
+        folders = [folder / str(seed) for seed in range(2)]
+        self.tensors: list[Mapping[str, Tensor]] = [
+            write_adapter(model, each, lora, seed) for seed, each in enumerate(folders)
+        ]
+        self._in_peft = [
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), each).eval()
+            for each in folders
+        ]
+
+    @torch.no_grad()
+    def log_probs(self, adapter: int, token_ids: list[int]) -> Tensor:
+        """PEFT's log_softmax of the logits of all tokens of a sequence: [tokens, vocabulary]."""
+        return self._in_peft[adapter](torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+    def greedy(self, adapter: int, prompt: list[int], tokens: int) -> list[int]:
+        """PEFT's greedy answer, end tokens or not."""
+        found = list(prompt)
+        for _ in range(tokens):
+            found.append(int(self.log_probs(adapter, found)[-1].argmax()))
+        return found[len(prompt) :]
