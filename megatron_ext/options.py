@@ -30,6 +30,8 @@ class AdapterOptions:
     """Seed of the values that a new adapter begins with."""
     path: Path | None = None
     """PEFT folder of the adapter to begin with."""
+    merge: bool = True
+    """Whether refits send the adapted weights; false sends A and B alone."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,10 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]
     config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*stand_ins, *options.overrides]}))
     check_single_values(config)
+    if not config.lora.merge:
+        raise UserError(
+            "megarl plan counts refits of whole weights, and lora.merge=false has none: set lora.merge=true"
+        )
     sizes = {option: config.megatron[key] for option, key in _TRAINER.items() if config.megatron.get(key) is not None}
     return {
         **sizes,

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import ray
 import torch
 
+from converters.architectures import Lora, read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
@@ -33,6 +34,7 @@ from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
+from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.kind import Arguments
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMode, Request
@@ -276,6 +278,8 @@ class EngineGroup(Engines):
         shared = SharedByEngines(beginning, Router(handles, beginning), number_format(config.weights))
         super().__init__(handles, shared)
         self._start: tuple[Path, Arguments]
+        self._reads_again = False
+        """Whether engines that are started anew read the weights, because refits bring an adapter alone."""
         self._step_began_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -297,14 +301,17 @@ class EngineGroup(Engines):
         """The machine of every process of the engines. Raises UserError if they are not up in time."""
         return self.processes.nodes()
 
-    def begin_start(self, model_path: Path, *, load_weights: bool) -> list[Call[None]]:
+    def begin_start(self, model_path: Path, *, load_weights: bool, adapter: Lora | None = None) -> list[Call[None]]:
         """Begin to start all engines; they are up when `wait_started` returns.
 
-        Without `load_weights` their first weights come by a refit. Raises UserError for a model that does not fit the
-        number format of the engines.
+        Without `load_weights` their first weights come by a refit. With an `adapter` refits bring this alone.
+        Raises UserError for a model that does not fit the number format of the engines, or the slot of an adapter.
         """
         arguments: Arguments = self._config.engine_args
-        if self.number_format is not None:
+        self._reads_again = adapter is not None
+        if adapter is not None:
+            arguments = with_adapter_slot(self._config, read_architecture(read_json(model_path / CONFIG)), adapter)
+        elif self.number_format is not None:
             arguments = in_number_format(self._config, read_json(model_path / CONFIG))
         self._start = model_path, arguments if load_weights else {**arguments, **self._kind.without_weights}
         # First of all there has to be room for them.
@@ -330,9 +337,10 @@ class EngineGroup(Engines):
             handle.started(version, worker_parts)
 
     def bring_back_with(self, give_weights: Callable[[], object]) -> None:
-        """Let engines that were started anew have their weights from `give_weights`, not from the model's folder."""
+        """Let engines that were started anew have from `give_weights` all that refits bring, not from the folder."""
         model_path, arguments = self._start
-        self._start = model_path, {**arguments, **self._kind.without_weights}
+        if not self._reads_again:
+            self._start = model_path, {**arguments, **self._kind.without_weights}
         self._restarts.give_weights = give_weights
 
     def end_step(self) -> dict[str, float]:

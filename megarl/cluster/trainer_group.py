@@ -13,7 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
-from converters.architectures import Head, read_architecture
+from converters.architectures import Head, Lora, read_architecture
 from converters.cost.compute import ForwardFlops, forward_flops
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import ModuleNames, ParallelSizes
@@ -173,6 +173,12 @@ class TrainerGroup(WorkerGroup):
     def parallel(self) -> ParallelSizes:
         """How the model is cut over the ranks."""
         return self._parallel
+
+    @property
+    def adapter_alone(self) -> Lora | None:
+        """The adapter that is trained, if refits send it without the weights."""
+        adapter = self._options.adapter
+        return adapter.lora if adapter is not None and not adapter.merge else None
 
     @property
     def module_names(self) -> ModuleNames:

@@ -14,7 +14,7 @@ from megatron_ext import device
 
 device.install()  # before anything of Megatron is imported
 
-from converters.architectures import Head, read_architecture  # noqa: E402
+from converters.architectures import Head, adapter_architecture, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from converters.number_formats import NumberFormat  # noqa: E402
@@ -79,9 +79,10 @@ class TrainerWorker:
             self.model.keep_reference()
         self.model.prepare_training(total_steps)
         self.saving = checkpoint.Saving(self.model)
-        self.weights = WeightSource(
-            self.model.architecture, options.parallel, self.rank, self.model.local_tensors(), module_names()
-        )
+        adapter, sent = options.adapter, self.model.architecture
+        if adapter is not None and not adapter.merge:
+            sent = adapter_architecture(sent, adapter.lora)
+        self.weights = WeightSource(sent, options.parallel, self.rank, self.model.local_tensors(), module_names())
 
     def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
         """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""

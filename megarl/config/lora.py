@@ -17,7 +17,8 @@ def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
     if config.path is None:
         if not config.rank:
             return None
-        return AdapterOptions(Lora(config.rank, config.alpha, tuple(config.target_modules)), seed)
+        lora = Lora(config.rank, config.alpha, tuple(config.target_modules))
+        return AdapterOptions(lora, seed, merge=config.merge)
     lora = read_adapter_config(Path(config.path))
     plain = LoraConfig()
     said = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
@@ -26,7 +27,7 @@ def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
             raise UserError(
                 f"lora.{name}={asked}, and the adapter in lora.path={config.path} has {value}: leave it out"
             )
-    return AdapterOptions(lora, seed, Path(config.path))
+    return AdapterOptions(lora, seed, Path(config.path), config.merge)
 
 
 def check_lora(config: MegarlConfig) -> None:
@@ -34,7 +35,7 @@ def check_lora(config: MegarlConfig) -> None:
     adapter = adapter_options(config.lora, config.loop.seed)
     if adapter is None:
         plain = LoraConfig()
-        for name in ("alpha", "target_modules"):
+        for name in ("alpha", "target_modules", "merge"):
             if getattr(config.lora, name) != getattr(plain, name):
                 raise UserError(
                     f"lora.{name} is set, and with lora.rank=0 no adapter is trained: set lora.rank, or leave it out"
@@ -49,6 +50,21 @@ def check_lora(config: MegarlConfig) -> None:
         raise UserError(
             "megarl would train an adapter alone, and megatron.moe_router_bias_update_rate changes the routers of the"
             " model beside it: leave it out"
+        )
+    if not config.lora.merge:
+        _check_alone(config)
+
+
+def _check_alone(config: MegarlConfig) -> None:
+    """Raise UserError for what cannot be chosen with an adapter that goes into the engines alone."""
+    alone = "lora.merge=false sends the adapter alone"
+    if config.refit.path == "direct" or config.refit.delta:
+        key = "refit.delta=true" if config.refit.delta else "refit.path=direct"
+        raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
+    if config.model.megatron_checkpoint is not None:
+        raise UserError(
+            f"{alone}, beside weights of model.path, and with model.megatron_checkpoint it is trained beside others:"
+            " export that to HuggingFace as model.path, or set lora.merge=true"
         )
 
 

@@ -40,6 +40,13 @@ def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architect
     return path
 
 
+def adapter_path(trainer: TrainerGroup, engines: Engines, adapter: Architecture, config: RefitConfig) -> LoaderPath:
+    """The path of an adapter into a slot of engines that have loaded the weights, on one machine."""
+    path = LoaderPath(trainer, engines, adapter, config)
+    path.refuse_direct("the adapter goes alone, into a slot")
+    return path
+
+
 def direct_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> DirectPath:
     """The path to engines that have loaded the ranks' present weights, with which they are compared, as version 0.
 

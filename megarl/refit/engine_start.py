@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from converters.architectures import Architecture
+from converters.architectures import Architecture, adapter_architecture
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
 from megarl.models.policy import Model, check_loadable
-from megarl.refit.choice import check_machines, direct_path, loader_path
+from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
 from megarl.refit.refit import Refit
@@ -24,6 +24,7 @@ class EngineStart:
 
     On one machine the engines begin without weights, and get them by the first refit. Between machines there is no
     loader path: there, engines and ranks begin with the same weights, and are compared before the ranks' become others.
+    Engines that get an adapter alone begin with the weights that it is for.
 
     Raises UserError, before anything starts, where the way of the weights that the configuration asks for does not go
     between machines.
@@ -47,12 +48,14 @@ class EngineStart:
         self._is_apart = machines > 1
         if self._is_apart:
             check_loadable(model, machines)
-            _check_begins_without_adapter(config, machines)
+            _check_adapter_apart(config, machines)
+        self._adapter = trainer.adapter_alone
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
         self._prompts = prompts[:_CHECKED_PROMPTS]
         self._refit: Refit | None = None
         self._turns = turns or Turns()
-        self._starting = engines.begin_start(model.folder, load_weights=self._is_apart)
+        load_weights = self._is_apart or self._adapter is not None
+        self._starting = engines.begin_start(model.folder, load_weights=load_weights, adapter=self._adapter)
         if self._turns.are_taken:
             # They measure how much memory there is.
             self._wait_for_engines()
@@ -72,7 +75,8 @@ class EngineStart:
             self._wait_for_engines()
             # Where engines keep their weights is traced with these in place.
             self._turns.begin_refit()
-            self._refit = self._make_refit(loader_path(*self._parties))
+            path = loader_path if self._adapter is None else adapter_path
+            self._refit = self._make_refit(path(*self._parties))
         return self._refit
 
     def _wait_for_engines(self) -> None:
@@ -83,11 +87,13 @@ class EngineStart:
 
     @property
     def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
-        return self._trainer, self._engines, self._held, self._config.refit
+        return self._trainer, self._engines, self._sent, self._config.refit
 
     @property
-    def _held(self) -> Architecture:
-        """The part of the policy that the engines have."""
+    def _sent(self) -> Architecture:
+        """The part of the policy that the engines get."""
+        if self._adapter is not None:
+            return adapter_architecture(self._model.architecture, self._adapter)
         rollout = self._config.rollout
         drafts = engine_kind(rollout.engine).drafts(rollout.engine_args)
         return self._model.architecture if drafts else self._model.without_prediction_layers
@@ -97,7 +103,7 @@ class EngineStart:
             self._trainer,
             self._engines,
             path,
-            list(self._held.hf_shapes),
+            list(self._sent.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
             kv="keep" if self._config.schedule.in_flight == "keep" else "recompute",
             check=self._log_prob_check(),
@@ -113,7 +119,12 @@ class EngineStart:
         return LogProbCheck(self._prompts, tokens, self._config.refit.log_prob_tolerance)
 
 
-def _check_begins_without_adapter(config: MegarlConfig, machines: int) -> None:
+def _check_adapter_apart(config: MegarlConfig, machines: int) -> None:
+    if not config.lora.merge:
+        raise UserError(
+            f"lora.merge=false sends the adapter through the memory of one machine, and the trainer and the engines run"
+            f" on {machines} machines: set lora.merge=true"
+        )
     if config.lora.path is not None:
         raise UserError(
             f"the trainer and the engines run on {machines} machines, where engines begin with the weights of"

@@ -48,6 +48,8 @@ def rehearse_refit(
 ) -> RehearsedRefit:
     """Plan the refit, with the buckets of some ranks. Raises UserError where trainer and engine differ in the model."""
     ranks = list(ranks)
+    if not config.lora.merge:
+        return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct="the adapter goes alone, into a slot")
     if config.refit.path == "loader":
         return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct="refit.path is loader")
     if not engine.traces:

@@ -36,6 +36,7 @@ from megarl.output.export import check_that_none_is_lost, step_of_export, write_
 from megarl.output.places import ADAPTER, EXPORT, LOGS
 from megarl.process.phase import phase
 from megarl.rollout import engine_configuration
+from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
 from megarl.schema import MegarlConfig
@@ -74,6 +75,8 @@ class Start:
             check_replay(model.architecture, config.algorithm)
             if command in _WITH_ENGINES:
                 check_held(model, config.rollout)
+                if options.adapter is not None and not options.adapter.merge:
+                    with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
             start = cls(config, command, model, options, latest_checkpoint(config, command))
             if start.checkpoint is not None:
                 check_trained_alike(start.checkpoint.folder, options.adapter)

@@ -50,6 +50,9 @@ class LoraConfig:
     all-linear is all of the layers but routers."""
     path: str | None = None
     """PEFT folder of an adapter to begin with, which says the rank, alpha and targets; null begins with B = 0."""
+    merge: bool = True
+    """Engines get whole weights with B A added; false: they load the weights of model.path once, and each refit moves A
+    and B alone, into a LoRA slot of theirs."""
 
 
 @dataclass

@@ -132,6 +132,19 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             "the reference is the model without its adapter: leave out one of the two",
         ),
         (["lora.rank=4", "megatron.moe_router_bias_update_rate=0.001"], "changes the routers of the model beside it"),
+        (["lora.merge=false"], r"lora\.merge is set, and with lora\.rank=0 no adapter is trained"),
+        (
+            ["lora.rank=4", "lora.merge=false", "refit.path=direct"],
+            r"alone, .*, and refit\.path=direct is for weights",
+        ),
+        (
+            ["lora.rank=4", "lora.merge=false", "refit.delta=true"],
+            r"alone, .*, and refit\.delta=true is for weights",
+        ),
+        (
+            ["lora.rank=4", "lora.merge=false", "model.megatron_checkpoint=elsewhere"],
+            r"with model\.megatron_checkpoint it is trained beside others: export that to HuggingFace as model\.path",
+        ),
     ],
 )
 def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides: list[str], says: str) -> None:
