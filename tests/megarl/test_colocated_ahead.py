@@ -24,7 +24,8 @@ from megarl.train import train_step
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
-PROMPTS = 4
+# Enough that the engine has seconds to do for the next batch when one is complete, on a machine that is busy, too.
+PROMPTS = 12
 
 
 class Step(NamedTuple):
@@ -63,6 +64,7 @@ def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trai
 
 def ahead(folder: Path) -> MegarlConfig:
     config = small(folder)
+    config.loop.prompts_per_step = PROMPTS
     config.schedule.max_staleness, config.schedule.in_flight = 1, "recompute"
     config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
     # Lengths differ: an untrained model ends a response with any token.
