@@ -6,6 +6,7 @@ import torch
 from llvmlite import ir
 
 from converters.fp8.blocks import BLOCK
+from converters.fp8.compiled_quantise import WEIGHTS
 from converters.machine_code import (
     BITS_8,
     BITS_16,
@@ -19,7 +20,6 @@ from converters.machine_code import (
     vector,
 )
 
-_ELEMENTS = {torch.bfloat16: BITS_16, torch.float32: BITS_32}
 _DECODED = 32
 """Elements of a row that are decoded at once."""
 _NAN = 0x7F
@@ -45,7 +45,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row
 @cache
 def _function(dtype: torch.dtype) -> CompiledFunction:
     """The function of the arguments above; it returns the largest code, as a magnitude."""
-    kind = _ELEMENTS[dtype]
+    kind = WEIGHTS[dtype]
     build = Builder("dequantise", [POINTER] * 3 + [BITS_64] * 7)
     codes, scales, out, codes_stride, scales_stride, out_stride, rows, columns, above, before = build.function.args
     largest = tuple(build.variable(constant(vector(BITS_8, lanes), 0)) for lanes in (_DECODED, 1))

@@ -31,8 +31,8 @@ from converters.machine_code import (
     vector,
 )
 
-_ELEMENTS = {torch.bfloat16: BITS_16, torch.float32: BITS_32}
-"""The types of weights that are quantised here, as bits."""
+WEIGHTS = {torch.bfloat16: BITS_16, torch.float32: BITS_32}
+"""The types of weights that machine code reads and writes, as bits."""
 _Ends = tuple[ir.Value, ir.Value]
 """The first column of a part of a row, and the one behind it."""
 _SEARCHED = 64
@@ -50,7 +50,7 @@ _ROUNDING = 2.0**14
 def knows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
     """Whether these can be worked on here: others are in another type, or have gaps between columns."""
     tensors = (weight, codes, scales)
-    return weight.dtype in _ELEMENTS and all(each.is_cpu and each.stride(1) == 1 for each in tensors)
+    return weight.dtype in WEIGHTS and all(each.is_cpu and each.stride(1) == 1 for each in tensors)
 
 
 def quantise(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool) -> bool:
@@ -79,7 +79,7 @@ def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
 @cache
 def _function(dtype: torch.dtype, power_of_two: bool) -> CompiledFunction:
     """The function of the arguments above; it returns the bits of the largest magnitude in float32."""
-    kind = _ELEMENTS[dtype]
+    kind = WEIGHTS[dtype]
     build = Builder("quantise", [POINTER] * 3 + [BITS_64] * 5)
     weight, codes, scales, rows, columns, weight_stride, codes_stride, scales_stride = build.function.args
     of_all = build.variable(constant(BITS_32, 0))

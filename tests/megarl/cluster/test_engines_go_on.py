@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
+from echo_kind import ECHO
 from eventually import eventually
 from patient_engine import PROMPTS, TOLD, log_prob, response
 
@@ -18,7 +19,7 @@ from megarl.data import Prompt, PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
-from megarl.rollout.kind import EngineKind, EngineSizes
+from megarl.rollout.kind import EngineSizes
 from megarl.rollout.schedule import Schedule
 from megarl.run.rollouts import Rollouts, Served
 from megarl.schema import (
@@ -34,23 +35,13 @@ from megarl.tracking.clock import Clock
 
 STALENESS, STEPS, SAMPLES = 2, 5, 2
 REWARD = f"{Path(__file__).parents[1] / 'reward_functions.py'}:as_length"
-PATIENT = EngineKind(
+PATIENT = replace(
+    ECHO,
     title="Patient",
     engine_class=("patient_engine", "PatientEngine"),
-    argument_class=("patient_engine", "PatientEngine"),
-    refused={},
-    tested={},
     sizes=lambda _arguments: EngineSizes(1, None, "bf16"),
-    context_argument="context",
     workers=lambda _arguments: 1,
-    nodes=lambda _arguments: 1,
     part_class=None,
-    part_arguments=lambda _number, _first: {},
-    loopback_environment=MappingProxyType({"PYTHONPATH": str(Path(__file__).parent)}),
-    without_weights={},
-    float32_logits={},
-    layout_versions=(),
-    packages={},
 )
 
 
