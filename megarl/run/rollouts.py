@@ -116,6 +116,7 @@ class Rollouts:
         """Scored by the functions, but not by the reward model."""
         self._finished: dict[int, PromptGroup] = {}
         self._dropped: list[PromptGroup] = []
+        """Since the last batch was taken."""
         self._taken_metrics: dict[str, float] = {}
         self._lengths = {"sampled": Lengths(), "trained": Lengths()}
         self._again: list[int] = []
@@ -177,11 +178,12 @@ class Rollouts:
         # Rewards that are on their way are not to be computed again.
         self._wait(lambda: self._unjudged.keys() >= self._sampled)
         with self._changed:
-            groups = [*self._finished.values(), *self._unjudged.values()]
+            groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped]
             return {
                 "sampler": self._sampler.state_dict(),
                 "schedule": self._schedule.state_dict(),
                 "groups": save_groups(groups, folder),
+                "dropped": [group.ordinal for group in self._dropped],
                 "partials": save_partials(self._partials(), folder),
                 "lengths": {name: asdict(each) for name, each in self._lengths.items()},
             }
@@ -201,9 +203,10 @@ class Rollouts:
         self._schedule.load_state_dict(state["schedule"])
         self._lengths |= {name: Lengths(**each) for name, each in state.get("lengths", {}).items()}
         groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
-        finished = set(self._schedule.waiting)
+        finished, dropped = set(self._schedule.waiting), set(state.get("dropped", ()))
         self._finished = {group.ordinal: group for group in groups if group.ordinal in finished}
-        self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished}
+        self._dropped = [group for group in groups if group.ordinal in dropped]
+        self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished | dropped}
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
         self._unfinished.load(read_partials(folder, state.get("partials", [])))

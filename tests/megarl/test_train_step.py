@@ -238,6 +238,26 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
         synchronous.rollouts.load(tmp_path, before)
 
 
+def test_groups_that_were_dropped_before_a_checkpoint_count_for_the_batch_behind_it(scorer, tmp_path) -> None:
+    texts, ahead = [*["01"] * 4, "00", *["01"] * 5], ScheduleConfig(max_staleness=1)
+
+    def job():
+        return job_of(scorer, Answers(*texts), prompts_per_step=2, schedule=ahead, dynamic_sampling=True)
+
+    before = job()
+    sample(before, Clock())
+    # Two draws are there before the batch is trained on; of the two after it one is replaced by another.
+    assert eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == 4)
+    state = json.loads(json.dumps(before.rollouts.save(tmp_path)))
+    after = job()
+    after.sampler.load_state_dict(state["sampler"])
+    after.rollouts.load(tmp_path, state)
+    taken = [sample(each, Clock()) for each in (before, after)]
+    assert taken[0] == taken[1]
+    assert [group.ordinal for group in taken[1].sampled] == [2, 3, 4]
+    assert after.rollouts.metrics()["schedule/dropped_equal"] == 1
+
+
 def test_a_reward_that_fails_in_the_background_is_raised_where_a_batch_is_taken(scorer) -> None:
     job = job_of(scorer, Answers("0x", "01", "01", "01"), prompts_per_step=2, schedule=ScheduleConfig(max_staleness=1))
     with pytest.raises(RewardFailed, match="the reward function failed"):
