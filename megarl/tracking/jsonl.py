@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,12 @@ class JsonLinesLogger:
 
 
 def read_history(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of `output_dir`/metrics.jsonl. Raises `UserError` naming a line that is no JSON object."""
+    """Return the whole lines of `output_dir`/metrics.jsonl. Raises `UserError` naming a line that is no JSON object.
+
+    The last line is left out while it is being written, and where a kill left it incomplete.
+    """
     path = output_dir / FILE_NAME
-    return [_parse(path, number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1)]
+    return [_parse(path, number, line) for number, line in _whole_lines(path)]
 
 
 def _as_json(value: MetricValue) -> dict[str, list[float]] | float | None:
@@ -56,11 +59,18 @@ def _as_json(value: MetricValue) -> dict[str, list[float]] | float | None:
 def _length_before(path: Path, first_step: int) -> int:
     """Return the length in bytes of the whole lines before the first one of `first_step` or later."""
     length = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n") or _parse(path, number, line)["step"] >= first_step:
+    for number, line in _whole_lines(path):
+        if _parse(path, number, line)["step"] >= first_step:
             break
         length += len(line)
     return length
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the bytes of each line that has an end."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            yield number, line
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -86,6 +86,12 @@ def test_a_line_of_something_else_is_named(tmp_path, line):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
+@pytest.mark.parametrize("part", [b'{"st', b'{"step": 2}', b"\xc3"])
+def test_a_line_that_is_being_written_is_not_read(tmp_path, part):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1}\n' + part)
+    assert read_history(tmp_path) == [{"step": 0}, {"step": 1}]
+
+
 def test_the_metrics_of_a_run_that_is_not_continued_are_kept(tmp_path, capfd):
     for value in (0.25, 0.5, 0.75):
         logger = JsonLinesLogger(run(tmp_path, 0, resumed=False))
