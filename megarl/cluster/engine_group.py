@@ -22,6 +22,7 @@ from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.engine_load import load_metrics
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts
@@ -344,12 +345,13 @@ class EngineGroup(Engines):
         self._restarts.give_weights = give_weights
 
     def end_step(self) -> dict[str, float]:
-        """Metrics of engines that died or had nothing to sample since the last step."""
+        """Metrics of engines that died, or of what they had to sample, since the last step."""
         now_s = time.monotonic()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
         idle_s = [handle.take_idle_s() for handle in self.handles]
         return {
             **self._restarts.end_step(),
+            **load_metrics(self.handles),
             "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
             "engines/tokens_moved": float(self._router.take_moved()),
         }

@@ -271,10 +271,10 @@ def wait_together(
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
 
-def unfinished(calls: Sequence[Call[R]]) -> list[Call[R]]:
-    """The calls that have not ended."""
+def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]]:
+    """The calls that have not ended when the time is over."""
     references = [call.reference for call in calls]
-    left = set(ray.wait(references, num_returns=len(references), timeout=0)[1])
+    left = set(ray.wait(references, num_returns=len(references), timeout=timeout_s)[1])
     return [call for call in calls if call.reference in left]
 
 

@@ -13,11 +13,13 @@ from torch.profiler import record_function
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.resharding.loader.buckets import Bucket
+from megarl.rollout.load import Loads
 from megarl.rollout.protocol import (
     EngineDiedError,
     EngineMemory,
     Event,
     KeysAndValues,
+    Load,
     PauseMode,
     Progress,
     Request,
@@ -78,6 +80,7 @@ class OwnedEngine(ABC):
         self._death: BaseException | None = None
         self._told = SimpleQueue[tuple[int, Future[list[Turn]]] | Progress | None]()
         self._telling = Telling()
+        self._loads = Loads()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """See `Generator.generate`."""
@@ -118,6 +121,12 @@ class OwnedEngine(ABC):
             self._hold()
             self._abort_some(answers)
             self._release()
+
+    @by_owner
+    def load(self) -> Load | None:
+        """See `Generator.load`."""
+        loads, self._loads = self._loads, Loads()
+        return loads.together()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Generator.generate_stream`."""
@@ -228,6 +237,10 @@ class OwnedEngine(ABC):
     def _compute(self) -> None:
         """Compute the next token of what is served."""
 
+    def _load_after_step(self) -> Load | None:
+        """The load as it is; None where this engine does not know."""
+        return None
+
     def _samples(self) -> Iterable[SampleInFlight]:
         """The samples in flight; none, if the engine cannot continue what another has begun."""
         return ()
@@ -328,6 +341,8 @@ class OwnedEngine(ABC):
         if self._can_step():
             with record_function("engine step"):
                 self._compute()
+            if (load := self._load_after_step()) is not None:
+                self._loads.note(load)
             if self._telling.is_due():
                 for progress in self._telling.of(self._samples()):
                     self._told.put(progress)

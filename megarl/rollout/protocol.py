@@ -110,6 +110,22 @@ class Progress:
     versions: IntArray
 
 
+@dataclass(frozen=True)
+class Load:
+    """The work that an engine has after a step, or after each of some steps.
+
+    Example: Load(running=51.5, waiting=12, kv_used=0.93)
+    """
+
+    running: float
+    """Samples that it computes and that go on; of several steps the mean."""
+    waiting: float
+    """Samples that it has no room for; of several steps the most."""
+    kv_used: float | None
+    """Share of its room for keys and values that is in use; of several steps the most. None where there is no room set
+    apart for them."""
+
+
 class Generator(Protocol):
     """An inference engine as one who samples.
 
@@ -142,6 +158,9 @@ class Generator(Protocol):
 
     def abort(self, numbers: Collection[int]) -> None:
         """End submitted requests: their answers have what there is. Numbers of others are no error."""
+
+    def load(self) -> Load | None:
+        """The load of all steps since it was asked for last; None if there were none, or it does not see its steps."""
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.

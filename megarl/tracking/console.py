@@ -13,6 +13,7 @@ _SHOWN: tuple[tuple[str, str, int], ...] = (
     ("reward/mean", "reward {:.3f}", 1),
     ("eval/accuracy", "accuracy {:.3f}", 1),
     ("throughput/tokens_per_s", "{:,.0f} tokens/s", 1),
+    ("engines/kv_used", "KV cache {:.0%} used", 1),
     # The turns of a step on shared GPUs.
     ("memory/engines", "in turns: engines {:.2f} GiB", 2**30),
     ("memory/trainers", "trainers {:.2f} GiB", 2**30),

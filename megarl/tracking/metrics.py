@@ -195,6 +195,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "throughput/prefix_cached_later_turns", "", "the same of all that comes before a turn which is not the first"
     ),
+    Metric("engines/running", "samples", "samples that go on after a step of an engine, mean over steps and engines"),
+    Metric("engines/waiting", "samples", "the most samples that were in an engine and had no room there"),
+    Metric(
+        "engines/kv_used",
+        "",
+        "the most that was in use of an engine's room for keys and values, a share; near 1, samples are computed again",
+    ),
     Metric("engines/tokens_moved", "tokens", "what was computed again since its engine died or slept"),
     Metric(
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"

@@ -176,6 +176,11 @@ class Batches:
         if not batch:
             self._waiting.popleft()
 
+    def counts(self) -> tuple[int, int]:
+        """How many samples are in the batch that the next step is of, and how many wait for their turn."""
+        running, *waiting = [len(batch.rows) for batch in self._waiting] or [0]
+        return running, sum(waiting)
+
     def forget(self) -> None:
         """Drop all keys and values."""
         for batch in self._waiting:

@@ -15,7 +15,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
-from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.worker_memory import WorkerMemory, require
@@ -111,6 +111,9 @@ class TransformersEngine(OwnedEngine):
 
     def _compute(self) -> None:
         self._batches.step(self._version)
+
+    def _load_after_step(self) -> Load | None:
+        return Load(*self._batches.counts(), kv_used=None)
 
     def _samples(self) -> Iterable[SampleInFlight]:
         return self._batches.samples()

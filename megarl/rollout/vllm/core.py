@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from megarl.rollout.protocol import EngineMemory
+from megarl.rollout.protocol import EngineMemory, Load
 
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""
@@ -31,6 +31,9 @@ class Core(Protocol):
 
     def step(self) -> list[SampleOutput]:
         """Wait for new tokens, and give them."""
+
+    def load(self) -> Load | None:
+        """The load after a step; None where other processes alone know it."""
 
     def hold(self) -> list[SampleOutput]:
         """Let nothing be computed until `release`; what was, and `step` did not give yet."""
@@ -62,6 +65,7 @@ class InProcessCore:
 
         self._llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._client = self._llm_engine.engine_core
+        self._scheduler = self._client.engine_core.scheduler
         self.processor = self._llm_engine.input_processor
 
     def supported_tasks(self) -> Sequence[str]:
@@ -80,6 +84,11 @@ class InProcessCore:
     def step(self) -> list[SampleOutput]:
         """See `Core.step`."""
         return self._client.get_output().outputs
+
+    def load(self) -> Load | None:
+        """See `Core.load`."""
+        running, waiting = self._scheduler.get_request_counts()
+        return Load(running, waiting, self._scheduler.get_kv_cache_usage())
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""

@@ -8,7 +8,7 @@ from itertools import chain
 from threading import Thread
 from typing import Any, TypeVar
 
-from megarl.rollout.protocol import EngineDiedError, EngineMemory
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load
 from megarl.rollout.vllm.core import SampleOutput, SampleRequest
 from megarl.rollout.vllm.processes import end_with_this_process, listen_where_asked
 from megarl.rollout.vllm.ranks import Ranks
@@ -63,6 +63,10 @@ class DataParallelCore:
     def step(self) -> list[SampleOutput]:
         """See `Core.step`."""
         return self._noted(self._wait(self._step()))
+
+    def load(self) -> Load | None:
+        """See `Core.load`: the ranks know."""
+        return None
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""

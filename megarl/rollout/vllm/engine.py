@@ -14,7 +14,7 @@ from megarl.process.loading import load
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
-from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
@@ -121,6 +121,9 @@ class VllmEngine(OwnedEngine):
 
     def _compute(self) -> None:
         self._sequences.collect(self._running().step(), self._version)
+
+    def _load_after_step(self) -> Load | None:
+        return self._running().load()
 
     def _hold(self) -> None:
         if not self._held:

@@ -74,6 +74,9 @@ class EchoEngine:
     def worker_parts(self):
         return [0, 0]
 
+    def load(self):
+        return SimpleNamespace(running=1.5, waiting=3, kv_used=None)
+
     def submit(self, requests):
         with self._changed:
             self._taking += 1
