@@ -44,7 +44,7 @@ help:
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
 	@echo "make benchmark-checkpoint [ARGS=...]   how long a run waits for a checkpoint, and for one that is written in the background"
 	@echo "make benchmark-router-replay [ARGS=...]   how far engine and trainer differ by their choice of experts"
-	@echo "make benchmark-kv-scales [ARGS=...]    keys and values in FP8 with scales of 1 and with calibrated ones"
+	@echo "make benchmark-kv-scales [ARGS=...]    keys and values in FP8 with scales of 1, calibrated ones and bounds"
 
 setup:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)

@@ -1,12 +1,13 @@
-"""Keys and values in FP8 with scales of 1 and with calibrated ones: how far log-probs move, on a real model.
+"""Keys and values in FP8 by scales of 1, calibrated ones and bounds: how far log-probs move, on a real model.
 
 SmolLM2-135M-Instruct in transformers, in float32, on text of this repository. Keys and values are rounded to e4m3 over
-a scale for each layer, as engines keep them. Calibrated scales are of text that the figures are not of. `keys x N` is
-the same function with keys N times as large, and queries that much smaller; models with outliers have such keys.
-Writes Markdown.
+a scale for each layer, as engines keep them. Calibrated scales are of text that the figures are not of; bounds follow
+from the weights, as with rollout.kv_scales=bound. `keys x N` is the same function with keys N times as large, and
+queries that much smaller; models with outliers have such keys. Writes Markdown.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,18 @@ def log_probs(model: Any, sequences: Sequence[Tensor], cache: Callable[[], Dynam
 
 
 @torch.no_grad()
+def bounds(model: Any) -> Largest:
+    """Bounds of the keys and values of each layer, which over 448 are powers of two."""
+    found, width = Largest(), model.config.hidden_size
+    for number, layer in enumerate(model.model.layers):
+        gains, attention = math.sqrt(width) * layer.input_layernorm.weight, layer.self_attn
+        keys, values = ((each.weight * gains).norm(dim=1).max() for each in (attention.k_proj, attention.v_proj))
+        for largest, value in ((found.keys, math.sqrt(2) * float(keys)), (found.values, float(values))):
+            largest[number] = LARGEST * 2.0 ** math.ceil(math.log2(value / LARGEST))
+    return found
+
+
+@torch.no_grad()
 def enlarge_keys(model: Any, times: float) -> None:
     """Make keys so many times as large, and queries that much smaller."""
     for layer in model.model.layers:
@@ -106,7 +119,8 @@ def table(model: Any, calibration: Sequence[Tensor], evaluation: Sequence[Tensor
         log_probs(model, calibration, partial(Observed, largest))
         log_probs(model, evaluation, partial(Observed, seen))
         gaps = []
-        for calibrated, code in ((None, LARGEST), (largest, LARGEST), (largest, LARGEST / 2)):
+        ways = ((None, LARGEST), (largest, LARGEST), (largest, LARGEST / 2), (bounds(model), LARGEST))
+        for calibrated, code in ways:
             found = log_probs(model, evaluation, partial(Rounded, calibrated, code))
             gaps.append(float((found - exact).abs().mean()))
         sizes = max(seen.keys.values()), max(seen.values.values())
@@ -143,8 +157,8 @@ def main() -> None:
         f"SmolLM2-135M-Instruct, {options.sequences} sequences of {options.tokens} tokens; mean difference of"
         " log-probs, in nats, from those with keys and values in float32.",
         "",
-        "| | largest key | largest value | scales of 1 | calibrated | calibrated, twice as large |",
-        "|---|---|---|---|---|---|",
+        "| | largest key | largest value | scales of 1 | calibrated | calibrated, twice as large | bound |",
+        "|---|---|---|---|---|---|---|",
         *table(model, *parts),
         "",
     ]

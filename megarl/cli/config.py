@@ -1,12 +1,14 @@
 """Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
 
 Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is a recipe
-again. --from-verl and --from-slime print the recipe that a command of verl or a script of slime is here, with what has
-no counterpart. --diff ends with 0 where two recipes are the same, with 1 where they differ; overrides count for both.
+again; behind it a value that is wrong by itself is refused as by megarl train. --from-verl and --from-slime print the
+recipe that a command of verl or a script of slime is here, with what has no counterpart. --diff ends with 0 where two
+recipes are the same, with 1 where they differ; overrides count for both.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +71,19 @@ def run(options: argparse.Namespace) -> int:
         settings = {key: setting for key, setting in settings.items() if setting.origin != DEFAULT}
     facts = {key: {"value": setting.value, "origin": setting.origin} for key, setting in settings.items()}
     outcome.print_outcome(options, list(_yaml(settings)), {"configuration": facts})
+    # Before torch is loaded for the checks, which takes seconds.
+    sys.stdout.flush()
+    _check(options)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UserError for the first value that is wrong by itself; keys that are open have none."""
+    from megarl.config.origins import compose_open
+    from megarl.config.validate import check_single_values
+
+    name, folder = _place(options, options.config_name)
+    check_single_values(compose_open(name, [each.text for each in assignments(options)], folder)[0])
 
 
 def _translate(options: argparse.Namespace) -> int:
@@ -92,12 +106,18 @@ def _translate(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace, name: str) -> "dict[str, Setting]":
     from megarl.config.origins import explain
 
+    name, folder = _place(options, name)
+    return explain(name, assignments(options), folder)
+
+
+def _place(options: argparse.Namespace, name: str) -> tuple[str, str | None]:
+    """Name and folder of a recipe, which may be given as a file."""
     file = Path(name)
     if file.suffix != ".yaml":
-        return explain(name, assignments(options), options.config_dir)
+        return name, options.config_dir
     if not file.is_file():
         raise UserError(f"there is no file {file}; give the name of a recipe without .yaml, or a file")
-    return explain(file.stem, assignments(options), str(file.parent))
+    return file.stem, str(file.parent)
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.kind import Arguments
+from megarl.rollout.kv_scales import with_kv_scales
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMode, Request
 from megarl.schema import RolloutConfig
@@ -314,6 +315,7 @@ class EngineGroup(Engines):
             arguments = with_adapter_slot(self._config, read_architecture(read_json(model_path / CONFIG)), adapter)
         elif self.number_format is not None:
             arguments = in_number_format(self._config, read_json(model_path / CONFIG))
+        arguments = with_kv_scales(self._config, arguments)
         self._start = model_path, arguments if load_weights else {**arguments, **self._kind.without_weights}
         # First of all there has to be room for them.
         self.nodes()

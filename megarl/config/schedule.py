@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from converters.errors import UserError
 from megarl.rollout import engine_kind
+from megarl.rollout.kv_scales import UNIT
 from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
 
 _TRUNCATED_AT = 2.0
@@ -48,6 +49,11 @@ def check_schedule(config: MegarlConfig) -> None:
         raise UserError(
             f"schedule.in_flight=keep has engines keep keys and values of older weights, and {kind.title} does not: "
             "set it to recompute, or choose another rollout.engine"
+        )
+    if schedule.in_flight == "keep" and config.rollout.kv_scales != UNIT:
+        raise UserError(
+            "schedule.in_flight=keep has engines keep keys and values of older weights, and rollout.kv_scales="
+            f"{config.rollout.kv_scales} would read them by the scales of newer ones: set one of the two otherwise"
         )
     if schedule.max_staleness > 1 and not _is_corrected(config.algorithm):
         raise UserError(

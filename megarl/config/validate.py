@@ -22,6 +22,7 @@ from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.nixl_agent import check_installed
 from megarl.rollout import ENGINES
+from megarl.rollout.kv_scales import KV_SCALES, with_kv_scales
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
 from megatron_ext.options import MtpTraining
@@ -31,6 +32,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "model.mtp_training": get_args(MtpTraining),
     "rollout.engine": ENGINES,
     "rollout.weights": (AS_TRAINED, *NUMBER_FORMATS),
+    "rollout.kv_scales": KV_SCALES,
     "algorithm.router_replay": ("none", "rollout"),
     "schedule.in_flight": ("wait", "recompute", "keep"),
     "refit.path": ("auto", "direct", "loader"),
@@ -161,6 +163,7 @@ def _check_job(config: MegarlConfig) -> None:
             " cluster.address to their Ray cluster"
         )
     check_pools(config)
+    with_kv_scales(config.rollout, config.rollout.engine_args)
     if config.refit.transport == "rdma":
         check_installed()
     if config.refit.delta and config.refit.path == "loader":

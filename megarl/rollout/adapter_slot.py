@@ -6,6 +6,7 @@ from converters.errors import UserError
 from converters.number_formats import AS_TRAINED
 from megarl.rollout import ENGINES, engine_kind
 from megarl.rollout.kind import Arguments
+from megarl.rollout.kv_scales import UNIT
 from megarl.schema import RolloutConfig
 
 
@@ -25,6 +26,11 @@ def with_adapter_slot(rollout: RolloutConfig, architecture: Architecture, lora: 
         raise UserError(
             f"lora.merge=false puts an adapter beside weights as they are trained, and rollout.weights="
             f"{rollout.weights} holds others: leave one of the two out"
+        )
+    if rollout.kv_scales != UNIT:
+        raise UserError(
+            f"lora.merge=false puts an adapter beside the weights, and rollout.kv_scales={rollout.kv_scales} follows"
+            " from the weights alone: leave one of the two out"
         )
     modules = target_names(adapter_architecture(architecture, lora))
     return kind.adapter_slot(rollout.engine_args, architecture.model_type, lora, modules)

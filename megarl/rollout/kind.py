@@ -109,6 +109,9 @@ class EngineKind:
     """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
     keeps_kv: bool = False
     """Whether responses in flight can keep their keys and values when weights change (`WeightTarget.commit_update`)."""
+    bounded_kv: Callable[[Arguments], Arguments] | None = None
+    """Arguments with which the scales of keys and values in FP8 follow from the weights; None where no engine of this
+    kind can. UserError for arguments with which there are none."""
     returning_experts: Arguments | None = None
     """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
     layout_versions: Sequence[str] = ()

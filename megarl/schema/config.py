@@ -68,6 +68,10 @@ class RolloutConfig:
     are codes with scales: fp8_block (e4m3, a scale for every 128 x 128), fp8_block_ue8m0 (the same with scales that are
     powers of two, for DeepGEMM), int8_channel (whole numbers, a scale for every row), mxfp8 (e4m3, a power of two for
     every 32 of a row) or nvfp4 (e2m1, a scale for every 16 of a row). Every refit quantises them on their way."""
+    kv_scales: str = "unit"
+    """Scales of keys and values where engine_args.kv_cache_dtype has them in FP8: unit, which are 1, so that what lies
+    beyond 448 becomes 448; bound, for each layer the power of two with which by its weights none lies beyond, computed
+    anew with every refit."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; evaluation is greedy."""
     top_p: float = 1.0

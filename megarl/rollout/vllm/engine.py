@@ -59,6 +59,8 @@ class VllmEngine(OwnedEngine):
         self._sequences = SequencesInFlight(self._core, config.model_config.max_model_len, returned, adapted=has_slot)
         # An empty slot is no version of the weights either.
         self._version = -1 if has_slot or config.load_config.load_format == "dummy" else 0
+        if self._version == 0:
+            self._workers("bound_keys_and_values")
 
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:

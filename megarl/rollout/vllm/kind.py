@@ -19,12 +19,14 @@ _MOVED = "experts would move to other workers, and refits write to where they la
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
 FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
-"""Values of `kv_cache_dtype` with which keys and values are e4m3, with scales of 1."""
+"""Values of `kv_cache_dtype` with which keys and values are e4m3."""
 
 ADAPTER_SLOT = "enable_lora"
 """Argument that megarl gives to an engine that gets the adapter alone."""
 LORA_ALPHA = "megarl_lora_alpha"
 """Field of vLLM's `additional_config` with the alpha of the adapter that comes."""
+BOUNDED_KV = "megarl_bounded_kv"
+"""Field of that, true where scales of keys and values follow from the weights."""
 
 _REFUSED: Mapping[str, Refusal] = {
     "spec_method": Refusal(_DRAFT),
@@ -199,6 +201,15 @@ def _adapter_slot(arguments: Arguments, model_type: str, lora: "Lora", modules: 
     }
 
 
+def _bounded_kv(arguments: Arguments) -> Arguments:
+    if (dtype := arguments.get("kv_cache_dtype")) not in FP8_KEYS_AND_VALUES:
+        raise UserError(
+            "rollout.kv_scales=bound is for keys and values in FP8, and rollout.engine_args.kv_cache_dtype is"
+            f" {dtype or 'not set'}: set that to fp8, or leave kv_scales out"
+        )
+    return {**arguments, "additional_config": {**(arguments.get("additional_config") or {}), BOUNDED_KV: True}}
+
+
 def _part(number: int, first: tuple[str, int]) -> Arguments:
     return dict(zip(PART_ARGUMENTS, (number, *first), strict=True))
 
@@ -229,6 +240,7 @@ VLLM = EngineKind(
     able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
     keeps_kv=True,
+    bounded_kv=_bounded_kv,
     returning_experts={"enable_return_routed_experts": True},
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),

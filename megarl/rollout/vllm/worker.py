@@ -23,6 +23,7 @@ from megarl.rollout.vllm import (
     cpu_kv_cache,
     cpu_number_formats,
     cpu_routed_experts,
+    kv_scales,
     processes,
     quantised_load,
     routers,
@@ -30,7 +31,7 @@ from megarl.rollout.vllm import (
     weight_transfer,
 )
 from megarl.rollout.vllm.draft import WithDraft
-from megarl.rollout.vllm.kind import LORA_ALPHA
+from megarl.rollout.vllm.kind import BOUNDED_KV, LORA_ALPHA
 from megatron_ext.device_memory import CountedMemory
 
 weight_transfer.register()
@@ -48,9 +49,10 @@ if current_platform.is_cpu():
 class VllmModel:
     """See `megarl.resharding.direct.weight_receiver.ReceivingModel`."""
 
-    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: ModelConfig, derive: Callable[[], None]) -> None:
         self._model = model
         self._config = config
+        self._derive = derive
 
     def loaded_parameters(self) -> Mapping[str, Tensor]:
         """See `ReceivingModel.loaded_parameters`."""
@@ -59,6 +61,7 @@ class VllmModel:
     def after_direct_write(self) -> None:
         """See `ReceivingModel.after_direct_write`."""
         tracing.after_direct_write(self._model, self._config)
+        self._derive()
 
 
 class WorkerExtension:
@@ -87,6 +90,12 @@ class WorkerExtension:
         if isinstance(transfer, adapter_slot.AdapterTransfer):
             alpha = self.vllm_config.additional_config[LORA_ALPHA]  # type: ignore[attr-defined]
             transfer.fill_slot(self.get_model(), alpha)  # type: ignore[attr-defined]
+        self.bound_keys_and_values()
+
+    def bound_keys_and_values(self) -> None:
+        """Let the scales of keys and values follow from the weights, where that is asked for."""
+        if self.vllm_config.additional_config.get(BOUNDED_KV):  # type: ignore[attr-defined]
+            kv_scales.bound_keys_and_values(self._loaded())
 
     def abort_weight_update(self) -> None:
         """End an update that failed on another worker or before it was complete, so that a new one can begin."""
@@ -121,7 +130,8 @@ class WorkerExtension:
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The `outcome` of a method of this worker's WeightReceiver."""
         if self._receiver is None:
-            model = VllmModel(self._loaded(), self.model_config)  # type: ignore[attr-defined]
+            config = self.model_config  # type: ignore[attr-defined]
+            model = VllmModel(self._loaded(), config, self.bound_keys_and_values)
             self._receiver = WeightReceiver(model, self._number())
         return outcome(method, self._receiver, *arguments)
 

@@ -40,6 +40,13 @@ def test_json_has_every_key_with_value_and_origin(capsys: pytest.CaptureFixture[
     assert found["megatron.lr"] == {"value": 1e-3, "origin": "flag --lr"}
 
 
+def test_a_value_that_no_run_takes_is_printed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--config-name", "grpo_qwen3_moe", "rollout.engine=vlm", "--given"]) == 2
+    printed = capsys.readouterr()
+    assert "engine: vlm" in printed.out
+    assert "rollout.engine=vlm is none of sglang, transformers, vllm; did you mean vllm" in printed.err
+
+
 def test_a_difference_names_both_values_and_where_they_come_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,12 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             ["schedule.in_flight=keep", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
             r"in_flight=keep has engines keep keys and values while .*, and cluster\.pools has them give that memory",
         ),
+        (["rollout.kv_scales=bond"], "rollout.kv_scales=bond is none of bound, unit; did you mean bound"),
+        (["rollout.kv_scales=bound"], r"rollout\.engine_args\.kv_cache_dtype is not set: set that to fp8"),
+        (
+            ["rollout.kv_scales=bound", "rollout.engine_args.kv_cache_dtype=fp8", "schedule.in_flight=keep"],
+            r"in_flight=keep .* and rollout\.kv_scales=bound would read them by the scales of newer ones",
+        ),
         (["lora.alpha=8"], r"lora\.alpha is set, and with lora\.rank=0 no adapter is trained"),
         (["lora.rank=-1"], r"lora\.rank=-1 is too small"),
         (["lora.rank=4", "lora.target_modules=[]"], r"lora\.target_modules is empty: name modules such as q_proj"),
