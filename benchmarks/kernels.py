@@ -2,7 +2,7 @@
 
 The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
 the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which the device copies the
-same weights. On a CPU blocks are as large as in a refit, and the seconds are those that one thread computed, which
+same weights. On a CPU blocks are those of a refit, and the seconds are those that one thread computed, which
 others on the machine change less than those of the clock.
 """
 
@@ -64,7 +64,7 @@ def buckets(experts: int, where: torch.device) -> Buckets:
         box for weight in weights for box in weight.split(max(BLOCK, rows // (2 * weight.shape[1] * BLOCK) * BLOCK))
     ]
     if where.type == "cpu":
-        return Buckets(weights, [plain([box]) for box in boxes], [quantised([box]) for box in boxes])
+        return Buckets(weights, [plain(weights)], [quantised([box]) for box in boxes])
     return Buckets(weights, [plain(boxes)], [quantised(boxes)])
 
 

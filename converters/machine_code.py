@@ -6,6 +6,7 @@ Loops work on vectors of lanes, which LLVM cuts into those that the processor ha
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -22,6 +23,12 @@ llvm.ffi.lib._fntab["__dict__"] = {}
 def constant(kind: ir.Type, value: float) -> ir.Constant:
     """A number, in every lane where `kind` has some."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+@cache
+def processor_has(feature: str) -> bool:
+    """Whether this processor has a feature, by LLVM's name for it."""
+    return bool(llvm.get_host_cpu_features().get(feature))
 
 
 def vector(of: ir.Type, lanes: int) -> ir.Type:
@@ -81,6 +88,15 @@ class Builder(ir.IRBuilder):
         """Put a value at an address."""
         self.store(value, address, align=1)
 
+    def write_past_caches(self, address: ir.Value, value: ir.Value) -> None:
+        """Put a vector at an address that is a multiple of its size; others see it in its order after a `fence`.
+
+        No line of a cache is read for it, and none is filled.
+        """
+        hint = self.module.add_metadata([constant(BITS_32, 1)])
+        size = value.type.count * value.type.element.width // 8
+        self.store(value, address, align=size).set_metadata("nontemporal", hint)
+
     def variable(self, start: ir.Constant) -> ir.Value:
         """A place that holds `start`; made before the first loop, it becomes a register."""
         place = self.alloca(start.type)
@@ -122,6 +138,11 @@ class Builder(ir.IRBuilder):
         declared = self.module.globals.get(name)
         kind = ir.FunctionType(returns, [argument.type for argument in arguments])
         return self.call(declared or ir.Function(self.module, kind, name), arguments)
+
+    def copy_bytes(self, target: ir.Value, source: ir.Value, nbytes: ir.Value) -> None:
+        """Copy memory from an address to another."""
+        may_be_cut = constant(ir.IntType(1), 0)
+        self.intrinsic("llvm.memcpy.p0.p0.i64", ir.VoidType(), target, source, nbytes, may_be_cut)
 
     def compiled(self, result: ir.Value) -> "CompiledFunction":
         """The finished function, which returns `result`."""

@@ -12,13 +12,13 @@ from torch import Tensor
 from converters.boxes import Box
 from converters.layout import Shape
 from megarl.resharding.direct.messages import Message, Piece, PieceScales, parts, parts_of_blocks
-from megarl.resharding.kernels import Block, Quantised, gather, scatter
+from megarl.resharding.kernels import Block, Quantised, gather, is_known, scatter
 
 _End: TypeAlias = Literal["source", "destination"]
 
-# A block of this size is still in a processor's cache when it is checksummed after the copy.
+# What the host makes in a pass of its own, of this size, is still in the processor's cache when it is checksummed.
 _HOST_BLOCK_BYTES = 2**20
-# A kernel on a GPU moves a message at once, and counts the elements of a box with 32 bits.
+# A kernel on a GPU counts the elements of a box with 32 bits.
 _DEVICE_BOX_BYTES = 2**30
 
 
@@ -31,17 +31,30 @@ def blocks(
     host and skip the bucket: their blocks are checksummed where they lie, and not copied. The views stay good as long
     as the tensors' memory. Raises ValueError for a box that leads out of its tensor.
     """
-    on_host = bucket.device.type == "cpu"
-    of_block, of_box = (_HOST_BLOCK_BYTES,) * 2 if on_host else (message.size_bytes, _DEVICE_BOX_BYTES)
+    limit = _HOST_BLOCK_BYTES if bucket.device.type == "cpu" else _DEVICE_BOX_BYTES
     found: list[Block] = []
     for is_straight, group in groupby(enumerate(message.pieces), key=lambda each: each[0] in straight):
         pieces = [piece for _, piece in group]
         if is_straight:
-            found += [block for piece in pieces for block in _in_place(piece, tensors, end)]
+            found += [_in_place(piece, tensors, end) for piece in pieces]
         else:
-            stretches = _stretches(pieces, bucket, tensors, end, of_box)
-            found += [_block(run, bucket) for run in _runs(stretches, of_block)]
+            stretches = list(_stretches(pieces, bucket, tensors, end, limit))
+            runs = _runs(stretches, limit) if bucket.device.type == "cpu" else [stretches]
+            found += _blocks(list(runs), bucket)
     return found
+
+
+class Addresses:
+    """Where tensors lie, which the views of messages were made for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._known: list[int] = []
+
+    def have_changed(self) -> bool:
+        """Whether a tensor lies elsewhere than when this was asked last."""
+        before, self._known = self._known, [tensor.data_ptr() for tensor in self._tensors.values()]
+        return self._known != before
 
 
 def pack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
@@ -85,11 +98,17 @@ class _Stretch:
     dtype: torch.dtype | None = None
     quantised: Quantised | None = None
 
+    @property
+    def takes_a_pass(self) -> bool:
+        """Whether the host makes it in another pass than that of the checksum."""
+        known = self.view is None or self.dtype is None or is_known(self.dtype, self.view)
+        return self.quantised is not None or not known
+
 
 def _stretches(
     pieces: Iterable[Piece], bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
 ) -> Iterator[_Stretch]:
-    """Cut the pieces, in the order of their bytes, into the same stretches at both ends."""
+    """Cut the pieces, in the order of their bytes."""
     for piece in pieces:
         name, box = _place(piece, end)
         _check_inside(name, box, tensors)
@@ -97,9 +116,11 @@ def _stretches(
             yield from _quantised(piece, piece.scales, bucket, tensors, end, limit)
             continue
         start = piece.offset_bytes
-        for part in parts(box.shape, limit // piece.dtype.itemsize):
+        whole = tensors[name][box.slices()]
+        elements = box.size if is_known(piece.dtype, whole) else limit // piece.dtype.itemsize
+        for part in parts(box.shape, elements):
             stop = start + part.size * piece.dtype.itemsize
-            yield _Stretch(start, stop, name, tensors[name][part.shift(box.start).slices()], piece.dtype)
+            yield _Stretch(start, stop, name, whole[part.slices()], piece.dtype)
             start = stop
 
 
@@ -107,12 +128,10 @@ def _place(piece: Piece, end: _End) -> tuple[str, Box]:
     return (piece.source_name, piece.source_box) if end == "source" else (piece.destination_name, piece.destination_box)
 
 
-def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Iterator[Block]:
+def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Block:
     name, box = _place(piece, end)
     _check_inside(name, box, tensors)
-    memory = tensors[name][box.slices()].view(-1).view(torch.uint8)
-    for part in memory.split(_HOST_BLOCK_BYTES):
-        yield Block(part, [], [], [])
+    return Block(tensors[name][box.slices()].view(-1).view(torch.uint8), [], [], [])
 
 
 def _quantised(
@@ -155,19 +174,25 @@ def _packed(bucket: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Ten
 
 
 def _runs(stretches: Iterable[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
-    """Neighbours that together reach over `limit` bytes at most."""
-    run: list[_Stretch] = []
-    for stretch in stretches:
-        if run and stretch.stop - run[0].start > limit:
-            yield run
-            run = []
-        run.append(stretch)
-    if run:
+    """Neighbours that together reach over `limit` bytes at most, or over any number if one pass is all they take."""
+    for takes_a_pass, neighbours in groupby(stretches, key=lambda each: each.takes_a_pass):
+        run: list[_Stretch] = []
+        for stretch in neighbours:
+            if run and takes_a_pass and stretch.stop - run[0].start > limit:
+                yield run
+                run = []
+            run.append(stretch)
         yield run
 
 
-def _block(run: Sequence[_Stretch], bucket: Tensor) -> Block:
-    memory = bucket[run[0].start : run[-1].stop]
+def _blocks(runs: Sequence[Sequence[_Stretch]], bucket: Tensor) -> Iterator[Block]:
+    """Blocks that follow each other without gaps, so that the checksum is the same however they are cut."""
+    stops = [run[0].start for run in runs[1:]] + [runs[-1][-1].stop]
+    for run, stop in zip(runs, stops, strict=True):
+        yield _block(run, bucket[run[0].start : stop], bucket)
+
+
+def _block(run: Sequence[_Stretch], memory: Tensor, bucket: Tensor) -> Block:
     packed, local, names = [], [], []
     for each in run:
         if each.view is not None and each.dtype is not None:

@@ -1,16 +1,17 @@
 """Kernels of a refit: one pass that moves a block's boxes, takes their checksum, and quantises or dequantises them.
 
-On a CPU in torch, and block FP8 in machine code; on a GPU in Triton, in one launch for a whole bucket. Both make the
-same bytes.
+On a CPU in machine code, and in torch what that does not know; on a GPU in Triton, in one launch for a whole bucket.
+Both make the same bytes.
 """
 
 from types import ModuleType
 
 from megarl.resharding.kernels import host
 from megarl.resharding.kernels.block import Block
+from megarl.resharding.kernels.moves import is_known
 from megarl.resharding.kernels.quantised import Quantised
 
-__all__ = ["Block", "Quantised", "gather", "scatter"]
+__all__ = ["Block", "Quantised", "gather", "is_known", "scatter"]
 
 
 def gather(block: Block, before: int | None) -> int | None:

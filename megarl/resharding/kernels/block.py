@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from megarl.resharding.kernels.launch_table import LaunchTable
+from megarl.resharding.kernels.moves import Moves
 from megarl.resharding.kernels.quantised import Quantised
 
 
@@ -20,10 +21,16 @@ class Block:
 
     memory: Tensor
     packed: list[Tensor]
+    """In the order in which they lie there."""
     local: list[Tensor]
     names: Sequence[str]
     """Names of the local tensors."""
     quantised: Sequence[Quantised] = ()
+
+    @cached_property
+    def moves(self) -> Moves:
+        """The block as machine code of the host reads it, made when it is first needed."""
+        return Moves.of(self.memory, self.packed, self.local)
 
     @cached_property
     def table(self) -> LaunchTable:

@@ -1,33 +1,39 @@
-"""Kernels of the host: a block is small enough to be in the processor's cache when it is checksummed."""
+"""Kernels of the host: one pass of machine code, and torch for boxes and number formats that it does not know."""
 
 import torch
 from isal import isal_zlib
 from torch import Tensor
 
 from megarl.resharding.kernels.block import Block
+from megarl.resharding.kernels.compiled_move import Way, move, move_with_checksum
+from megarl.resharding.kernels.crc32 import widest_lanes
 
 
 def gather(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.gather`; the checksum is a CRC-32."""
-    _copy(block.packed, block.local)
+    _copy(block.moves.packed, block.moves.local)
     for each in block.quantised:
         each.quantise()
-    return _checksum(block.memory, before)
+    return _move("pack", block, before)
 
 
 def scatter(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.scatter`; the checksum is a CRC-32."""
-    total = _checksum(block.memory, before)
-    _copy(block.local, block.packed)
+    total = _move("unpack", block, before)
+    _copy(block.moves.local, block.moves.packed)
     for each in block.quantised:
         each.dequantise()
     return total
 
 
+def _move(way: Way, block: Block, before: int | None) -> int | None:
+    lanes = widest_lanes()
+    if before is not None and lanes:
+        return move_with_checksum(way, block.moves, before, lanes)
+    move(way, block.moves)
+    return None if before is None else isal_zlib.crc32(block.memory.numpy(), before)
+
+
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _checksum(memory: Tensor, before: int | None) -> int | None:
-    return None if before is None else isal_zlib.crc32(memory.numpy(), before)

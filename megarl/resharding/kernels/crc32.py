@@ -1,0 +1,129 @@
+"""CRC-32 in machine code: of vectors that a function has in its registers anyway, or of memory.
+
+Vectors are numbers whose bits are the coefficients of a polynomial. Each is added to the one a step before it, times
+the power of x that lies between them, modulo the CRC's polynomial: multiplications without carries (Gopal et al., "Fast
+CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The bits are those of zlib's crc32.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from llvmlite import ir
+
+from converters.machine_code import BITS_8, BITS_32, BITS_64, Builder, constant, processor_has, vector
+
+_POLYNOMIAL = 0xEDB88320
+_WIDTHS = {8: ("vpclmulqdq", "avx512f"), 4: ("vpclmulqdq", "avx2"), 2: ("pclmulqdq",)}
+"""64-bit lanes of a vector -> the features of a processor that multiplies vectors of so many."""
+VECTORS = 4
+"""Vectors of a step: a multiplication takes as long as others need to be begun."""
+
+
+def known_lanes() -> list[int]:
+    """How many 64-bit lanes the vectors have that this processor multiplies without carries, the widest first."""
+    return [lanes for lanes, features in _WIDTHS.items() if all(map(processor_has, features))]
+
+
+@cache
+def widest_lanes() -> int:
+    """Lanes of the widest such vectors; 0 if there are none."""
+    return max(known_lanes(), default=0)
+
+
+class Crc32:
+    """The part of a function that takes a checksum; `before` is that of all bytes that came before, of 64 bits."""
+
+    def __init__(self, build: Builder, before: ir.Value, lanes: int) -> None:
+        self._build = build
+        self.vector = vector(BITS_64, lanes)
+        self.vector_bytes = 8 * lanes
+        self.step_bytes = VECTORS * self.vector_bytes
+        self._last = [build.variable(constant(self.vector, 0)) for _ in range(VECTORS)]
+        """The sums of vectors that end a step before the next ones."""
+        self._start = build.variable(constant(self.vector, 0))
+        """The bits that are added to the first vector: a CRC begins with ones, and ends with their opposite."""
+        bits = build.zext(build.not_(build.trunc(before, BITS_32)), BITS_64)
+        build.store(build.insert_element(constant(self.vector, 0), bits, constant(BITS_32, 0)), self._start)
+
+    def add(self, vectors: Sequence[ir.Value]) -> None:
+        """Take in the next vectors: those of a step, or one."""
+        build = self._build
+        last = [build.load(place, typ=self.vector) for place in self._last]
+        for number, each in enumerate(vectors):
+            own = each if number else build.xor(each, build.load(self._start, typ=self.vector))
+            last.append(build.xor(self._moved(last.pop(0), 8 * self.step_bytes), own))
+        build.store(constant(self.vector, 0), self._start)
+        for value, place in zip(last, self._last, strict=True):
+            build.store(value, place)
+
+    def add_memory(self, base: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
+        """Take in whole vectors that lie from `start` to `stop` bytes behind `base`; returns where these end."""
+        build = self._build
+        whole = build.add(start, build.and_(build.sub(stop, start), constant(BITS_64, -self.vector_bytes)))
+        steps = build.add(start, build.and_(build.sub(stop, start), constant(BITS_64, -self.step_bytes)))
+        for first, last, vectors in ((start, steps, VECTORS), (steps, whole, 1)):
+            with build.loop(first, last, vectors * self.vector_bytes) as at:
+                self.add(self.vectors_at(build.element(base, at, BITS_8), vectors))
+        return whole
+
+    def vectors_at(self, address: ir.Value, count: int) -> list[ir.Value]:
+        """So many vectors in memory."""
+        build = self._build
+        return [
+            build.read(build.element(address, constant(BITS_64, at), self.vector), self.vector) for at in range(count)
+        ]
+
+    def result(self, base: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
+        """The checksum, with the last bytes, fewer than a vector has: they lie from `start` to `stop` behind `base`."""
+        build = self._build
+        register = build.variable(constant(BITS_32, 0))
+        lanes = build.alloca(vector(BITS_64, 2))
+        build.store(self._sum(), lanes)
+        self._add_bytes(register, lanes, constant(BITS_64, 0), constant(BITS_64, 16))
+        first = build.extract_element(build.load(self._start, typ=self.vector), constant(BITS_32, 0))
+        build.store(build.xor(build.load(register, typ=BITS_32), build.trunc(first, BITS_32)), register)
+        self._add_bytes(register, base, start, stop)
+        return build.not_(build.load(register, typ=BITS_32))
+
+    def _sum(self) -> ir.Value:
+        """All that was taken in as two lanes with the same remainder."""
+        build = self._build
+        total = constant(vector(BITS_64, 2), 0)
+        for place in self._last:
+            last = build.load(place, typ=self.vector)
+            for lane in range(0, self.vector.count, 2):
+                pair = ir.Constant(vector(BITS_32, 2), [lane, lane + 1])
+                total = build.xor(self._moved(total, 128), build.shuffle_vector(last, last, pair))
+        return total
+
+    def _moved(self, value: ir.Value, bits: int) -> ir.Value:
+        """Each pair of lanes times x to the power of `bits`, modulo the polynomial."""
+        lanes = value.type.count
+        # Bits are in reverse order: the low lane is that of the higher powers.
+        powers = ir.Constant(value.type, [_power(bits + 32), _power(bits - 32)] * (lanes // 2))
+        name = "llvm.x86.pclmulqdq" + (f".{64 * lanes}" if lanes > 2 else "")
+        low, high = (
+            self._build.intrinsic(name, value.type, value, powers, constant(BITS_8, lane)) for lane in (0x00, 0x11)
+        )
+        return self._build.xor(low, high)
+
+    def _add_bytes(self, register: ir.Value, base: ir.Value, start: ir.Value, stop: ir.Value) -> None:
+        """Take in bytes by the definition, bit by bit."""
+        build = self._build
+        with build.loop(start, stop) as at:
+            byte = build.zext(build.read(build.element(base, at, BITS_8), BITS_8), BITS_32)
+            bits = build.xor(build.load(register, typ=BITS_32), byte)
+            for _ in range(8):
+                lowest = build.sub(constant(BITS_32, 0), build.and_(bits, constant(BITS_32, 1)))
+                bits = build.xor(
+                    build.lshr(bits, constant(BITS_32, 1)), build.and_(lowest, constant(BITS_32, _POLYNOMIAL))
+                )
+            build.store(bits, register)
+
+
+def _power(exponent: int) -> int:
+    """x to a power, modulo the polynomial, its bits in reverse order as the higher ones of 33."""
+    bits = 1 << 31
+    for _ in range(exponent):
+        bits = (bits >> 1) ^ (_POLYNOMIAL if bits & 1 else 0)
+    return bits << 1
