@@ -23,8 +23,8 @@ def write_run(folder, *, metric=0.5, ordinals=None, age=0, again=(), weights=b"w
     return Outcome(1.0, 0, folder)
 
 
-def case(schedule):
-    return Case("transformers", schedule, "engine", 0.5, 0)
+def case(schedule, kind="trainer rank", engine="transformers"):
+    return Case(engine, schedule, kind, 0.5, 0)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,15 @@ def case(schedule):
 def test_what_is_wrong_with_a_run_is_found(schedule, made, found, tmp_path):
     reference = write_run(tmp_path / "undisturbed")
     assert judged(case(schedule), write_run(tmp_path / "run", **made), reference) == found
+
+
+def test_only_an_engine_that_transformers_replaces_may_round_otherwise(tmp_path):
+    reference, near = write_run(tmp_path / "undisturbed"), write_run(tmp_path / "run", metric=0.5 + 1e-6)
+    assert judged(case("S=0", "engine"), near, reference) == []
+    assert judged(case("S=0", "engine", "vllm"), near, reference) == ["metrics differ by 2.0e-06"]
+    assert judged(case("S=0", "reward worker"), near, reference) == ["metrics differ by 2.0e-06"]
+    far = write_run(tmp_path / "far", metric=0.5 + 1e-4)
+    assert judged(case("S=0", "engine"), far, reference) == ["metrics differ by 2.0e-04"]
 
 
 def test_a_run_that_fails_hangs_or_leaves_something_is_wrong(tmp_path):
