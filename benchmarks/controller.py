@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from machine import at_least_one, describe
+from scripted_engine import ScriptedEngine
 
 import megarl.rollout
 from megarl.cluster.engine_group import EngineGroup
@@ -24,6 +25,7 @@ from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.turns import Turns
+from megarl.cluster.worker_group import wait
 from megarl.data import Prompt, PromptSampler
 from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer
@@ -96,8 +98,15 @@ def run_of(prompts: int, staleness: int, steps: int, **arguments: Any) -> Megarl
 
 
 def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> str:
-    """Keep so many trajectories in flight until so many groups are sampled: CPU time of a group, and memory."""
+    """Keep so many trajectories in flight until so many groups are sampled: CPU time of an event, and memory.
+
+    An event is that new tokens of one response come, or that it ends.
+    """
     slots, prompts = in_flight // SAMPLES, 32
+
+    def told() -> int:
+        return sum(wait(rollouts._by.engines.begin(ScriptedEngine.told)))
+
     config = run_of(prompts, slots // prompts - 1, 10**9, pace_s=pace_s * ENGINES, median_tokens=median_tokens)
     with controller(config) as rollouts:
         clock, own, memory = Clock(), psutil.Process(), []
@@ -105,18 +114,23 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
             rollouts.take(clock)
             rollouts.release()
             if step == slots // prompts:
+                before = told()
                 began, cpu = time.monotonic(), time.process_time()
             if step >= slots // prompts and step % 8 == 0:
                 used = own.memory_info()
                 memory.append(used.rss - used.shared)
         counted = (groups // prompts - slots // prompts - 1) * prompts
         cpu, seconds = time.process_time() - cpu, time.monotonic() - began
+        responses = counted * SAMPLES
+        heard = responses + told() - before
     third = max(1, len(memory) // 3)
-    middle, late = (max(part) / 1e6 for part in (memory[third : 2 * third], memory[2 * third :]))
-    return (
-        f"| {in_flight:,} | {counted:,} | {median_tokens:.0f} | {counted / seconds:.0f} | {cpu / counted * 1e3:.2f} | "
-        f"{cpu / counted / SAMPLES * 1e3:.3f} | {memory[0] / 1e6:.0f}, {middle:.0f}, {late:.0f} |"
+    parts = memory[:1], memory[third : 2 * third], memory[2 * third :]
+    costs = (f"{cpu / many * 1e3:.{digits}f}" for many, digits in ((heard, 4), (responses, 3), (counted, 2)))
+    cells = (
+        *(f"{in_flight:,}", f"{counted:,}", f"{median_tokens:.0f}", f"{counted / seconds:.0f}"),
+        *(f"{heard / responses:.0f}", *costs, ", ".join(f"{max(part) / 1e6:.0f}" for part in parts)),
     )
+    return f"| {' | '.join(cells)} |"
 
 
 def checkpoint(groups: int, median_tokens: float) -> str:
@@ -174,9 +188,11 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=5.0, help="between two answers of all engines together")
     arguments = parser.parse_args()
     megarl.rollout.ENGINES["scripted"] = SCRIPTED  # type: ignore[index]
-    print(f"{describe(ROOT)}\n")
-    print("| in flight | groups | median tokens | groups/s | CPU ms a group | CPU ms a trajectory | MB: first, ... |")
-    print("|---:|---:|---:|---:|---:|---:|---|", flush=True)
+    print(f"{describe(ROOT)}; events of each response, CPU ms, MB at first, then at most in the last thirds\n")
+    print(
+        "| in flight | groups | median tokens | groups/s | events of each | ms an event | a response | a group | MB |"
+    )
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---|", flush=True)
     print(events(arguments.in_flight, arguments.groups, arguments.median_tokens, arguments.pace_ms / 1e3), flush=True)
     print("\n| groups scored alone | CPU ms a group, best of 5 |\n|---:|---:|", flush=True)
     print(scoring(400), flush=True)

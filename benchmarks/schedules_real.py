@@ -2,8 +2,8 @@
 
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
 of its own; what is counted are the steps after the first ones. At most as many times the steps can be made as a step
-of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice. "In turns" one rests while the
-other works, as on GPUs that they share.
+of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice, where the two are equal, which
+the table and the limits here make them, nearly. "In turns" one rests while the other works, as on GPUs that they share.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from workload import environment
 
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.tracking import read_history
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_TURNS = "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"
@@ -34,7 +35,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "S=1, in turns": (IN_TURNS, "schedule.max_staleness=1", "schedule.in_flight=recompute"),
     "S=2, in turns": (IN_TURNS, "schedule.max_staleness=2", "schedule.in_flight=recompute"),
 }
-LONGEST, PROMPTS = 224, 16
+LONGEST, PROMPTS = 288, 16
 
 
 def workload(folder: Path, engine: str) -> list[str]:
@@ -46,7 +47,7 @@ def workload(folder: Path, engine: str) -> list[str]:
         *(sys.executable, str(Path(__file__).with_name("schedules_run.py")), "train", "--config-name", "quickstart"),
         *(f"model.path={model}", f"data.train_files=[{files.train}]", "megatron.expert_model_parallel_size=1"),
         *("cluster.trainer_ranks=1", "cluster.engine_threads=1", f"rollout.engine={engine}"),
-        *(f"rollout.max_response_tokens={LONGEST}", "rollout.engine_args.max_model_len=256"),
+        *(f"rollout.max_response_tokens={LONGEST}", "rollout.engine_args.max_model_len=320"),
         *(f"loop.prompts_per_step={PROMPTS}", "loop.samples_per_prompt=4", "loop.max_tokens_per_micro_batch=1024"),
         *("checkpoint.every=0", "tracking.loggers=[jsonl]", "algorithm.train_on_truncated_responses=true"),
         f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
@@ -65,6 +66,13 @@ def endless(model: Path) -> Path:
     return model
 
 
+def mean_seconds(output: Path, window: Window) -> dict[str, float]:
+    """Seconds that each stage takes in a step: the mean, as a few have responses of many times the usual length."""
+    lines = read_history(output)[window.warm_up : window.warm_up + window.steps]
+    stages = [name for name in lines[0] if name.startswith("seconds/")]
+    return {name.removeprefix("seconds/"): sum(line.get(name, 0.0) for line in lines) / len(lines) for name in stages}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least_one, default=3)
@@ -76,22 +84,25 @@ def main() -> None:
     drawn = sorted(tokens_of(ordinal, LONGEST) for ordinal in range(PROMPTS * arguments.steps))
     middle, tail = drawn[len(drawn) // 2], drawn[-len(drawn) // 20]
     print(f"{describe(ROOT)}; {middle} tokens at the median, {tail} at the 95th percentile, {drawn[-1]} at most\n")
-    print("| round | schedule | s a step | steps/s, of S=0 | rollout s | advantage s | update s | refit s |")
-    print("|---:|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    print("| round | schedule | s a step | CPU s | steps/s, of S=0 | at most | rollout s | update s | refit s |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     gains: dict[str, list[float]] = {name: [] for name in arguments.schedules}
     with tempfile.TemporaryDirectory() as scratch:
         command = workload(Path(scratch), arguments.engine)
         for number in range(arguments.rounds):
-            first = 0.0
+            first = most = 0.0
             for name in arguments.schedules:
                 output = Path(scratch) / f"{number}_{len(gains[name])}_{arguments.schedules.index(name)}"
                 run = [*command, *SCHEDULES[name], f"loop.steps={window.run_steps}", f"output_dir={output}"]
                 seen = observe(run, environment(threads=1), output, window)
-                first = first or seen.wall_seconds_per_step
+                stages = mean_seconds(output, window)
+                if not first:
+                    first = seen.wall_seconds_per_step
+                    most = first / max(stages["rollout"], first - stages["rollout"])
                 gains[name].append(first / seen.wall_seconds_per_step)
-                stages = (f"{seen.stage_seconds[stage]:.2f}" for stage in ("rollout", "advantage", "update", "refit"))
-                cells = (str(number), name, f"{seen.wall_seconds_per_step:.2f}", f"{gains[name][-1]:.2f}", *stages)
-                print(f"| {' | '.join(cells)} |", flush=True)
+                measured = seen.wall_seconds_per_step, seen.cpu_seconds_per_step, gains[name][-1], most
+                seconds = (*measured, *(stages[stage] for stage in ("rollout", "update", "refit")))
+                print(f"| {number} | {name} | {' | '.join(f'{each:.2f}' for each in seconds)} |", flush=True)
     medians = ", ".join(f"{name} {median(each):.2f}" for name, each in gains.items())
     print(f"\nMedians of {arguments.rounds} rounds: {medians}", flush=True)
 

@@ -15,7 +15,7 @@ from megarl.run import rollouts
 from megarl.schema import MegarlConfig
 from megarl.stages.rollout import sampling_parameters
 
-MEDIAN_TOKENS, SIGMA = 24, 1.0
+MEDIAN_TOKENS, SIGMA = 16, 1.3
 
 
 def tokens_of(ordinal: int, longest: int) -> int:

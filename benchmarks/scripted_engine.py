@@ -1,32 +1,37 @@
 """An engine that answers by a script: responses of drawn lengths, at a steady pace, without a model."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from megarl.data import Turn
-from megarl.data.stretches import here
-from megarl.rollout.protocol import Event, Progress, Request
+from megarl.data.stretches import Array, here
+from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
+from megarl.rollout.telling import AT_ONCE, SECONDS
 
 _TOKENS = (3, 13)
 _WITH_TEXT = 64
+_NOTHING = (-1, Request([], SamplingParameters()))
 
 
 class ScriptedEngine:
     """Answers a request every `pace_s`, in the order in which they come, and `only` so many, if that is said.
 
-    It tells the first half of each other one.
+    Meanwhile it tells of the tokens of all that it was asked for, as real engines do (`megarl.rollout.telling`): each
+    sample has as many as its share of the time until its answer. With `only` it tells the first half of each other one.
     """
 
     def __init__(self, _model_path: Path, arguments: Mapping[str, Any]) -> None:
         self._pace_s, self._median = arguments["pace_s"], arguments["median_tokens"]
         self._only = arguments.get("only")
         self._asked = SimpleQueue[tuple[int, Request] | None]()
+        self._told = 0
 
     def start(self) -> None:
         """Be up."""
@@ -39,6 +44,10 @@ class ScriptedEngine:
         """One worker."""
         return [0]
 
+    def told(self) -> int:
+        """How often it told of new tokens of a sample."""
+        return self._told
+
     def submit(self, requests: Mapping[int, Request]) -> None:
         """See `Generator.submit`."""
         for asked in requests.items():
@@ -46,17 +55,35 @@ class ScriptedEngine:
 
     def events(self) -> Iterator[list[Event | Progress]]:
         """See `Generator.events`."""
-        answered, due = 0, time.monotonic()
-        while (asked := self._asked.get()) is not None:
-            number, request = asked
-            answer = self._answer(request)
-            if answered == self._only:
-                yield [_first_half(number, sample, turn) for sample, turn in enumerate(answer)]
-                continue  # it goes on for ever
-            due = max(due + self._pace_s, time.monotonic())
-            time.sleep(max(0.0, due - time.monotonic()))
-            yield [Event(number, answer)]
-            answered += 1
+        growing = deque[_Growing]()
+        answered, due, next_tell = 0, time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            wait_s = min(growing[0].end_s, next_tell) - now if growing else None
+            try:
+                asked = self._asked.get(timeout=None if wait_s is None else max(wait_s, 1e-4))
+            except Empty:
+                asked = _NOTHING
+            if asked is None:
+                return
+            now = time.monotonic()
+            if asked is not _NOTHING:
+                number, request = asked
+                answer = self._answer(request)
+                if answered == self._only:
+                    yield [_first_half(number, sample, turn) for sample, turn in enumerate(answer)]
+                    continue  # it goes on for ever
+                answered += 1
+                due = max(due, now) + self._pace_s
+                growing.append(_Growing(number, answer, now, due))
+            if growing and growing[0].end_s <= now:
+                ended = growing.popleft()
+                yield [Event(ended.number, ended.answer)]
+            elif growing and next_tell <= now and self._only is None:
+                next_tell = now + SECONDS
+                if pieces := list[Event | Progress](_news(growing, now)):
+                    self._told += sum(len(each.numbers) for each in pieces if isinstance(each, Progress))
+                    yield pieces
 
     def close(self) -> None:
         """End `events`."""
@@ -66,6 +93,37 @@ class ScriptedEngine:
         generator = np.random.default_rng(request.sampling.seed)
         drawn = generator.lognormal(np.log(self._median), 1.0, request.sampling.samples)
         return [_turn(request, generator, length) for length in np.clip(drawn, 1, 16384).astype(int).tolist()]
+
+
+@dataclass
+class _Growing:
+    """A request until its answer is due."""
+
+    number: int
+    answer: list[Turn]
+    begin_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(turn.token_ids) for turn in self.answer])
+        self.told = np.zeros_like(self.lengths)
+
+    def take_new(self, now_s: float) -> Array:
+        """How many tokens each of its samples has, beyond those that were told of."""
+        there = (self.lengths * (now_s - self.begin_s) / (self.end_s - self.begin_s)).astype(np.int64)
+        new, self.told = there - self.told, there
+        return new
+
+
+def _news(growing: Iterable[_Growing], now_s: float) -> Iterator[Progress]:
+    """New tokens of all, in pieces as real ones are; which tokens, nobody looks."""
+    whose = [(each.number, sample, new) for each in growing for sample, new in enumerate(each.take_new(now_s).tolist())]
+    news = np.array([each for each in whose if each[2]], dtype=np.int32).reshape(-1, 3)
+    for piece in np.split(news, np.flatnonzero(np.diff(news[:, 2].cumsum() // AT_ONCE)) + 1):
+        if len(piece):
+            numbers, samples, lengths = piece.T
+            tokens = np.zeros(lengths.sum(), dtype=np.int32)
+            yield Progress(numbers, samples, lengths, tokens, tokens.astype(np.float32), tokens)
 
 
 def _first_half(number: int, sample: int, turn: Turn) -> Progress:

@@ -106,6 +106,9 @@ class Schedule:
         for draw in self._draws.values():
             if not draw.is_finished:
                 left_behind.append(draw.overtaken)
+                # Whatever comes behind it overtakes it; hundreds of draws do, and this is asked at each answer.
+                if draw.overtaken + 1 >= self._window:
+                    return None
             else:
                 left_behind = [overtaken + 1 for overtaken in left_behind]
                 if max(left_behind, default=0) >= self._window:

@@ -11,8 +11,8 @@ from megarl.rollout.protocol import Progress
 from megarl.rollout.request_in_flight import SampleInFlight
 
 _TOKENS = 64
-_SECONDS = 0.05
-_AT_ONCE = 8192
+SECONDS = 0.05
+AT_ONCE = 8192
 """Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
 
 
@@ -40,13 +40,13 @@ class Telling:
 
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
         """The new tokens of those `samples` that were submitted, if there are any; in pieces that travel by value."""
-        self._steps, self._next_s = 0, time.monotonic() + _SECONDS
+        self._steps, self._next_s = 0, time.monotonic() + SECONDS
         news = _News()
         for each in samples:
             number = self._numbers.get(each.request.future)
             if number is not None and each.told < len(each.token_ids):
                 news.add(number, each)
-                if len(news.token_ids) >= _AT_ONCE:
+                if len(news.token_ids) >= AT_ONCE:
                     yield news.progress()
                     news = _News()
         if news.token_ids:
