@@ -40,6 +40,17 @@ class Run:
         self.admitted |= dict.fromkeys(self.schedule.unfinished, self.schedule.version)
 
 
+def by_the_rule(schedule: Schedule) -> list[int] | None:
+    """The first finished draws, unless one that is left behind would be overtaken by as many as the window has."""
+    draws = schedule._draws.values()
+    batch = [draw.ordinal for draw in draws if draw.is_finished][: schedule._batch]
+    if len(batch) < schedule._batch:
+        return None
+    left_behind = [draw for draw in draws if not draw.is_finished and draw.ordinal < batch[-1]]
+    counts = [draw.overtaken + sum(draw.ordinal < each for each in batch) for draw in left_behind]
+    return batch if max(counts, default=0) < schedule._window else None
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     prompts=st.integers(1, 6),
@@ -60,6 +71,7 @@ def test_every_run_keeps_the_bound_and_loses_nothing(prompts, staleness, window,
                 run.schedule.finish(chosen)
         if kind == 1:
             run.restart()
+        assert run.schedule.takeable() == by_the_rule(run.schedule)
         if kind > 3 and run.schedule.takeable() is not None:
             run.train()
     while len(run.trained) < 4 + len(choices) // prompts:
