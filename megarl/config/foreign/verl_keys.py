@@ -83,6 +83,7 @@ SAME: Mapping[str, str] = {
     "trainer.experiment_name": "tracking.run_name",
     "lora.rank": "lora.rank",
     "lora.alpha": "lora.alpha",
+    "lora.merge": "lora.merge",
     "lora.adapter_path": "lora.path",
     "ray_kwargs.ray_init.address": "cluster.address",
 }

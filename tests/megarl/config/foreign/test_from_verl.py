@@ -181,6 +181,14 @@ def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: 
         translated(tmp_path, f"{script} trainer.nnodes=$RANKS")
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_whether_an_adapter_is_merged_for_the_engines_is_asked_as_there(merge: bool) -> None:
+    recipe = from_verl([f"actor_rollout_ref.model.lora.{each}" for each in ("rank=8", f"merge={merge}")], {})
+    assert recipe.get("lora.rank") == 8
+    assert recipe.get("lora.merge") is merge
+    assert recipe.absent == {}
+
+
 def test_a_recipe_that_could_not_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="compares the responses to one prompt"):
         check(from_verl(["algorithm.adv_estimator=grpo"], {}))
