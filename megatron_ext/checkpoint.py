@@ -12,6 +12,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,6 +53,15 @@ _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"  # Megatron-LM's nam
 _TENSORS, _RNG, _LAYOUT = "optimizer_tensors", "rng_state", "layout"
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """Parts of the state that was saved last, and all that follows from them."""
+
+    parts: list[_Part]
+    own_bytes: int
+    plan: Plan
+
+
 class Saving:
     """Saves a model, one checkpoint at a time: `begin`, then `finish`, and in between the run may go on."""
 
@@ -59,8 +69,7 @@ class Saving:
         self._engine = engine
         self._copies = HostCopies()
         self._pending: PendingSave | None = None
-        self._planned: tuple[list[_Part], Plan] | None = None
-        """Parts of the state that was saved last, and who wrote which."""
+        self._planned: _Planned | None = None
 
     def begin(self, folder: Path, *, in_background: bool) -> None:
         """Collective: begin to write this rank's part of the model, optimizer, schedule and RNG to `folder`.
@@ -76,21 +85,17 @@ class Saving:
             raise RuntimeError("the save before this one is not finished")
         with _garbage_left():
             state = _state(self._engine)
-            _check_room(state, folder)
-            parts = _parts(state)
-            self._pending = PendingSave(state, folder, self._copies if in_background else None, self._plan_of(parts))
-            self._planned = parts, self._pending.plan
+            parts, last = _parts(state), self._planned
+            is_known = last is not None and last.parts == parts
+            own_bytes = last.own_bytes if last is not None and is_known else _own_bytes(state)
+            is_known_to_all = _agree(own_bytes, folder, is_known=is_known)
+            plan = last.plan if last is not None and is_known_to_all else None
+            self._pending = PendingSave(state, folder, self._copies if in_background else None, plan)
+            self._planned = _Planned(parts, own_bytes, self._pending.plan)
         if in_background:
             self._engine.lend_state(self._pending.wait_until_copied)
         if self._engine.adapters is not None and torch.distributed.get_rank() == 0:
             self._engine.adapters.write_config(folder)
-
-    def _plan_of(self, parts: list[_Part]) -> Plan | None:
-        """Collective: the plan of the save before, if on no rank the parts have changed since."""
-        is_known = torch.tensor([self._planned is not None and self._planned[0] == parts], dtype=torch.int32)
-        is_known = is_known.to(device.device())
-        torch.distributed.all_reduce(is_known, op=torch.distributed.ReduceOp.MIN)
-        return self._planned[1] if self._planned is not None and bool(is_known) else None
 
     def is_written(self) -> bool:
         """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
@@ -227,17 +232,24 @@ def _part(value: ShardedBase) -> _Part:
     return value.key, value.replica_id
 
 
-def _check_room(state: Mapping[str, Any], folder: Path) -> None:
-    # Megatron's writers report a full disk as an inconsistent file position, with the reason lost.
+def _own_bytes(state: Mapping[str, Any]) -> int:
+    """How much of the `state` this rank writes."""
     parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
-    own = sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
-    needed = torch.tensor([own], dtype=torch.int64, device=device.device())
-    torch.distributed.all_reduce(needed)
-    if int(needed) > (free := shutil.disk_usage(folder).free):
+    return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
+
+
+def _agree(own_bytes: int, folder: Path, *, is_known: bool) -> bool:
+    """Collective: whether all ranks know the parts of the state. Raises UserError if there is no room for all of it."""
+    # Megatron's writers report a full disk as an inconsistent file position, with the reason lost.
+    sums = torch.tensor([own_bytes, is_known], dtype=torch.int64, device=device.device())
+    torch.distributed.all_reduce(sums)
+    needed, knowing = sums.tolist()
+    if needed > (free := shutil.disk_usage(folder).free):
         raise UserError(
-            f"cannot write a checkpoint of {int(needed):,} bytes to {folder.parent}: the disk has {free:,} bytes free; "
+            f"cannot write a checkpoint of {needed:,} bytes to {folder.parent}: the disk has {free:,} bytes free; "
             "make room or choose another output_dir (the last complete checkpoint is untouched)"
         )
+    return knowing == torch.distributed.get_world_size()
 
 
 def _holds_reference(folder: Path) -> bool:
