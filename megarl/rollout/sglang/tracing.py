@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from megarl.rollout.protocol import UpdateError
 from megarl.rollout.tracing import trace_load_weights
 
 
@@ -63,9 +64,8 @@ def _keeps_blocks(keeps: Callable[[Any], str | None]) -> Callable[[Any], str | N
             return "SGLang makes its scales from others when it is loaded"
         if fp8._is_fp8_fnuz or fp8._use_aiter:
             return "it becomes the FP8 of AMD's GPUs when it is loaded"
-        scales = [each for name, each in module.named_parameters(recurse=False) if name.endswith("weight_scale_inv")]
-        if any(getattr(each, "format_ue8m0", False) for each in scales):
-            return "SGLang rounds its scales to powers of two when it is loaded"
+        if _packed_scales(module):
+            return "SGLang packs its scales for DeepGEMM when it is loaded"
         return "the CPU backend multiplies by a packed copy of it" if use_intel_amx_backend(module) else keeps(module)
 
     return reason
@@ -87,6 +87,27 @@ _KEPT: Mapping[str, Callable[[Any], str | None]] = {
     "Fp8MoEMethod": _keeps_blocks(_keeps_codes_of_experts),
 }
 """Name of the class of a module's `quant_method` -> why its parameters are not what was loaded; None if they are."""
+
+
+def check_loadable(model: nn.Module) -> None:
+    """Raise UpdateError for a model that SGLang's loader can fill once alone.
+
+    On Blackwell SGLang 0.5.23 makes powers of two of the scales in FP8 and packs four to a number, one for each row, in
+    the parameter's place; it never makes room for others to be loaded, and its loader asserts their shape.
+    """
+    for name, module in model.named_modules():
+        if _packed_scales(module):
+            raise UpdateError(
+                f"SGLang packed the scales of {name} for DeepGEMM on this GPU, and its loader takes no others in their"
+                " place: set rollout.engine_args.fp8_gemm_runner_backend=triton, and moe_runner_backend=triton where"
+                " these are of experts"
+            )
+
+
+def _packed_scales(module: nn.Module) -> list[str]:
+    """Names of the parameters of a layer in FP8 whose scales are no longer as they were loaded."""
+    parameters = module.named_parameters(recurse=False)
+    return [name for name, each in parameters if getattr(each, "format_ue8m0", False)]
 
 
 def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:

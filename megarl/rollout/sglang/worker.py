@@ -61,8 +61,9 @@ def map_segments(worker: _Worker, segments: Sequence[str], segment_bytes: int) -
 def load_bucket(worker: _Worker, bucket: Bucket) -> None:
     """Load a bucket by the model's own loader. Raises UpdateError for a tensor that the loader would skip.
 
-    SGLang 0.5.23 skips a tensor that it does not know without an error.
+    SGLang 0.5.23 skips a tensor that it does not know without an error. See also `tracing.check_loadable`.
     """
+    tracing.check_loadable(worker.model)
     tensors = dict(loadable(bucket, worker.segments[bucket.segment]))
     new = {name: tensor for name, tensor in tensors.items() if name not in worker.taken}
     if new:

@@ -42,6 +42,9 @@ class Model:
     def modules(self):
         return []
 
+    def named_modules(self):
+        return []
+
     def load_weights(self, tensors):
         for name, tensor in tensors:
             # As SGLang's models: what is not known is skipped, without an error.

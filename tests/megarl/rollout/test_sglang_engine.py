@@ -19,7 +19,7 @@ from converters.errors import UserError
 from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sglang import installation
+from megarl.rollout.sglang import installation, tracing
 from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
 from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
@@ -337,3 +337,14 @@ def test_a_response_that_was_cut_goes_on_as_it_would_have(served):
     assert [turn.finish_reason for turn in rest] == [turn.finish_reason for turn in whole[1:]]
     assert rest[0].prompt_ids.tolist() == PROMPTS[0] + whole[1].token_ids[:cut].tolist()
     assert cut > 0
+
+
+def test_scales_that_sglang_packed_are_loaded_no_more():
+    model = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(128, 128), "norm": torch.nn.LayerNorm(128)})
+    tracing.check_loadable(model)
+    # Marked as SGLang 0.5.23 marks them in `requant_block_scale_ue8m0_for_deepgemm`.
+    model["qkv_proj"].weight.format_ue8m0 = True
+    with pytest.raises(
+        UpdateError, match=r"packed the scales of qkv_proj for DeepGEMM .*=triton, and moe_runner_backend"
+    ):
+        tracing.check_loadable(model)

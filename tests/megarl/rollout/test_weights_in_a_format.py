@@ -110,7 +110,8 @@ def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
         ),
         (
             {"engine": "sglang", "weights": "int8_channel"},
-            "rollout.weights=int8_channel is not for rollout.engine=sglang, which holds fp8_block: take one of these",
+            "rollout.weights=int8_channel is not for rollout.engine=sglang, which holds fp8_block and fp8_block_ue8m0:"
+            " take one of these",
         ),
         (
             {"weights": "mxfp8", "engine_args": {"tensor_parallel_size": 16}},
