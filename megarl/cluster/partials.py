@@ -11,8 +11,8 @@ from megarl.data.stretches import here
 from megarl.data.trajectory import FloatArray, IntArray
 from megarl.rollout.protocol import Progress
 
-_TOGETHER = 1024
-"""Pieces of news that are put together: each has some tokens of hundreds of samples."""
+_TOGETHER = 256
+"""Pieces of news that are put together: each has some tokens of hundreds of samples, 100 kB in all."""
 
 
 class Begun(NamedTuple):
