@@ -59,16 +59,14 @@ def quantise(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
     False where a weight has no code; codes and scales are undefined then.
     """
     function = _function(weight.dtype, power_of_two)
-    threads = max(1, min(torch.get_num_threads(), weight.numel() // _THREAD_ELEMENTS, scales.shape[0]))
+    threads = min(torch.get_num_threads(), weight.numel() // _THREAD_ELEMENTS, scales.shape[0])
+    if threads <= 1:
+        return function(*_arguments(weight, codes, scales)) <= _LARGEST
     blocks = -(-scales.shape[0] // threads)
     parts = zip(weight.split(blocks * BLOCK), codes.split(blocks * BLOCK), scales.split(blocks), strict=True)
     calls = [_arguments(*part) for part in parts]
-    if threads == 1:
-        largest = [function(*arguments) for arguments in calls]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            largest = list(pool.map(lambda arguments: function(*arguments), calls))
-    return max(largest) <= _bits(LARGEST_WEIGHT)
+    with ThreadPoolExecutor(threads) as pool:
+        return max(pool.map(lambda arguments: function(*arguments), calls)) <= _LARGEST
 
 
 def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
@@ -153,39 +151,41 @@ def _encode_row(
     scale: ir.Value,
     halved: ir.Value | None,
 ) -> None:
-    """Write the codes of part of a row."""
+    """Write the codes of part of a row; `halved` is there for scales that are powers of two."""
     source, target = row
+    divisor = build.bitcast(scale, FLOAT32)
+    # Exact for a power of two, for which alone it is used.
+    reciprocal = build.fdiv(constant(FLOAT32, 1.0), divisor)
 
     def work(column: ir.Value, lanes: int) -> None:
-        bits = build.read(build.element(source, column, kind), vector(kind, lanes))
-        codes = _encode(build, _float32_bits(build, bits, lanes), scale, halved, lanes)
-        build.write(build.element(target, column, BITS_8), codes)
+        own = build.read(build.element(source, column, kind), vector(kind, lanes))
+        bits = _float32_bits(build, own, lanes)
+        whole, real = vector(BITS_32, lanes), vector(FLOAT32, lanes)
+        magnitude = build.bitcast(build.and_(bits, constant(whole, 0x7FFFFFFF)), real)
+        if halved is None:
+            codes = _encode(build, build.fdiv(magnitude, build.spread(divisor, lanes)), lanes)
+        else:
+            codes = _encode(build, build.fmul(magnitude, build.spread(reciprocal, lanes)), lanes)
+            # The next exponent is 8 codes away; a subnormal mantissa is doubled.
+            doubling = build.mul(build.spread(halved, lanes), build.smaller(codes, constant(whole, 8)))
+            codes = build.add(codes, doubling)
+        sign = build.and_(build.lshr(bits, constant(whole, 24)), constant(whole, 0x80))
+        build.write(build.element(target, column, BITS_8), build.trunc(build.or_(codes, sign), vector(BITS_8, lanes)))
 
     build.across(*ends, _ENCODED, work)
 
 
-def _encode(build: Builder, bits: ir.Value, scale: ir.Value, halved: ir.Value | None, lanes: int) -> ir.Value:
-    """The codes of numbers over a scale, all as bits of float32: to nearest, ties to even.
-
-    They are those of twice the numbers where the scale is `halved`.
-    """
-    whole, real = vector(BITS_32, lanes), vector(FLOAT32, lanes)
-    magnitude = build.bitcast(build.and_(bits, constant(whole, 0x7FFFFFFF)), real)
-    quotient = build.fdiv(magnitude, build.spread(build.bitcast(scale, FLOAT32), lanes))
+def _encode(build: Builder, quotient: ir.Value, lanes: int) -> ir.Value:
+    """The e4m3 codes of magnitudes over a scale, in 32 bits each: to nearest, ties to even."""
+    whole = vector(BITS_32, lanes)
     raw = build.bitcast(quotient, whole)
     # 20 bits of the mantissa are rounded away, and the exponents' biases are 127 and 7.
     odd = build.and_(build.lshr(raw, constant(whole, 20)), constant(whole, 1))
     rounded = build.add(build.add(raw, constant(whole, 0x7FFFF)), odd)
     normal = build.sub(build.lshr(rounded, constant(whole, 20)), constant(whole, (127 - 7) << 3))
-    moved = build.bitcast(build.fadd(quotient, constant(real, _ROUNDING)), whole)
+    moved = build.bitcast(build.fadd(quotient, constant(quotient.type, _ROUNDING)), whole)
     small = build.sub(moved, constant(whole, _bits(_ROUNDING)))
-    codes = build.select(build.icmp_signed("<", raw, constant(whole, _bits(_SMALLEST_NORMAL_CODE))), small, normal)
-    if halved is not None:
-        # The next exponent is 8 codes away; a subnormal mantissa is doubled.
-        doubling = build.mul(build.spread(halved, lanes), build.smaller(codes, constant(whole, 8)))
-        codes = build.add(codes, doubling)
-    sign = build.and_(build.lshr(bits, constant(whole, 24)), constant(whole, 0x80))
-    return build.trunc(build.or_(codes, sign), vector(BITS_8, lanes))
+    return build.select(build.icmp_signed("<", raw, constant(whole, _bits(_SMALLEST_NORMAL_CODE))), small, normal)
 
 
 def _float32_bits(build: Builder, bits: ir.Value, lanes: int) -> ir.Value:
@@ -197,3 +197,6 @@ def _float32_bits(build: Builder, bits: ir.Value, lanes: int) -> ir.Value:
 def _bits(value: float) -> int:
     """The bits of a number as float32."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+_LARGEST = _bits(LARGEST_WEIGHT)

@@ -51,6 +51,39 @@ def test_codes_and_scales_are_those_of_torch(power_of_two, seed, shape, dtype):
         assert torch.equal(memory_of(one), memory_of(other))
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@given(largest=st.floats(2.0**-30, 2.0**30, width=32), seed=st.integers(0, 2**31))
+@example(largest=448.0, seed=0)
+@settings(max_examples=40, deadline=None)
+def test_in_the_middle_between_two_codes_and_beside_it_a_code_is_that_of_the_quotient(power_of_two, largest, seed):
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2]) * (torch.tensor(largest) / 448)
+    # As numbers of whole floats, of which some lie to each side.
+    near = (middles.view(torch.int32)[:, None] + torch.arange(-6, 7, dtype=torch.int32)).clamp(min=0).view(FP32)
+    mixed = near.flatten()[torch.randperm(near.numel(), generator=torch.Generator().manual_seed(seed))]
+    weight = torch.zeros(128, 128)
+    weight.view(-1)[: len(mixed)] = mixed.clamp(max=largest)
+    weight[127, 127] = -largest
+    found, expected = ((torch.zeros(128, 128).to(FP8), torch.zeros(1, 1)) for _ in range(2))
+    assert compiled_quantise.quantise(weight, *found, power_of_two=power_of_two)
+    quantised_in_torch(weight, *expected, power_of_two, Scratch())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(memory_of(one), memory_of(other))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("largest", [1.0, 1.0078125, 1.3359375, 1.75, 1.9921875])
+def test_every_bfloat16_has_the_code_of_torch(largest, power_of_two):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
+    weight = every[every.abs() <= largest].repeat(2)[: 2**15].view(128, 256).clone()
+    weight[0, ::128] = largest
+    found, expected = ((torch.zeros(128, 256).to(FP8), torch.zeros(1, 2)) for _ in range(2))
+    assert compiled_quantise.quantise(weight, *found, power_of_two=power_of_two)
+    quantised_in_torch(weight, *expected, power_of_two, Scratch())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(memory_of(one), memory_of(other))
+
+
 @given(seed=st.integers(0, 2**31), shape=st.tuples(SIDES, SIDES), dtype=st.sampled_from([BF16, FP32]), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_values_are_those_of_torch(seed, shape, dtype, data):
