@@ -6,7 +6,7 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.fp8 import BLOCK, dequantise, quantisation_config, quantise_into, quantised_names
+from converters.fp8 import BLOCK, dequantise_into, quantisation_config, quantise_into, quantised_names
 from converters.number_formats.engine_cuts import CUT_IN_COLUMNS, CUT_IN_ROWS
 from converters.number_formats.number_format import NumberFormat
 
@@ -44,7 +44,7 @@ FP8_BLOCK = NumberFormat(
     quantised_names=quantised_names,
     engine_config=quantisation_config,
     quantise_into=quantise_into,
-    dequantise=dequantise,
+    dequantise_into=dequantise_into,
     # One launch reads the weights, twice as many bytes, and writes the codes, of which it takes the checksum.
     pack_passes=3,
     check=partial(check_blocks, "fp8_block"),

@@ -56,8 +56,8 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         codes[tile].copy_(values.div(scale).round_())
 
 
-def _dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (codes.to(torch.float32) * scales).to(dtype)
+def _dequantise_into(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    weight.copy_(codes.to(torch.float32) * scales)
 
 
 INT8_CHANNEL = NumberFormat(
@@ -70,7 +70,7 @@ INT8_CHANNEL = NumberFormat(
     quantised_names=quantised_names,
     engine_config=_engine_config,
     quantise_into=_quantise_into,
-    dequantise=_dequantise,
+    dequantise_into=_dequantise_into,
     # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
     # (read), divided (read, written), rounded (read, written), made a code (read, written), and read for the checksum.
     pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,

@@ -66,9 +66,9 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         codes[tile].copy_(scaled.flatten(1))
 
 
-def _dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantise_into(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
     blocks = codes.to(torch.float32).unflatten(1, (-1, _BLOCK))
-    return torch.ldexp(blocks, scales.to(torch.int32).unsqueeze(2) - _BIAS).flatten(1).to(dtype)
+    weight.copy_(torch.ldexp(blocks, scales.to(torch.int32).unsqueeze(2) - _BIAS).flatten(1))
 
 
 MXFP8 = NumberFormat(
@@ -81,7 +81,7 @@ MXFP8 = NumberFormat(
     quantised_names=quantised_names,
     engine_config=_engine_config,
     quantise_into=_quantise_into,
-    dequantise=_dequantise,
+    dequantise_into=_dequantise_into,
     # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
     # (read), scaled (read, written), clamped (read, written), made a code (read, written), and read for the checksum.
     pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,

@@ -52,8 +52,8 @@ class NumberFormat:
     """The `quantization_config` by which an engine knows the format and what stays in high precision."""
     quantise_into: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the codes and scales of whole blocks; ValueError for what has none."""
-    dequantise: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    """The weights that codes and scales of whole blocks stand for, in a type."""
+    dequantise_into: Callable[[Tensor, Tensor, Tensor], None]
+    """Writes the weights that codes and scales of whole blocks stand for; ValueError for what are no numbers."""
     pack_passes: float
     """How often as many bytes as codes have pass through a GPU's memory while they are made and checksummed."""
     check: Callable[[Architecture, int, int], None]
@@ -141,3 +141,10 @@ class NumberFormat:
         scales = torch.empty(shape, dtype=self.scales, device=weight.device)
         self.quantise_into(weight, codes, scales)
         return codes, scales
+
+    def dequantise(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of codes and scales of whole blocks. Raises ValueError as `dequantise_into`."""
+        rows, columns = codes.shape
+        weights = torch.empty(rows, columns * self.elements_per_code, dtype=dtype, device=codes.device)
+        self.dequantise_into(codes, scales, weights)
+        return weights

@@ -79,11 +79,11 @@ def _nearest(numbers: Tensor) -> Tensor:
     return codes | ((numbers < 0) & (codes > 0)).to(torch.uint8) << 3
 
 
-def _dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantise_into(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
     values = torch.tensor([sign * each for sign in (1, -1) for each in _MAGNITUDES], device=codes.device)
     each = torch.stack([codes & 0xF, codes >> 4], 2).flatten(1)
     blocks = values[each.long()].unflatten(1, (-1, _BLOCK))
-    return (blocks * (scales.to(torch.float32) / GLOBAL_SCALE).unsqueeze(2)).flatten(1).to(dtype)
+    weight.copy_((blocks * (scales.to(torch.float32) / GLOBAL_SCALE).unsqueeze(2)).flatten(1))
 
 
 NVFP4 = NumberFormat(
@@ -99,7 +99,7 @@ NVFP4 = NumberFormat(
     quantised_names=quantised_names,
     engine_config=_engine_config,
     quantise_into=_quantise_into,
-    dequantise=_dequantise,
+    dequantise_into=_dequantise_into,
     # Values travel: they are read and written.
     pack_passes=2,
     check=partial(check_columns, "nvfp4", _BLOCK),

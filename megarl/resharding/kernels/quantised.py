@@ -34,6 +34,6 @@ class Quantised:
     def dequantise(self) -> None:
         """Make weights of codes and scales in torch. Raises ValueError, naming the tensor, for what are no numbers."""
         try:
-            self.local.copy_(self.number_format.dequantise(self.codes, self.scales, self.local.dtype))
+            self.number_format.dequantise_into(self.codes, self.scales, self.local)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
