@@ -32,5 +32,5 @@ def with_adapter_slot(rollout: RolloutConfig, architecture: Architecture, lora: 
             f"lora.merge=false puts an adapter beside the weights, and rollout.kv_scales={rollout.kv_scales} follows"
             " from the weights alone: leave one of the two out"
         )
-    modules = target_names(adapter_architecture(architecture, lora))
-    return kind.adapter_slot(rollout.engine_args, architecture.model_type, lora, modules)
+    adapter = adapter_architecture(architecture, lora)
+    return kind.adapter_slot(rollout.engine_args, adapter, lora, target_names(adapter))

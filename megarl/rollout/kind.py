@@ -98,8 +98,8 @@ class EngineKind:
     """Share of a GPU that an engine with these arguments takes."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}
     """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
-    adapter_slot: "Callable[[Arguments, str, Lora, Sequence[str]], Arguments] | None" = None
-    """Arguments with which an engine of a model of this type takes an adapter of these modules beside its weights; None
+    adapter_slot: "Callable[[Arguments, Architecture, Lora, Sequence[str]], Arguments] | None" = None
+    """Arguments with which an engine takes this adapter, of these modules of its model, beside its weights; None
     where no engine of this kind can. UserError for arguments, a model or an adapter that do not go with it."""
     without_weights: Arguments
     """With these arguments an engine starts without reading weights."""

@@ -1,11 +1,14 @@
 """The adapter that is trained, alone in the one LoRA slot of a vLLM engine; the weights stay as they were loaded."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
@@ -45,11 +48,32 @@ class AdapterTransfer(SharedMemoryTransfer):
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
         )
+        for name, matrices in manager.packed_modules.items():
+            if isinstance(manager.modules[name], FusedMoEWithLoRA):
+                _complete(adapter.loras, matrices)
         with torch.no_grad():
             manager.add_adapter(adapter)
             manager.activate_adapter(_NUMBER)
         if unplaced := sorted(adapter.loras.keys() - manager.modules.keys()):
             raise RuntimeError(f"the engine has no place for the adapter of {unplaced[0]}, one of {len(unplaced)}")
+
+
+def _complete(loras: MutableMapping[str, LoRALayerWeights], matrices: list[str]) -> None:
+    """Give each of the gate, down, up, gate, down, ... of experts an adapter, of zeros if it has none.
+
+    vLLM packs all three of an expert, or raises.
+    """
+    for start in range(0, len(matrices), 3):
+        gate, down, up = matrices[start : start + 3]
+        of_expert = [name for name in (gate, up, down) if name in loras]
+        if not of_expert:
+            continue
+        like = loras[of_expert[0]]
+        opposite = like.lora_b.new_zeros(like.rank, len(like.lora_b)), like.lora_a.new_zeros(like.input_dim, like.rank)
+        alike = torch.zeros_like(like.lora_a), torch.zeros_like(like.lora_b)
+        for name in {gate, up, down} - set(of_expert):
+            zeros = alike if (name == down) == (of_expert[0] == down) else opposite
+            loras[name] = LoRALayerWeights(name, like.rank, like.lora_alpha, *zeros)
 
 
 def lora_request() -> LoRARequest:

@@ -6,14 +6,13 @@ GPU and multiplied by plain torch.
 """
 
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.rollout.vllm import cpu_experts
 from megarl.rollout.vllm.cpu_linear import linear, with_enough_rows
 from megarl.rollout.worker_memory import WorkerMemory
 from megatron_ext import device
@@ -52,7 +51,7 @@ def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def install() -> None:
     """Apply all corrections to vLLM in this process, before a model is built."""
     keep_linear_weights()
-    keep_expert_weights()
+    cpu_experts.install()
     multiply_routers_in_float32()
     give_output_layers_enough_rows()
     rotate_split_heads_in_torch()
@@ -109,25 +108,6 @@ def keep_linear_weights() -> None:
         layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def keep_expert_weights() -> None:
-    """Run experts in torch on their raw weights.
-
-    vLLM 0.32.0 packs `w13_weight` and `w2_weight` in place for a C++ kernel; a reload fills the packed tensors as if
-    they were not, and the model answers nonsense without an error.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
-    CPUUnquantizedExperts.apply = _apply_experts
-
-
-def expert_weights_are_kept() -> bool:
-    """Whether `keep_expert_weights` is in force in this process."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    return CPUUnquantizedExperts.apply is _apply_experts
 
 
 def multiply_routers_in_float32() -> None:
@@ -264,96 +244,3 @@ def memory_of(worker: Any) -> WorkerMemory:
         runner = worker.model_runner
         worker.megarl_memory = WorkerMemory(runner.model, lambda: runner.kv_caches)
     return worker.megarl_memory
-
-
-def _method_of_experts(
-    weights_of: Callable[[Any, Tensor, Tensor, torch.dtype, int], tuple[Tensor, Tensor]],
-) -> Callable[..., None]:
-    """A method `apply` of vLLM's experts; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K].
-
-    `weights_of` gives the matrices of an expert, of the experts' object, w1, w2, a type and the expert's number.
-    """
-
-    def apply(
-        self: Any,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        **_: Any,
-    ) -> None:
-        has_biases = any(getattr(self, name, None) is not None for name in ("w1_bias", "w2_bias"))
-        if activation.value != "silu" or has_biases:
-            raise NotImplementedError(f"experts with biases or with activation {activation.value} on a CPU")
-        _multiply_by_experts(
-            partial(weights_of, self, w1, w2, hidden_states.dtype),
-            w1.shape[0],
-            output,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            expert_map,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )
-
-    return apply
-
-
-def _as_they_are(_: Any, w1: Tensor, w2: Tensor, _dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:
-    return w1[expert], w2[expert]
-
-
-_apply_experts = _method_of_experts(_as_they_are)
-"""`CPUUnquantizedExperts.apply`."""
-
-
-def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
-    """The method `apply` of experts that are codes, with scales for each of [E].
-
-    `decode` makes numbers of a type of the codes and scales of one.
-    """
-
-    def decoded(self: Any, w1: Tensor, w2: Tensor, dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:
-        gate_up = decode(w1[expert].data, self.w1_scale[expert].data, dtype)
-        return gate_up, decode(w2[expert].data, self.w2_scale[expert].data, dtype)
-
-    return _method_of_experts(decoded)
-
-
-def _multiply_by_experts(
-    weights_of: Callable[[int], tuple[Tensor, Tensor]],
-    experts: int,
-    output: Tensor,
-    hidden_states: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    *,
-    apply_router_weight_on_input: bool,
-) -> None:
-    """Write into `output` what each token's `experts` of this rank make of it.
-
-    `weights_of` gives an expert's [2I, H], gate above up, and [H, I]; it is asked for those that have a token.
-    """
-    local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-    tokens, top_k = local_ids.shape
-    # Positions (token, k) sorted by expert, so that each expert sees its tokens as one block; -1 is another rank's.
-    order = local_ids.flatten().argsort(stable=True)
-    counts = torch.bincount(local_ids.flatten() + 1, minlength=experts + 1).tolist()
-    rows = hidden_states[order // top_k]
-    expanded = torch.zeros_like(rows)
-    start = counts[0]
-    for expert, count in enumerate(counts[1:]):
-        if count:
-            gate_up, down = weights_of(expert)
-            gate, up = linear(rows[start : start + count], gate_up).chunk(2, -1)
-            expanded[start : start + count] = linear(F.silu(gate) * up, down)
-            start += count
-    unsorted = torch.empty_like(expanded).index_copy_(0, order, expanded).view(tokens, top_k, -1).float()
-    weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-    output.copy_((unsorted * weights.float().unsqueeze(-1)).sum(1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from converters.fp8 import dequantise
-from megarl.rollout.vllm.cpu import multiply_by_decoded_experts
+from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
 from megarl.rollout.vllm.cpu_linear import linear
 
 

@@ -164,7 +164,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of a slot that vLLM has."""
-_ADAPTED_MODELS = ("llama", "qwen2", "qwen3")
+_ADAPTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families of which engines with an adapter in their slot were compared with transformers."""
 _BESIDE_A_SLOT: Mapping[str, Sequence[str | int | None]] = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
@@ -174,7 +174,12 @@ _BESIDE_A_SLOT: Mapping[str, Sequence[str | int | None]] = {
 """Argument -> values of it with which engines with an adapter in their slot were compared."""
 
 
-def _adapter_slot(arguments: Arguments, model_type: str, lora: "Lora", modules: Sequence[str]) -> Arguments:
+_EXPERTS = "experts"
+"""vLLM's one module for all experts of a layer."""
+
+
+def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
+    model_type = adapter.model_type
     alone = "lora.merge=false, where the adapter goes into a LoRA slot of vLLM,"
     if model_type not in _ADAPTED_MODELS:
         raise UserError(
@@ -196,7 +201,7 @@ def _adapter_slot(arguments: Arguments, model_type: str, lora: "Lora", modules: 
         ADAPTER_SLOT: True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
-        "lora_target_modules": list(modules),
+        "lora_target_modules": [*modules, *([_EXPERTS] if any(each.is_expert for each in adapter.weight_map) else [])],
         "additional_config": {**(arguments.get("additional_config") or {}), LORA_ALPHA: lora.alpha},
     }
 

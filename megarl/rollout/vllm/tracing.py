@@ -41,7 +41,7 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.rollout.alike_layers import for_all_layers, like_layers, of_layers
 from megarl.rollout.tracing import trace_load_weights
-from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats, deep_gemm
+from megarl.rollout.vllm import cpu_experts, cpu_fp8, cpu_number_formats, deep_gemm
 from megarl.rollout.vllm.cpu_linear import linear
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.made_parameters import as_made
@@ -55,7 +55,7 @@ def _multiplies_raw_weight(module: Any, _config: ModelConfig) -> str | None:
 
 def _keeps_experts(module: Any, _config: ModelConfig) -> str | None:
     backend = module.quant_method.unquantized_backend
-    return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu.expert_weights_are_kept)
+    return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu_experts.expert_weights_are_kept)
 
 
 def _keeps_codes(module: Any, config: ModelConfig) -> str | None:

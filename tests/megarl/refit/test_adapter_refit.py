@@ -27,9 +27,22 @@ STEPS = 3
 WITHOUT_A_COMPARISON = ("seconds/", "throughput/", "memory/", "refit/", "engines/")
 
 
+CUTS = {
+    "qwen3": ["megatron.expert_model_parallel_size=1", "megatron.tensor_model_parallel_size=2"],
+    # And two data-parallel ranks of attention in each stage.
+    "qwen3_moe": [
+        "cluster.trainer_ranks=4",
+        "megatron.expert_model_parallel_size=2",
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.num_layers_in_first_pipeline_stage=1",
+    ],
+}
+"""How the trainer of a model is cut."""
+
+
 @pytest.fixture
-def config_of(tmp_path: Path) -> Any:
-    model = write_tiny_model("qwen3", tmp_path / "model")
+def config_of(tmp_path: Path, model_type: str) -> Any:
+    model = write_tiny_model(model_type, tmp_path / "model")
     files = write_arithmetic(tmp_path / "data", held_out=16)
 
     def make(run: str, *overrides: str) -> MegarlConfig:
@@ -41,8 +54,7 @@ def config_of(tmp_path: Path) -> Any:
                 f"data.train_files=[{files.train}]",
                 f"data.eval_files=[{files.eval}]",
                 "lora.rank=4",
-                "megatron.expert_model_parallel_size=1",
-                "megatron.tensor_model_parallel_size=2",
+                *CUTS[model_type],
                 "megatron.lr=1e-2",
                 "loop.prompts_per_step=8",
                 "loop.samples_per_prompt=4",
@@ -78,12 +90,13 @@ def compared(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("model_type", list(CUTS))
 def test_an_adapter_alone_makes_the_run_that_merged_weights_make(config_of: Any, tmp_path: Path) -> None:
     merged, alone = run(config_of("merged")), run(config_of("alone", "lora.merge=false"), dies_after=2)
     assert alone[-1]["engines/restarts"] == 1
     for step, (found, expected) in enumerate(zip(alone, merged, strict=True)):
         assert found["refit/direct"] == 0
-        # 4 x (96 + 192) of some matrices of 96 x 192, and no embeddings.
+        # Rank 4 of matrices of 96 and more rows and columns, and no embeddings.
         assert found["refit/bytes"] < 0.1 * expected["refit/bytes"]
         assert compared(found) == pytest.approx(compared(expected), rel=1e-5, abs=1e-5)
         if step:
@@ -95,7 +108,8 @@ def test_an_adapter_alone_makes_the_run_that_merged_weights_make(config_of: Any,
     assert max(float(tensor.abs().max()) for name, tensor in ours.items() if "lora_B" in name) > 1e-2
 
 
+@pytest.mark.parametrize("model_type", ["qwen3"])
 def test_a_model_whose_adapter_has_no_slot_is_refused_before_anything_starts(config_of: Any, tmp_path: Path) -> None:
-    other = write_tiny_model("qwen3_moe", tmp_path / "experts")
-    with pytest.raises(UserError, match=r"and this is a qwen3_moe model: set lora\.merge=true"):
+    other = write_tiny_model("deepseek_v3", tmp_path / "latent")
+    with pytest.raises(UserError, match=r"and this is a deepseek_v3 model: set lora\.merge=true"):
         Start.of(config_of("run", "lora.merge=false", f"model.path={other}"), "train")

@@ -21,6 +21,7 @@ from megarl.schema import RolloutConfig
 
 LORA = Lora(3, 12.0)
 ATTENTION_AND_DOWN = Lora(9, 4.0, ("q_proj", "v_proj", "down_proj"))
+ATTENTION = Lora(3, 12.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
 LONG = SamplingParameters(temperature=0, max_tokens=400)
 BLOCK = [*range(4, 44)]
 """A prompt whose keys and values are kept for the next one that begins so."""
@@ -29,7 +30,7 @@ BLOCK = [*range(4, 44)]
 class Slot:
     """An engine with a slot, connected to a segment."""
 
-    def __init__(self, engines: Any, adapted: Adapted, **arguments: int) -> None:
+    def __init__(self, engines: Any, adapted: Adapted, **arguments: Any) -> None:
         rollout = RolloutConfig(engine_args=arguments)
         architecture = read_architecture(read_json(adapted.model / CONFIG))
         self.engine = engines.start(adapted.model, **with_adapter_slot(rollout, architecture, adapted.lora))
@@ -129,25 +130,66 @@ def only_ends(told: list[Event | Progress]) -> list[Event]:
     return [each for each in told if isinstance(each, Event)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "lora"), [("llama", LORA), ("qwen2", ATTENTION_AND_DOWN), ("qwen3", ATTENTION_AND_DOWN)]
-)
-def test_tensor_parallel_ranks_have_their_parts(
-    engines: Any, model_folder: Callable[..., Path], tmp_path: Path, model: str, lora: Lora
+@pytest.mark.parametrize("lora", [LORA, ATTENTION], ids=["all", "attention"])
+def test_experts_have_their_adapters(
+    engines: Any, model_folder: Callable[..., Path], tmp_path: Path, lora: Lora
 ) -> None:
-    adapted = Adapted(model_folder(model, 0), tmp_path, lora)
-    slot = Slot(engines, adapted, tensor_parallel_size=2)
+    adapted = Adapted(model_folder("qwen3_moe", 0), tmp_path, lora)
+    slot = Slot(engines, adapted)
     for version in range(2):
         slot.update(version, adapted.tensors[version])
         check_greedy(slot, adapted, version)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "lora", "arguments"),
+    [
+        ("llama", LORA, {}),
+        ("qwen2", ATTENTION_AND_DOWN, {}),
+        ("qwen3", ATTENTION_AND_DOWN, {}),
+        ("qwen3_moe", LORA, {}),
+        ("qwen3_moe", LORA, {"enable_expert_parallel": True}),
+        ("qwen3_moe", ATTENTION_AND_DOWN, {}),
+    ],
+)
+def test_tensor_parallel_ranks_have_their_parts(
+    engines: Any, model_folder: Callable[..., Path], tmp_path: Path, model: str, lora: Lora, arguments: dict[str, Any]
+) -> None:
+    adapted = Adapted(model_folder(model, 0), tmp_path, lora)
+    slot = Slot(engines, adapted, tensor_parallel_size=2, **arguments)
+    for version in range(2):
+        slot.update(version, adapted.tensors[version])
+        check_greedy(slot, adapted, version)
+
+
+def completed(*adapted: str) -> dict[str, tuple[Any, ...]]:
+    """Shapes of A and B of an expert's matrices, and whether they are zeros, of which some are `adapted`."""
+    from vllm.lora.lora_weights import LoRALayerWeights
+
+    from megarl.rollout.vllm import adapter_slot
+
+    shapes = {"gate": ((3, 8), (6, 3)), "down": ((3, 6), (8, 3)), "up": ((3, 8), (6, 3))}
+    loras = {name: LoRALayerWeights(name, 3, 12, *map(torch.ones, shapes[name])) for name in adapted}
+    adapter_slot._complete(loras, list(shapes))
+    return {
+        name: (tuple(each.lora_a.shape), tuple(each.lora_b.shape), not each.lora_a.any() and not each.lora_b.any())
+        for name, each in loras.items()
+    }
+
+
+@pytest.mark.parametrize("adapted", [("gate",), ("down",), ("gate", "up"), ("up", "down"), ()])
+def test_what_of_an_expert_is_not_adapted_is_zeros(vllm_process: Any, adapted: tuple[str, ...]) -> None:
+    of_gate, of_down = ((3, 8), (6, 3)), ((3, 6), (8, 3))
+    shapes = {"gate": of_gate, "down": of_down, "up": of_gate} if adapted else {}
+    assert vllm_process(completed, *adapted) == {name: (*each, name not in adapted) for name, each in shapes.items()}
 
 
 REFUSED = {
     "sglang": ("qwen3", RolloutConfig(engine="sglang"), LORA, r"merge=false is not for rollout\.engine=sglang"),
     "transformers": ("qwen3", RolloutConfig(engine="transformers"), LORA, r"is not for rollout\.engine=transformers"),
     "codes": ("qwen3", RolloutConfig(weights="fp8_block"), LORA, r"rollout\.weights=fp8_block holds others"),
-    "experts": ("qwen3_moe", RolloutConfig(), LORA, "compared for llama, qwen2, qwen3, and this is a qwen3_moe model"),
+    "latent attention": ("deepseek_v3", RolloutConfig(), LORA, "qwen3, qwen3_moe, and this is a deepseek_v3 model"),
     "rank": ("qwen3", RolloutConfig(), Lora(513, 1.0), "takes a rank of at most 512, and it is 513"),
     "stages": (
         "qwen3",

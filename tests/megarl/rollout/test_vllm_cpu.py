@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from converters.fp8 import dequantise, quantise
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8, NVFP4
-from megarl.rollout.vllm import cpu, cpu_fp8, cpu_number_formats
+from megarl.rollout.vllm import cpu, cpu_experts, cpu_fp8, cpu_number_formats
 from megarl.rollout.vllm.arguments import prepare_environment
 
 
@@ -147,7 +147,7 @@ def test_experts_equal_one_token_at_a_time(tokens, experts, top_k, ranks, weigh,
     # The last of `ranks` ranks: its experts are numbered from 0, those of others are -1.
     expert_map = torch.cat([torch.full((everywhere - experts,), -1), torch.arange(experts)]) if ranks > 1 else None
     output = torch.empty(tokens, 8)
-    cpu._apply_experts(
+    cpu_experts._apply_experts(
         SimpleNamespace(w1_bias=None, w2_bias=None),
         output=output,
         hidden_states=hidden,
@@ -169,9 +169,82 @@ def test_experts_equal_one_token_at_a_time(tokens, experts, top_k, ranks, weigh,
     assert torch.allclose(output, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_experts_are_of_tokens_that_have_one(ranks):
+    generator = torch.Generator().manual_seed(0)
+    tokens, experts, hidden_size, width, rank = 7, 3, 8, 6, 2
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    hidden, w1, w2 = (
+        drawn(tokens, hidden_size),
+        drawn(experts, 2 * width, hidden_size),
+        drawn(experts, hidden_size, width),
+    )
+    first_a, first_b = ([drawn(1, experts, *shape) for _ in range(2)] for shape in ((rank, hidden_size), (width, rank)))
+    second_a, second_b = drawn(1, experts, rank, width), drawn(1, experts, hidden_size, rank)
+    ids = torch.stack([torch.randperm(experts * ranks, generator=generator)[:2] for _ in range(tokens)])
+    expert_map = torch.tensor([-1] * experts * (ranks - 1) + list(range(experts)))
+    adapted = torch.tensor([0, -1, 0, 0, -1, 0, -1])
+    slot = SimpleNamespace(
+        w13_lora_a_stacked=first_a,
+        w13_lora_b_stacked=first_b,
+        w2_lora_a_stacked=[second_a],
+        w2_lora_b_stacked=[second_b],
+        punica_wrapper=SimpleNamespace(token_lora_indices=adapted),
+    )
+    routed = torch.rand(tokens, 2, generator=generator), ids, SimpleNamespace(value="silu"), expert_map, False
+
+    def output(context, *weights):
+        found = torch.empty(tokens, hidden_size)
+        experts = SimpleNamespace(w1_bias=None, w2_bias=None, _lora_context=context)
+        cpu_experts._apply_experts(experts, found, hidden, *weights, *routed)
+        return found
+
+    updates = [b[0] @ a[0] for a, b in zip(first_a, first_b, strict=True)]
+    merged = output(None, w1 + torch.cat(updates, dim=1), w2 + second_b[0] @ second_a[0])
+    expected = torch.where(adapted[:, None] == 0, merged, output(None, w1, w2))
+    torch.testing.assert_close(output(slot, w1, w2), expected, atol=1e-4, rtol=1e-4)
+
+
+def _experts_beside_a_slot():
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    def chosen():
+        config = FusedMoEConfig(
+            num_experts=4,
+            experts_per_token=2,
+            hidden_dim=64,
+            intermediate_size=64,
+            num_local_experts=4,
+            num_logical_experts=4,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.float32,
+            is_lora_enabled=True,
+        )
+        backend, experts = unquantized_fused_moe_method.select_unquantized_moe_backend(config)
+        return backend.name, experts.supports_lora(), experts._supports_current_device()
+
+    stock = chosen()
+    cpu_experts.choose_experts_that_take_adapters()
+    return stock, chosen()
+
+
+def test_experts_beside_a_slot_are_those_of_a_cpu(vllm_process):
+    stock, corrected = vllm_process(_experts_beside_a_slot)
+    assert stock == ("TRITON", True, False)
+    assert corrected == ("CPU", True, True)
+
+
 def test_unknown_expert_activations_are_refused():
     with pytest.raises(NotImplementedError, match="swigluoai"):
-        cpu._apply_experts(
+        cpu_experts._apply_experts(
             SimpleNamespace(w1_bias=None, w2_bias=None),
             *[torch.empty(1)] * 6,
             SimpleNamespace(value="swigluoai"),
@@ -280,5 +353,5 @@ def test_experts_in_a_format_are_those_of_the_decoded_weights(number_format, exp
     routed = weights, ids, SimpleNamespace(value="silu"), None, False
     kernel = SimpleNamespace(w1_scale=scales1, w2_scale=scales2)
     APPLY[number_format](kernel, of_codes, hidden, codes1, codes2, *routed)
-    cpu._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
+    cpu_experts._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
     assert torch.equal(of_codes, of_values)
