@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeAlias
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -14,6 +15,8 @@ from llvmlite import ir
 BITS_8, BITS_16, BITS_32, BITS_64 = (ir.IntType(width) for width in (8, 16, 32, 64))
 FLOAT32 = ir.FloatType()
 POINTER = ir.PointerType()
+Function: TypeAlias = Callable[..., int]
+"""Takes addresses and numbers and returns an unsigned number. It runs without Python's lock."""
 _IN_CTYPES = {POINTER: ctypes.c_void_p, BITS_64: ctypes.c_int64}
 # llvmlite takes any attribute of its library, its __dict__ too, for a function of LLVM. Whoever looks through the
 # objects of all modules, as vLLM does when an engine starts on a CPU, would fail on that one.
@@ -144,14 +147,14 @@ class Builder(ir.IRBuilder):
         may_be_cut = constant(ir.IntType(1), 0)
         self.intrinsic("llvm.memcpy.p0.p0.i64", ir.VoidType(), target, source, nbytes, may_be_cut)
 
-    def compiled(self, result: ir.Value) -> "CompiledFunction":
+    def compiled(self, result: ir.Value) -> Function:
         """The finished function, which returns `result`."""
         self.ret(result)
-        return CompiledFunction(self.function)
+        return _Compiled(self.function)
 
 
-class CompiledFunction:
-    """A function in machine code. It runs without Python's lock, and returns an unsigned number."""
+class _Compiled:
+    """A function, and the compiler with which its machine code would go."""
 
     def __init__(self, function: ir.Function) -> None:
         llvm.initialize_native_target()
@@ -165,11 +168,10 @@ class CompiledFunction:
         tuning.loop_vectorization = tuning.slp_vectorization = False
         passes = llvm.create_pass_builder(machine, tuning)
         passes.getModulePassManager().run(module, passes)
-        self._engine = llvm.create_mcjit_compiler(module, machine)  # with which the code would go
+        self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
         arguments = [_IN_CTYPES[argument.type] for argument in function.args]
         self._call = ctypes.CFUNCTYPE(ctypes.c_uint32, *arguments)(self._engine.get_function_address(function.name))
 
     def __call__(self, *arguments: int) -> int:
-        """Run it on addresses and numbers."""
         return self._call(*arguments)

@@ -15,7 +15,7 @@ from converters.machine_code import (
     FLOAT32,
     POINTER,
     Builder,
-    CompiledFunction,
+    Function,
     constant,
     vector,
 )
@@ -43,7 +43,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row
 
 
 @cache
-def _function(dtype: torch.dtype) -> CompiledFunction:
+def _function(dtype: torch.dtype) -> Function:
     """The function of the arguments above; it returns the largest code, as a magnitude."""
     kind = WEIGHTS[dtype]
     build = Builder("dequantise", [POINTER] * 3 + [BITS_64] * 7)

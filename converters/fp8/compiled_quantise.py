@@ -26,7 +26,7 @@ from converters.machine_code import (
     FLOAT32,
     POINTER,
     Builder,
-    CompiledFunction,
+    Function,
     constant,
     vector,
 )
@@ -75,7 +75,7 @@ def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
 
 
 @cache
-def _function(dtype: torch.dtype, power_of_two: bool) -> CompiledFunction:
+def _function(dtype: torch.dtype, power_of_two: bool) -> Function:
     """The function of the arguments above; it returns the bits of the largest magnitude in float32."""
     kind = WEIGHTS[dtype]
     build = Builder("quantise", [POINTER] * 3 + [BITS_64] * 5)

@@ -44,17 +44,9 @@ def blocks(
     return found
 
 
-class Addresses:
-    """Where tensors lie, which the views of messages were made for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._known: list[int] = []
-
-    def have_changed(self) -> bool:
-        """Whether a tensor lies elsewhere than when this was asked last."""
-        before, self._known = self._known, [tensor.data_ptr() for tensor in self._tensors.values()]
-        return self._known != before
+def addresses(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Where tensors lie: views of messages are good as long as this stays the same."""
+    return [tensor.data_ptr() for tensor in tensors.values()]
 
 
 def pack(message: Sequence[Block], *, with_checksum: bool) -> int | None:

@@ -20,7 +20,7 @@ from megarl.resharding.direct.connections import (
 )
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
-from megarl.resharding.direct.packing import Addresses, blocks, differing, pack, unpack
+from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack
 from megarl.resharding.direct.straight import straight_pieces
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, Straight, new_bucket
@@ -62,7 +62,8 @@ class Receiver:
         self._aborted = ""
         self._endpoint: RecvEndpoint | None = None
         self._views: dict[tuple[int, int, int, bool], list[Block]] = {}
-        self._addresses = Addresses(self._tensors)
+        self._addresses: list[int] = []
+        """Where the tensors lay when the views were made."""
         self._straight: dict[int, dict[int, dict[int, Straight]]] = {}
         """By source, and the number of a message among its own, the pieces that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
@@ -155,8 +156,8 @@ class Receiver:
         With `in_place` what can skip the buckets is in its place before; without, all of a message is in a bucket.
         """
         assert self._endpoint is not None
-        if self._addresses.have_changed():
-            self._views.clear()
+        if self._addresses != (now := addresses(self._tensors)):
+            self._views, self._addresses = {}, now
         missing = {source: set(range(len(messages))) for source, messages in self._messages.items()}
         announced: deque[tuple[int, Announcement]] = deque()
         pulled: deque[_Incoming] = deque()

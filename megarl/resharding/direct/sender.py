@@ -21,7 +21,7 @@ from megarl.resharding.direct.connections import (
 )
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
-from megarl.resharding.direct.packing import Addresses, blocks, pack
+from megarl.resharding.direct.packing import addresses, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
 from megarl.resharding.direct.straight import shared_tensors
 from megarl.resharding.direct.transports import TRANSPORTS
@@ -50,7 +50,8 @@ class Sender:
         self._order: list[MessageId] = []
         self._views: dict[tuple[MessageId, int, bool], list[Block]] = {}
         """Views of a message in one bucket, with or without what can skip it, made when they are first needed."""
-        self._addresses = Addresses(self._tensors)
+        self._addresses: list[int] = []
+        """Where the tensors lay when the views were made."""
         self._shared: dict[str, int] = {}
         """Addresses of the tensors that receivers may read where they are."""
         self._straight: dict[int, Mapping[int, tuple[int, ...]]] = {}
@@ -109,8 +110,8 @@ class Sender:
         with a checksum.
         """
         left, moved = dict.fromkeys(self._order), Moved()
-        if self._addresses.have_changed():
-            self._views.clear()
+        if self._addresses != (now := addresses(self._tensors)):
+            self._views, self._addresses = {}, now
         # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
         skips = self._sent is None and all(self._tensors[name].data_ptr() == at for name, at in self._shared.items())
         with notify_peers_on_error(self._links), self._stream.entered():

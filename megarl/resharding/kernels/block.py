@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 from megarl.resharding.kernels.launch_table import LaunchTable
-from megarl.resharding.kernels.moves import Moves
+from megarl.resharding.kernels.moves import is_known, table_of_rows
 from megarl.resharding.kernels.quantised import Quantised
 
 
@@ -28,9 +29,16 @@ class Block:
     quantised: Sequence[Quantised] = ()
 
     @cached_property
-    def moves(self) -> Moves:
+    def rows(self) -> np.ndarray:
         """The block as machine code of the host reads it, made when it is first needed."""
-        return Moves.of(self.memory, self.packed, self.local)
+        return table_of_rows(self.memory, self.packed, self.local)
+
+    @cached_property
+    def conversions(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The rest of `packed` and `local`, which torch copies on the host: in other types, or with gaps in rows."""
+        pairs = zip(self.packed, self.local, strict=True)
+        rest = [(there, here) for there, here in pairs if not is_known(there.dtype, here)]
+        return [there for there, _ in rest], [here for _, here in rest]
 
     @cached_property
     def table(self) -> LaunchTable:

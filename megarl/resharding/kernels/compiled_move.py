@@ -3,29 +3,35 @@
 from functools import cache
 from typing import Literal, TypeAlias
 
+import numpy as np
 from llvmlite import ir
+from torch import Tensor
 
-from converters.machine_code import BITS_8, BITS_32, BITS_64, POINTER, Builder, CompiledFunction, constant, vector
+from converters.machine_code import BITS_8, BITS_32, BITS_64, POINTER, Builder, Function, constant, vector
 from megarl.resharding.kernels.crc32 import VECTORS, Crc32
-from megarl.resharding.kernels.moves import Column, Moves
+from megarl.resharding.kernels.moves import Column
 
 Way: TypeAlias = Literal["pack", "unpack"]
 _LANES = 8
 """64-bit lanes of the vectors that are moved where no checksum is taken."""
 
 
-def move(way: Way, moves: Moves) -> None:
-    """Copy all rows."""
-    _function(way, 0)(*moves.arguments, 0)
+def move(way: Way, rows: np.ndarray, memory: Tensor) -> None:
+    """Copy the `rows` of a table between `memory`, part of a bucket, and tensors."""
+    _function(way, 0)(*_arguments(rows, memory), 0)
 
 
-def move_with_checksum(way: Way, moves: Moves, before: int, lanes: int) -> int:
-    """Copy all rows; the CRC-32 of what lies in the bucket then, continued from `before`, by vectors of `lanes`."""
-    return _function(way, lanes)(*moves.arguments, before)
+def move_with_checksum(way: Way, rows: np.ndarray, memory: Tensor, before: int, lanes: int) -> int:
+    """As `move`; the CRC-32 of what lies in the memory then, continued from `before`, by vectors of `lanes`."""
+    return _function(way, lanes)(*_arguments(rows, memory), before)
+
+
+def _arguments(rows: np.ndarray, memory: Tensor) -> tuple[int, int, int, int]:
+    return rows.ctypes.data, len(rows), memory.data_ptr(), memory.numel()
 
 
 @cache
-def _function(way: Way, lanes: int) -> CompiledFunction:
+def _function(way: Way, lanes: int) -> Function:
     """The function of a table, its length, the bucket's memory, its length, and the checksum of what comes before.
 
     A checksum is taken by vectors of so many lanes, and none with 0.

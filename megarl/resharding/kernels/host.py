@@ -11,7 +11,8 @@ from megarl.resharding.kernels.crc32 import widest_lanes
 
 def gather(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.gather`; the checksum is a CRC-32."""
-    _copy(block.moves.packed, block.moves.local)
+    packed, local = block.conversions
+    _copy(packed, local)
     for each in block.quantised:
         each.quantise()
     return _move("pack", block, before)
@@ -20,7 +21,8 @@ def gather(block: Block, before: int | None) -> int | None:
 def scatter(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.scatter`; the checksum is a CRC-32."""
     total = _move("unpack", block, before)
-    _copy(block.moves.local, block.moves.packed)
+    packed, local = block.conversions
+    _copy(local, packed)
     for each in block.quantised:
         each.dequantise()
     return total
@@ -29,8 +31,8 @@ def scatter(block: Block, before: int | None) -> int | None:
 def _move(way: Way, block: Block, before: int | None) -> int | None:
     lanes = widest_lanes()
     if before is not None and lanes:
-        return move_with_checksum(way, block.moves, before, lanes)
-    move(way, block.moves)
+        return move_with_checksum(way, block.rows, block.memory, before, lanes)
+    move(way, block.rows, block.memory)
     return None if before is None else isal_zlib.crc32(block.memory.numpy(), before)
 
 

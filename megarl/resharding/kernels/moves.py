@@ -1,7 +1,6 @@
-"""Moves: the rows that lie in a bucket and in this rank's tensors, as numbers that machine code reads."""
+"""The rows that lie in a bucket and in this rank's tensors, as numbers that machine code reads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum, auto
 
 import numpy as np
@@ -33,28 +32,17 @@ def is_known(dtype: torch.dtype, local: Tensor) -> bool:
     return local.is_cpu and dtype == local.dtype and next((stride for size, stride in dimensions if size > 1), 1) == 1
 
 
-@dataclass(frozen=True)
-class Moves:
-    """Moves between a bucket and tensors: of rows by machine code, and of pairs of tensors by torch."""
+def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor]) -> np.ndarray:
+    """The table of what machine code moves, int64 [moves, columns], in the order of the memory.
 
-    arguments: tuple[int, int, int, int]
-    """Address and length of the table, address and bytes of the memory."""
-    packed: list[Tensor]
-    local: list[Tensor]
-    table: np.ndarray
-    """The table itself, int64 [rows, columns], in the order of the memory."""
-
-    @classmethod
-    def of(cls, memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor]) -> "Moves":
-        """The moves between `packed`, views of `memory` in its order, and `local` tensors of the same shapes."""
-        # Where nothing lies there is no address.
-        pairs = [pair for pair in zip(packed, local, strict=True) if pair[0].numel()]
-        start = memory.data_ptr()
-        rows = [row for there, here in pairs if is_known(there.dtype, here) for row in _rows(start, there, here)]
-        table = np.array(rows, np.int64).reshape(-1, len(Column))
-        others = [(there, here) for there, here in pairs if not is_known(there.dtype, here)]
-        arguments = table.ctypes.data, len(table), start, memory.numel()
-        return cls(arguments, [there for there, _ in others], [here for _, here in others], table)
+    `packed` are views of `memory` in its order, `local` tensors of the same shapes; pairs that are not known to it are
+    left out.
+    """
+    # Where nothing lies there is no address.
+    pairs = [(there, here) for there, here in zip(packed, local, strict=True) if here.numel()]
+    start = memory.data_ptr()
+    rows = [row for there, here in pairs if is_known(there.dtype, here) for row in _rows(start, there, here)]
+    return np.array(rows, np.int64).reshape(-1, len(Column))
 
 
 def _rows(start: int, packed: Tensor, local: Tensor) -> Iterator[tuple[int, int, int, int, int]]:

@@ -12,7 +12,7 @@ from kernel_cases import Box, block, boxes, elsewhere, in_all
 from megarl.resharding.kernels import Block, gather, scatter
 from megarl.resharding.kernels.compiled_move import move, move_with_checksum
 from megarl.resharding.kernels.crc32 import known_lanes
-from megarl.resharding.kernels.moves import Moves
+from megarl.resharding.kernels.moves import table_of_rows
 
 SEEDS = st.integers(0, 2**32 - 1)
 BYTES = Box((3, 1000), torch.uint8, torch.uint8, 0, 1, False)
@@ -66,19 +66,19 @@ def test_rows_of_any_length_at_any_address_in_vectors_of_any_width(lanes, rows, 
     size = rows * row_bytes
     bucket = random_bytes(head + size + tail, seed + 1)
     expected = torch.cat([bucket[:head], local.reshape(-1), bucket[head + size :]])
-    moves = Moves.of(bucket, [bucket[head : head + size].view(rows, row_bytes)], [local])
+    table = table_of_rows(bucket, [bucket[head : head + size].view(rows, row_bytes)], [local])
     checksum = zlib.crc32(expected.numpy().tobytes(), seed)
-    assert move_with_checksum("pack", moves, seed, lanes) == checksum
+    assert move_with_checksum("pack", table, bucket, seed, lanes) == checksum
     assert torch.equal(bucket, expected)
 
     before = own.clone()
     local.fill_(7)
     surrounded = own.clone()
-    assert move_with_checksum("unpack", moves, seed, lanes) == checksum
+    assert move_with_checksum("unpack", table, bucket, seed, lanes) == checksum
     assert torch.equal(own, before)
     local.fill_(7)
     assert torch.equal(own, surrounded)
-    move("unpack", moves)
+    move("unpack", table, bucket)
     assert torch.equal(own, before)
 
 
@@ -87,7 +87,7 @@ def test_rows_of_any_length_at_any_address_in_vectors_of_any_width(lanes, rows, 
 def test_the_checksum_of_memory_alone_begins_with_any_other(lanes, size):
     memory = random_bytes(size, size)
     for before in (0, 1, 2**32 - 1, 0x12345678):
-        found = move_with_checksum("unpack", Moves.of(memory, [], []), before, lanes)
+        found = move_with_checksum("unpack", table_of_rows(memory, [], []), memory, before, lanes)
         assert found == zlib.crc32(memory.numpy().tobytes(), before)
 
 

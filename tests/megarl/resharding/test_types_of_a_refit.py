@@ -6,12 +6,14 @@ import secrets
 import threading
 from pathlib import Path
 
+import torch
 from small_configs import make_config
 from transfer_ranks import DestinationRank, Scene, SourceRank
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.kernels import Block, gather, scatter
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("converters", "megatron_ext", "megarl")
@@ -60,6 +62,9 @@ def types_met() -> set[str]:
             for value in list(frame.f_locals.values()):
                 met.update(public_types(value))
 
+    # Machine code is compiled once in a process, whoever needs it first.
+    for kernel in (gather, scatter):
+        kernel(Block(torch.empty(0, dtype=torch.uint8), [], [], []), 0)
     try:
         at_once(*(lambda rank=rank: rank.connect(rendezvous) for rank in everyone))
         threading.setprofile(note)
