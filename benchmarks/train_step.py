@@ -10,7 +10,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -126,7 +127,8 @@ class MegatronRank:
 class PaddedTransformers:
     """The same model in transformers: rows in the order in which they come, padded to the longest of a micro-batch."""
 
-    def __init__(self, folder: Path, max_tokens: int) -> None:
+    def __init__(self, folder: Path, max_tokens: int, *, by_mkl: bool = False) -> None:
+        self._by_mkl = by_mkl
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
@@ -155,17 +157,32 @@ class PaddedTransformers:
     def log_probs(self, work: Work) -> float:
         """See `MegatronRank`."""
         self._model.eval()
-        return float(sum(self._weighted(*each) for each in self._micro_batches(work)))
+        with _multiplying(by_mkl=self._by_mkl):
+            return float(sum(self._weighted(*each) for each in self._micro_batches(work)))
 
     def update(self, work: Work) -> float:
         """See `MegatronRank`."""
         self._model.train()
         self._optimizer.zero_grad()
-        for each in self._micro_batches(work):
-            (-self._weighted(*each)).backward()
+        with _multiplying(by_mkl=self._by_mkl):
+            for each in self._micro_batches(work):
+                (-self._weighted(*each)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         return float(norm)
+
+
+@contextmanager
+def _multiplying(*, by_mkl: bool) -> Iterator[None]:
+    """Inside, matrices are multiplied as `device.install` left it, or by torch's own choice, MKL."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    chosen = matmul.fp32_precision
+    if by_mkl:
+        matmul.fp32_precision = "none"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = chosen
 
 
 def compare(contenders: Mapping[str, MegatronRank | PaddedTransformers], work: Work, repeats: int) -> dict[str, float]:
@@ -243,7 +260,7 @@ def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
         work = spread(sequences, shortest)
         contenders: dict[str, MegatronRank | PaddedTransformers] = {
             "megarl": MegatronRank(place, limit),
-            "transformers": PaddedTransformers(place, limit),
+            "transformers": PaddedTransformers(place, limit, by_mkl=options.by_mkl),
         }
         seconds = compare(contenders, work, options.repeats)
         tokens = len(work.batch.tokens)
@@ -299,6 +316,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=at_least_one, default=16)
     parser.add_argument("--max-tokens", type=at_least_one, default=8192, help="of a micro-batch of the first table")
     parser.add_argument("--models", nargs="+", choices=["qwen3_moe", "smollm2"], default=["qwen3_moe", "smollm2"])
+    parser.add_argument("--by-mkl", action="store_true", help="transformers multiplies by MKL, torch's own choice")
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
     size = "sequences, tokens of the shortest and of a micro-batch, of the second table"

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.whole_scores import attend_by_whole_scores
+
 # From this length on, giving the values the width of the keys costs less than the torch kernel without tiles, whose
 # memory is quadratic in the length.
 _TILED_FROM = 128
+# Up to this length a CPU multiplies whole matrices of scores in less time than torch's kernel takes for small tiles of
+# their lower half.
+_WHOLE_SCORES_UP_TO = 512
+# From this length on, a CPU computes a sequence alone in less time than it takes to pad it, and to copy it to a batch
+# and back.
+_ALONE_FROM = 64
 
 
 def packed_causal_attention(
@@ -34,23 +42,43 @@ def packed_causal_attention(
     With `softcap`, scores become `softcap * tanh(scores / softcap)`; with `window`, a token looks at itself and the
     `window - 1` tokens before it.
 
-    Sequences of similar length are computed together, so the time does not grow with their number; memory is linear in
-    the length of long ones, quadratic with `softcap` or `window`.
+    Sequences of similar length are computed together, so the time does not grow with their number; on a CPU, long ones
+    each alone. Memory is linear in the length of long ones, quadratic with `softcap` or `window`.
     """
     plain = softcap is None and window is None
-    attend = _attend if plain else partial(_attend_causally, softcap=softcap, window=window)
+    kernel = _attend if plain else partial(_attend_causally, softcap=softcap, window=window)
+    attend = partial(kernel, softmax_scale=softmax_scale, dropout=dropout)
     bounds = cu_seqlens.tolist()
     if bounds[-1] != len(query):
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}, but there are {len(query)} tokens")
-    outputs, positions = [], []
-    for starts, lengths in batches_of_similar_length(bounds):
+    alone_from = _ALONE_FROM if query.device.type == "cpu" else math.inf
+    batches = batches_of_similar_length(bounds)
+    alone = sorted(start for starts, lengths in batches if min(lengths) >= alone_from for start in starts)
+    outputs = _attend_alone(query, key, value, bounds, alone, attend)
+    together = [(starts, lengths) for starts, lengths in batches if min(lengths) < alone_from]
+    if not together:
+        return torch.cat(outputs)
+    positions = [torch.arange(start, start + len(output)) for start, output in zip(alone, outputs, strict=True)]
+    for starts, lengths in together:
         index, is_real = padded_index(starts, lengths, query.device)
         batch = (tensor[index.flatten()].unflatten(0, index.shape) for tensor in (query, key, value))
-        output = attend(*batch, softmax_scale=softmax_scale, dropout=dropout)
-        outputs.append(output[is_real])
+        outputs.append(attend(*batch)[is_real])
         positions.append(index[is_real])
     order = torch.cat(positions).argsort()
     return torch.cat(outputs)[order]
+
+
+def _attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], starts: list[int], attend: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The outputs of the sequences that begin at `starts`, none of which is copied."""
+    if not starts:
+        return []
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    # Cut in one operation: backward, the gradients of all parts are then put together in one, too.
+    sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+    by_start = {start: sequence for start, sequence in zip(bounds, sequences, strict=False) if len(sequence[0])}
+    return [attend(*(tensor[None] for tensor in by_start[start]))[0] for start in starts]
 
 
 def batches_of_similar_length(bounds: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -77,6 +105,8 @@ def padded_index(starts: list[int], lengths: list[int], device: torch.device) ->
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, dropout: float) -> Tensor:
     # Padding comes after all tokens of a sequence, where the causal mask hides it.
+    if query.device.type == "cpu" and query.shape[1] <= _WHOLE_SCORES_UP_TO and not dropout:
+        return attend_by_whole_scores(query, key, value, softmax_scale)
     query, key, value = by_head(query, key, value)
     width = value.shape[-1]
     if query.shape[2] >= _TILED_FROM:

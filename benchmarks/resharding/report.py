@@ -28,7 +28,9 @@ _NOTES = """\
 - **direct, FP8** is the same refit into an engine that holds the matrices of its layers in block FP8: they are
   quantised where they are packed, and codes and scales travel. Here cores do it; a GPU does it in the pass that packs.
 - **NIXL read** is the limit of rdma: as many bytes between the same ranks, in reads of the same sizes, two at once, but
-  contiguous at both ends, there from the beginning, and nothing is packed, announced or verified.
+  contiguous at both ends, there from the beginning, and nothing is packed, announced or verified. "With checksums" both
+  ends take the CRC-32 of every message, too, by the same machine code: no verified refit by reads can take less where
+  cores do all of it.
 - **direct, changes** is `refit.delta=true`: before each run, and outside of its seconds, one element in 50 gets another
   last bit, which is between what a step does at a learning rate of 1e-6 (0.4 %) and at 2e-5 (3 %), as
   [weight_changes_cpu.md](weight_changes_cpu.md) says; what travels is the difference, deflated.

@@ -53,7 +53,7 @@ def test_values_and_gradients(lengths: list[int], widths: tuple[int, int, int, i
 
 @pytest.mark.parametrize("widths", [(4, 2, 8, 8), (2, 2, 12, 4)])
 def test_long_sequences_beside_short_ones(widths: tuple[int, int, int, int]) -> None:
-    check([3, 200, 129, 1, 128, 127], widths)
+    check([3, 200, 129, 1, 128, 127, 530, 0, 515], widths)
 
 
 def check(lengths: list[int], widths: tuple[int, int, int, int]) -> None:
@@ -83,11 +83,22 @@ def test_number_of_kernels_does_not_grow_with_the_number_of_sequences() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             packed_causal_attention(*inputs, cu_seqlens, softmax_scale=SCALE)
         counts = {event.key: event.count for event in profile.key_averages()}
-        return counts["aten::scaled_dot_product_attention"], sum(counts.values())
+        return counts["aten::softmax"], sum(counts.values())
 
     few, many = kernels(40), kernels(400)
     assert few == many
     assert many[0] == 3  # sequences of up to 8, up to 16 and up to 24 tokens
+
+
+def test_long_sequences_of_any_length_are_neither_padded_nor_copied_to_a_batch() -> None:
+    lengths = [100, 101, 67, 64, 0, 103]
+    inputs = random_inputs(lengths, 2, 1, 4, 4)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        packed_causal_attention(*inputs, cu_seqlens, softmax_scale=SCALE)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::softmax"] == 5
+    assert "aten::index" not in counts
 
 
 def test_memory_is_linear_in_the_length() -> None:

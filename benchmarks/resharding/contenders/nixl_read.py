@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.resharding.direct.transports.endpoint import BUCKETS
-from megarl.resharding.direct.transports.nixl_agent import NixlAgent, RemoteMemory
+from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
+from megarl.resharding.kernels import Block, gather
 from resharding.contenders.memcpy import byte_of, cuts
 from resharding.party import Party
 from resharding.processes import DEADLINE_S, hear, say
@@ -20,10 +21,12 @@ SOCKETS = "tcp,self"
 class NixlRead:
     """Workers read one contiguous buffer for each pair of ranks, message by message, two at once.
 
-    There is no plan, nothing is packed, and nobody says that something is there.
+    There is no plan, nothing is packed, and nobody says that something is there. With checksums both ends take those of
+    all messages, a worker of each as soon as it has it; they are not compared.
     """
 
-    def __init__(self, party: Party, ucx_tls: str = "") -> None:
+    def __init__(self, party: Party, ucx_tls: str = "", *, with_checksum: bool = False) -> None:
+        self._with_checksum = with_checksum
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
         first = party.sources if party.is_source else 0
         messages = derive(party.layout("engine"), party.number)
@@ -50,18 +53,21 @@ class NixlRead:
     def run(self) -> None:
         """Read, or wait until all have read."""
         if self._is_source:
+            for peer, cut in self._in_turns():
+                self._check(self._memory[peer][cut])
             for peer in self._cuts:
                 hear(self._pipes[peer])
             return
-        reads = []
+        reads: list[tuple[Read, Tensor]] = []
         for peer, cut in self._in_turns():
             memory, region, name = self._offers[peer]
             into = self._memory[peer][cut]
-            reads.append(self._agent.begin_read(into, memory, region, name, f"rank {peer}", offset=cut.start))
+            read = self._agent.begin_read(into, memory, region, name, f"rank {peer}", offset=cut.start)
+            reads.append((read, into))
             if len(reads) == BUCKETS:
-                reads.pop(0).finish(DEADLINE_S)
-        for read in reads:
-            read.finish(DEADLINE_S)
+                self._finish(*reads.pop(0))
+        for read, into in reads:
+            self._finish(read, into)
         for peer in self._cuts:
             say(self._pipes[peer])
 
@@ -76,6 +82,14 @@ class NixlRead:
         if self._is_source:
             return []
         return [f"bytes of rank {peer}" for peer, memory in self._memory.items() if not _is_all(memory, byte_of(peer))]
+
+    def _finish(self, read: Read, into: Tensor) -> None:
+        read.finish(DEADLINE_S)
+        self._check(into)
+
+    def _check(self, memory: Tensor) -> None:
+        if self._with_checksum:
+            gather(Block(memory, [], [], []), 0)
 
     def _in_turns(self) -> Iterator[tuple[int, slice]]:
         for number in range(max(map(len, self._cuts.values()))):

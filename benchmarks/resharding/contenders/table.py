@@ -32,6 +32,8 @@ class Contender(Protocol):
 MEMCPY = "memcpy"
 NIXL_READ = "NIXL read"
 NIXL_READ_SOCKETS = "NIXL read (sockets)"
+NIXL_READ_CHECKSUMS = "NIXL read, checksums"
+NIXL_READ_CHECKSUMS_SOCKETS = "NIXL read, checksums (sockets)"
 DIRECT = "direct, checksums"
 DIRECT_WITHOUT_CHECKSUMS = "direct, no checksums"
 DIRECT_GLOO = "direct, checksums (gloo)"
@@ -54,6 +56,8 @@ CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
     NIXL_READ: NixlRead,
     NIXL_READ_SOCKETS: partial(NixlRead, ucx_tls=SOCKETS),
+    NIXL_READ_CHECKSUMS: partial(NixlRead, with_checksum=True),
+    NIXL_READ_CHECKSUMS_SOCKETS: partial(NixlRead, with_checksum=True, ucx_tls=SOCKETS),
     DIRECT: partial(Direct, destination="engine", with_checksum=True),
     DIRECT_WITHOUT_CHECKSUMS: partial(Direct, destination="engine", with_checksum=False),
     DIRECT_GLOO: partial(Direct, destination="engine", with_checksum=True, transport="tcp"),
