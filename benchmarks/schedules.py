@@ -2,13 +2,13 @@
 
 Engines decode responses with heavy-tailed lengths, a trainer takes batches, and a refit stops the engines; keys and
 values of what is in flight are kept at no cost. "In turns" engines and trainer have the same GPUs, and one rests while
-the other works. Beside it two rules that others use: to train on the groups that finish first, and to throw away what
-has become too old.
+the other works. Beside it three rules that others use: to train on the groups that finish first, to throw away what has
+become too old, and to draw more than a batch needs and cut off what is not among the first to finish.
 """
 
 import argparse
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,11 @@ from megarl.rollout.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOT = ROOT / "docs" / "images" / "schedules.png"
-SIGMAS = (0.6, 1.0, 1.4)
+SIGMAS = (0.6, 0.8, 1.0, 1.2, 1.4)
+
+
+OTHERS = ("first finished", "discard", "over-sample")
+"""Names of rules that this project does not have begin so."""
 
 
 class Rule(Protocol):
@@ -100,6 +104,46 @@ class FirstFinished:
         return self._discard and self.version - version > self._bound
 
 
+class OverSampled:
+    """Draws more prompts than a batch has, takes the groups that finish first, and cuts the others off."""
+
+    staleness_bound = 0
+
+    def __init__(self, prompts_per_step: int, drawn_per_step: int) -> None:
+        self.version = 0
+        self._batch, self._draws, self._drawn = prompts_per_step, drawn_per_step, 0
+        self._running: set[int] = set()
+        self._finished: list[int] = []
+
+    @property
+    def admissible(self) -> int:
+        return self._draws - self._drawn
+
+    @property
+    def unfinished(self) -> list[int]:
+        return sorted(self._running)
+
+    def admit(self, ordinals: Sequence[int]) -> None:
+        self._running |= set(ordinals)
+        self._drawn += len(ordinals)
+
+    def finish(self, ordinal: int) -> None:
+        self._running.remove(ordinal)
+        self._finished.append(ordinal)
+
+    def takeable(self) -> list[int] | None:
+        return self._finished[: self._batch] if len(self._finished) >= self._batch else None
+
+    def take(self) -> list[int]:
+        taken = self.takeable() or []
+        self._running, self._finished = set(), []
+        return taken
+
+    def release(self) -> None:
+        self._drawn = 0
+        self.version += 1
+
+
 @dataclass
 class Workload:
     """Engines, lengths and seconds."""
@@ -149,6 +193,13 @@ class EngineInTime:
         self.decoded += (now - self.now) / self.step_s if self.running else 0.0
         self.now = now
 
+    def keep(self, ordinals: Collection[int]) -> None:
+        """Cut off the responses to all other draws."""
+        self.waiting = [each for each in self.waiting if each[0] in ordinals]
+        self.running = [each for each in self.running if each[1] in ordinals]
+        heapq.heapify(self.waiting)
+        heapq.heapify(self.running)
+
     def fill(self) -> None:
         while self.waiting and len(self.running) < self.work.slots:
             ordinal, _, tokens = heapq.heappop(self.waiting)
@@ -187,6 +238,9 @@ class Simulation:
         for step in range(steps):
             self._until(lambda: self._rule.takeable() is not None)
             batch = self._rule.take()
+            unfinished = frozenset(self._rule.unfinished)
+            for engine in self._engines:
+                engine.keep(unfinished)
             self._newest = max(self._newest, *batch)
             ages += [self._rule.version - self._versions[each] for each in batch] if step >= first else []
             trained += [tokens for each in batch for tokens in self._work.lengths(each)]
@@ -279,6 +333,7 @@ def rules(prompts: int) -> Mapping[str, Compared]:
         "first finished, 1": Compared(FirstFinished(prompts, 1, discard=False)),
         "first finished, 2": Compared(FirstFinished(prompts, 2, discard=False)),
         "discard what is old, 2": Compared(FirstFinished(prompts, 2, discard=True)),
+        "over-sample by half": Compared(OverSampled(prompts, prompts * 3 // 2)),
     }
 
 
@@ -306,18 +361,19 @@ def table(sigma: float, share: float, steps: int) -> tuple[list[str], dict[str, 
 
 
 def draw(gains: Mapping[float, Mapping[str, float]], file: Path) -> None:
-    """Write the picture of the gains."""
+    """Write the picture of the gains, with engines and trainer on GPUs of their own."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
-    for name in next(iter(gains.values())):
-        style = "--" if name.startswith(("first", "discard")) else "-"
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
+    apart = [name for name in next(iter(gains.values())) if not name.endswith("in turns")]
+    for name in apart:
+        style = "--" if name.startswith(OTHERS) else "-"
         axes.plot(list(gains), [each[name] for each in gains.values()], style, marker="o", markersize=3, label=name)
     axes.set(xlabel="tail of the lengths (sigma of the log-normal)", ylabel="steps a second, of synchronous ones")
-    axes.legend(fontsize=7, ncol=2)
+    figure.legend(fontsize=7, loc="outside right", title="dashed: rules of others", title_fontsize=7)
     figure.savefig(file, dpi=150)
 
 

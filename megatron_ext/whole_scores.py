@@ -71,7 +71,7 @@ def _columns_shape(heads: Tensor) -> tuple[int, int, int, int]:
 
 
 def _heads(rows: Tensor, query: Tensor, groups: int) -> Tensor:
-    """What `_rows` was made of, in the type of `query`."""
+    """The opposite of `_rows`, in the type of `query`."""
     sequences, length, _, _ = query.shape
     by_group = rows.view(sequences, groups, -1, length, rows.shape[-1])
     return by_group.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
