@@ -18,10 +18,10 @@ from megatron_ext.whole_scores import attend_by_whole_scores
 _TILED_FROM = 128
 # Up to this length a CPU multiplies whole matrices of scores in less time than torch's kernel takes for small tiles of
 # their lower half.
-_WHOLE_SCORES_UP_TO = 512
+WHOLE_SCORES_UP_TO = 512
 # From this length on, a CPU computes a sequence alone in less time than it takes to pad it, and to copy it to a batch
 # and back.
-_ALONE_FROM = 64
+ALONE_FROM = 64
 
 
 def packed_causal_attention(
@@ -51,7 +51,7 @@ def packed_causal_attention(
     bounds = cu_seqlens.tolist()
     if bounds[-1] != len(query):
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}, but there are {len(query)} tokens")
-    alone_from = _ALONE_FROM if query.device.type == "cpu" else math.inf
+    alone_from = ALONE_FROM if query.device.type == "cpu" else math.inf
     batches = batches_of_similar_length(bounds)
     alone = sorted(start for starts, lengths in batches if min(lengths) >= alone_from for start in starts)
     outputs = _attend_alone(query, key, value, bounds, alone, attend)
@@ -105,7 +105,7 @@ def padded_index(starts: list[int], lengths: list[int], device: torch.device) ->
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, dropout: float) -> Tensor:
     # Padding comes after all tokens of a sequence, where the causal mask hides it.
-    if query.device.type == "cpu" and query.shape[1] <= _WHOLE_SCORES_UP_TO and not dropout:
+    if query.device.type == "cpu" and query.shape[1] <= WHOLE_SCORES_UP_TO and not dropout:
         return attend_by_whole_scores(query, key, value, softmax_scale)
     query, key, value = by_head(query, key, value)
     width = value.shape[-1]

@@ -8,7 +8,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ext.attention import batches_of_similar_length, padded_index
+from megatron_ext import whole_scores
+from megatron_ext.attention import (
+    ALONE_FROM,
+    WHOLE_SCORES_UP_TO,
+    batches_of_similar_length,
+    by_head,
+    padded_index,
+)
+from megatron_ext.whole_scores import Scores
 
 _WIDEST_HEAD, _HEAD_STEP = 256, 8
 """Limits of the fused kernel for CUDA."""
@@ -109,14 +117,16 @@ def _bounds(lengths: tuple[int, ...], on: torch.device) -> Tensor:
 
 
 class CpuKernel:
-    """torch's tiled kernel for CPUs: one call for stretches of similar length."""
+    """One call for stretches of similar length: whole matrices of scores where these are small, else torch's tiles."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        output, total = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        precise = torch.promote_types(query.dtype, torch.float32)
+        output, total = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=precise)
         for queries, keys in _batches(stretches, query.device):
-            inputs = queries.of(query), *keys.of_heads(query.shape[1], key, value)
-            found = _forward(*inputs, 0.0, stretches.is_causal, scale=stretches.scale)
+            inputs = queries.of(query), keys.of(key), keys.of(value)
+            attend = whole_scores.forward if _is_small(queries, keys) else _tiled_forward
+            found = attend(*inputs, Scores(stretches.scale, stretches.is_causal))
             for whole, each in zip((output, total), found, strict=True):
                 queries.put(whole, each)
         return output, total
@@ -129,12 +139,12 @@ class CpuKernel:
         for queries, keys in _batches(stretches, query.device):
             gradient, output, total = map(queries.of, merged)
             # Padding repeats a token, whose keys would be given the gradient again.
-            gradient = gradient.masked_fill(~queries.is_real[:, None, :, None], 0)
-            inputs = queries.of(query), *keys.of_heads(query.shape[1], key, value)
-            found = _backward(gradient, *inputs, output, total, 0.0, stretches.is_causal, scale=stretches.scale)
+            gradient = gradient.masked_fill(~queries.is_real[..., None, None], 0)
+            inputs = queries.of(query), keys.of(key), keys.of(value), gradient, output, total
+            derive = whole_scores.backward if _is_small(queries, keys) else _tiled_backward
+            found = derive(*inputs, Scores(stretches.scale, stretches.is_causal))
             for whole, each, places in zip(results, found, (queries, keys, keys), strict=True):
-                repeats = query.shape[1] // whole.shape[1]
-                places.put(whole, each if repeats == 1 else each.unflatten(1, (-1, repeats)).sum(2))
+                places.put(whole, each)
         return results
 
 
@@ -142,30 +152,29 @@ class _Places:
     """The tokens of N stretches, each padded to the longest by repeating its last."""
 
     def __init__(self, starts: list[int], lengths: list[int], on: torch.device) -> None:
+        self.longest = max(lengths)
         self._only = slice(starts[0], starts[0] + lengths[0]) if len(starts) == 1 else None
         """One stretch is no copy."""
         self._index, self.is_real = padded_index(starts, lengths, on)
         """long[N, H] and bool[N, H]"""
 
     def of(self, values: Tensor) -> Tensor:
-        """Values [T, heads, ...] as [N, heads, H, ...]."""
+        """Values [T, ...] as [N, H, ...]."""
         if self._only is not None:
-            return values[None, self._only].transpose(1, 2)
-        return values[self._index.flatten()].unflatten(0, self._index.shape).transpose(1, 2)
-
-    def of_heads(self, heads: int, *values: Tensor) -> Iterator[Tensor]:
-        """Values [T, groups, width] as [N, heads, H, width], repeated for the heads that share them."""
-        for each in values:
-            repeats = heads // each.shape[1]
-            found = self.of(each)
-            yield found if repeats == 1 else found.repeat_interleave(repeats, dim=1)
+            return values[None, self._only]
+        return values[self._index.flatten()].unflatten(0, self._index.shape)
 
     def put(self, whole: Tensor, values: Tensor) -> None:
-        """Put values [N, heads, H, ...] to their tokens in `whole` [T, heads, ...]."""
+        """Put values [N, H, ...] to their tokens in `whole` [T, ...]."""
         if self._only is not None:
-            whole[self._only] = values[0].transpose(0, 1)
+            whole[self._only] = values[0]
         else:
-            whole[self._index[self.is_real]] = values.transpose(1, 2)[self.is_real]
+            whole[self._index[self.is_real]] = values[self.is_real]
+
+
+def _is_small(queries: _Places, keys: _Places) -> bool:
+    """Whether a CPU computes all scores in less time than torch's kernel, which works in small tiles, and has room."""
+    return queries.longest * keys.longest <= WHOLE_SCORES_UP_TO**2
 
 
 def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, _Places]]:
@@ -173,13 +182,41 @@ def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, 
     if stretches.is_causal:
         # Padding comes after all tokens of a stretch, where the causal mask hides it.
         for starts, lengths in batches_of_similar_length(list(accumulate(stretches.queries, initial=0))):
-            places = _Places(starts, lengths, on)
-            yield places, places
+            together = [(starts, lengths)]
+            if min(lengths) >= ALONE_FROM:
+                together = [([start], [length]) for start, length in zip(starts, lengths, strict=True)]
+            for each in together:
+                places = _Places(*each, on)
+                yield places, places
         return
     query = key = 0
     for queries, keys in zip(stretches.queries, stretches.keys, strict=True):
         yield _Places([query], [queries], on), _Places([key], [keys], on)
         query, key = query + queries, key + keys
+
+
+def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """See `whole_scores.forward`."""
+    output, total = _forward(*by_head(query, key, value), 0.0, scores.is_causal, scale=scores.scale)
+    return output.transpose(1, 2), total.transpose(1, 2)
+
+
+def _tiled_backward(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, output: Tensor, total: Tensor, scores: Scores
+) -> tuple[Tensor, ...]:
+    """See `whole_scores.backward`."""
+    whole = (each.transpose(1, 2) for each in (output, total))
+    found = _backward(
+        gradient.transpose(1, 2), *by_head(query, key, value), *whole, 0.0, scores.is_causal, scale=scores.scale
+    )
+    return tuple(
+        _summed(each.transpose(1, 2), of.shape[2]) for each, of in zip(found, (query, key, value), strict=True)
+    )
+
+
+def _summed(values: Tensor, groups: int) -> Tensor:
+    """[N, H, heads, width], the sum of the heads that share one of the groups."""
+    return values if values.shape[2] == groups else values.unflatten(2, (groups, -1)).sum(3)
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

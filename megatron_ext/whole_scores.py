@@ -1,58 +1,92 @@
-"""Causal attention by whole matrices of scores: on a CPU, short sequences take a third of the time of small tiles.
+"""Attention by whole matrices of scores: on a CPU, short stretches take a third of the time of small tiles.
 
 The scores are made again on the way back, as a kernel in tiles does: nothing quadratic in the length stays in between.
+Shapes are `query` [N, Q, heads, width], `key` [N, K, groups, width] and `value` [N, K, groups, v_width], with heads a
+multiple of groups; all is computed in float32 or better.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def attend_by_whole_scores(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> Tensor:
-    """Each token looks at itself and at those before it; in float32 or better.
+class Scores(NamedTuple):
+    """Scores of queries to keys: times `scale`, and where `is_causal` of each token to itself and those before it."""
 
-    `query` [N, T, heads, width], `key` [N, T, groups, width], `value` [N, T, groups, v_width] with heads a multiple of
-    groups. Returns [N, T, heads, v_width].
-    """
-    output: Tensor = _WholeScores.apply(query, key, value, softmax_scale)
+    scale: float
+    is_causal: bool = True
+
+
+def attend_by_whole_scores(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention, [N, Q, heads, v_width]."""
+    output: Tensor = _WholeScores.apply(query, key, value, Scores(scale))
     return output
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Output [N, Q, heads, v_width] and the log-sum-exp of each query's scores [N, Q, heads]; no gradient follows."""
+    found = _scores(query, key, scores)
+    weights = found.softmax(-1)
+    # The largest weight is the exponential of the largest score over the sum.
+    total = found.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+    groups = key.shape[2]
+    return _heads(weights @ _columns(value), query, groups), _heads(total, query.to(total.dtype), groups)[..., 0]
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, output: Tensor, total: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, for that of the output.
+
+    `output` and `total`, the log-sum-exps, may be those of more keys than these: then it is the part of these.
+    """
+    weights = _scores(query, key, scores).sub_(_rows(total[..., None], key.shape[2])).exp_()
+    return _gradients(query, key, value, weights, gradient, output, scores.scale)
 
 
 class _WholeScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        groups = key.shape[2]
-        rows, columns, values = _rows(query, groups), _columns(key), _columns(value)
-        output = _heads(_weights(rows, columns, query.shape[1], scale) @ values, query, groups)
-        ctx.scale = scale
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        weights = _scores(query, key, scores).softmax(-1)
+        output = _heads(weights @ _columns(value), query, key.shape[2])
+        ctx.scores = scores
         ctx.save_for_backward(query, key, value, output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output = ctx.saved_tensors
-        groups = key.shape[2]
-        rows, columns, values = _rows(query, groups), _columns(key), _columns(value)
-        of_rows = _rows(gradient, groups)
-        weights = _weights(rows, columns, query.shape[1], ctx.scale)
-        of_values = weights.mT @ of_rows
-        # Softmax: the gradient of a score is its weight times how much that of the weight is above the row's mean.
-        mean = (of_rows * _rows(output, groups)).sum(-1, keepdim=True)
-        of_scores = (of_rows @ values.mT).sub_(mean).mul_(weights).mul_(ctx.scale)
-        of_query = _heads(of_scores @ columns, query, groups)
-        of_key = (of_scores.mT @ rows).view(*_columns_shape(key)).transpose(1, 2).to(key.dtype)
-        return of_query, of_key, of_values.view(*_columns_shape(value)).transpose(1, 2).to(value.dtype), None
+        weights = _scores(query, key, ctx.scores).softmax(-1)
+        return *_gradients(query, key, value, weights, gradient, output, ctx.scores.scale), None
 
 
-def _weights(rows: Tensor, columns: Tensor, length: int, scale: float) -> Tensor:
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, gradient: Tensor, output: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = key.shape[2]
+    of_output = _rows(gradient, groups)
+    of_value = _keys(weights.mT @ of_output, value)
+    # Softmax: the gradient of a score is its weight times how much that of the weight is above the row's mean.
+    mean = (of_output * _rows(output, groups)).sum(-1, keepdim=True)
+    of_scores = (of_output @ _columns(value).mT).sub_(mean).mul_(weights).mul_(scale)
+    of_query = _heads(of_scores @ _columns(key), query, groups)
+    return of_query, _keys(of_scores.mT @ _rows(query, groups), key), of_value
+
+
+def _scores(query: Tensor, key: Tensor, scores: Scores) -> Tensor:
+    """[N * groups, heads / groups * Q, K]."""
+    rows, columns = _rows(query, key.shape[2]), _columns(key)
+    if not scores.is_causal:
+        return torch.baddbmm(rows.new_empty(1), rows, columns.mT, beta=0, alpha=scores.scale)
+    length = query.shape[1]
     mask = rows.new_full((length, length), -math.inf).triu_(1).repeat(rows.shape[1] // max(length, 1), 1)
-    return torch.baddbmm(mask, rows, columns.mT, alpha=scale).softmax(-1)
+    return torch.baddbmm(mask, rows, columns.mT, alpha=scores.scale)
 
 
 def _rows(heads: Tensor, groups: int) -> Tensor:
-    """[N, T, heads, width] as [N * groups, heads / groups * T, width]: heads that share keys are more rows of a matrix.
+    """[N, Q, heads, width] as [N * groups, heads / groups * Q, width]: heads that share keys are rows of one matrix.
 
     So no key is repeated.
     """
@@ -60,21 +94,20 @@ def _rows(heads: Tensor, groups: int) -> Tensor:
     return _precise(by_group).reshape(len(heads) * groups, -1, heads.shape[-1])
 
 
-def _columns(heads: Tensor) -> Tensor:
-    """[N, T, groups, width] as [N * groups, T, width]."""
-    return _precise(heads.transpose(1, 2)).flatten(0, 1)
-
-
-def _columns_shape(heads: Tensor) -> tuple[int, int, int, int]:
-    sequences, length, groups, width = heads.shape
-    return sequences, groups, length, width
-
-
 def _heads(rows: Tensor, query: Tensor, groups: int) -> Tensor:
     """The opposite of `_rows`, in the type of `query`."""
-    sequences, length, _, _ = query.shape
-    by_group = rows.view(sequences, groups, -1, length, rows.shape[-1])
+    by_group = rows.view(len(query), groups, -1, query.shape[1], rows.shape[-1])
     return by_group.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+
+
+def _columns(keys: Tensor) -> Tensor:
+    """[N, K, groups, width] as [N * groups, K, width]."""
+    return _precise(keys.transpose(1, 2)).flatten(0, 1)
+
+
+def _keys(columns: Tensor, key: Tensor) -> Tensor:
+    """The opposite of `_columns`, in the type of `key`."""
+    return columns.view(len(key), key.shape[2], *columns.shape[1:]).transpose(1, 2).to(key.dtype)
 
 
 def _precise(tensor: Tensor) -> Tensor:
