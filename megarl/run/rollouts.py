@@ -21,6 +21,7 @@ from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.rollout.schedule import Schedule
+from megarl.run.dropped import Dropped
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.run.saved_partials import Partial, read_partials, save_partials
 from megarl.run.unfinished import Unfinished
@@ -115,32 +116,34 @@ class Rollouts:
         self._unjudged: dict[int, PromptGroup] = {}
         """Scored by the functions, but not by the reward model."""
         self._finished: dict[int, PromptGroup] = {}
-        self._dropped: list[PromptGroup] = []
-        """Since the last batch was taken."""
+        self._dropped = Dropped()
+        self._most_dropped = config.algorithm.max_refills * config.loop.prompts_per_step
+        """For one batch."""
         self._taken_metrics: dict[str, float] = {}
         self._lengths = {"sampled": Lengths(), "trained": Lengths()}
         self._again: list[int] = []
         """Draws that were being sampled when the state was saved."""
 
     def take(self, clock: Clock) -> Sampled:
-        """Wait for the next batch, with what was dropped since the one before.
+        """Wait for the next batch, with what was dropped among it since the one before.
 
         Raises what an engine, a reward or the filter failed of, and UserError where too many prompts teach nothing.
         """
         with self._changed:
             self._admit()
-        while not self._is_takeable():
+        while not self._is_decided():
             self._by.turns.give_to(self._by.engines)
             with clock.stage("rollout"):
-                self._wait(lambda: self._is_takeable() or self._next_are(self._sampled))
+                self._wait(lambda: self._is_decided() or self._next_are(self._sampled))
             with clock.stage("reward"):
                 self._wait(
-                    lambda: self._is_takeable() or self._next_are(self._unjudged) or not self._next_are(self._sampled)
+                    lambda: self._is_decided() or self._next_are(self._unjudged) or not self._next_are(self._sampled)
                 )
                 self._judge()
         with self._changed:
+            self._check_refills()
             kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
-            dropped, self._dropped = self._dropped, []
+            dropped = self._dropped.take_before(kept[-1].ordinal)
             for group in kept:
                 self._lengths["trained"].count(group)
             unscored = sum(not group.only_scored().trajectories for group in dropped)
@@ -178,12 +181,12 @@ class Rollouts:
         # Rewards that are on their way are not to be computed again.
         self._wait(lambda: self._unjudged.keys() >= self._sampled)
         with self._changed:
-            groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped]
+            groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped.all]
             return {
                 "sampler": self._sampler.state_dict(),
                 "schedule": self._schedule.state_dict(),
                 "groups": save_groups(groups, folder),
-                "dropped": [group.ordinal for group in self._dropped],
+                "dropped": [group.ordinal for group in self._dropped.all],
                 "partials": save_partials(self._partials(), folder),
                 "lengths": {name: asdict(each) for name, each in self._lengths.items()},
             }
@@ -205,7 +208,7 @@ class Rollouts:
         groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
         finished, dropped = set(self._schedule.waiting), set(state.get("dropped", ()))
         self._finished = {group.ordinal: group for group in groups if group.ordinal in finished}
-        self._dropped = [group for group in groups if group.ordinal in dropped]
+        self._dropped = Dropped(group for group in groups if group.ordinal in dropped)
         self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished | dropped}
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
@@ -241,9 +244,27 @@ class Rollouts:
             self._by.engines.look_after()
             self._by.ranks.look_after()
 
-    def _is_takeable(self) -> bool:
+    def _is_decided(self) -> bool:
+        """Whether the next batch is finished, or too many were dropped for it."""
         with self._changed:
-            return self._schedule.takeable() is not None
+            if self._schedule.takeable() is not None:
+                return True
+            return len(self._dropped) > self._most_dropped and len(self._next()[1]) > self._most_dropped
+
+    def _next(self) -> tuple[list[int], list[PromptGroup]]:
+        """The next batch, or else the draws that it ends with or behind; and what was dropped for it until now."""
+        wanted = self._config.loop.prompts_per_step
+        batch = self._schedule.takeable() or list(islice(self._schedule.untaken, wanted))
+        # Where it needs further draws it ends behind all that there were.
+        return batch, self._dropped.before(batch[-1]) if len(batch) == wanted else self._dropped.all
+
+    def _check_refills(self) -> None:
+        """Raise UserError if too many were dropped for the next batch, counted up to the first that is too many."""
+        batch, dropped = self._next()
+        if len(dropped) > self._most_dropped:
+            dropped = dropped[: self._most_dropped + 1]
+            kept = [self._finished[each] for each in batch if each in self._finished and each < dropped[-1].ordinal]
+            check_refills(kept, dropped, self._config)
 
     def _is_quiet(self) -> bool:
         """Whether nothing is in flight, nor will be before new weights come."""
@@ -263,6 +284,8 @@ class Rollouts:
         again, self._again = self._again, []
         if again:
             self._begin([(ordinal, self._sampler.index_of(ordinal)) for ordinal in again])
+        if len(self._dropped) > self._most_dropped < self._dropped.most_between(schedule.untaken):
+            return  # the batch that tells of them ends the run
         held = schedule.slots - schedule.admissible
         needed = (loop.steps - schedule.version) * loop.prompts_per_step - held
         count = min(schedule.admissible, needed)
@@ -321,7 +344,6 @@ class Rollouts:
             self._finished[group.ordinal] = group
             schedule.finish(group.ordinal)
             return
-        self._dropped.append(group)
+        self._dropped.add(group)
         schedule.drop(group.ordinal)
-        check_refills(self._finished.values(), self._dropped, self._config)
         self._admit()

@@ -238,24 +238,72 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
         synchronous.rollouts.load(tmp_path, before)
 
 
-def test_groups_that_were_dropped_before_a_checkpoint_count_for_the_batch_behind_it(scorer, tmp_path) -> None:
-    texts, ahead = [*["01"] * 4, "00", *["01"] * 5], ScheduleConfig(max_staleness=1)
+def ahead_and_dropping(scorer, *texts, **algorithm):
+    """A job of two prompts a step, one step ahead, that drops what is "00"."""
+    ahead = ScheduleConfig(max_staleness=1)
+    return job_of(scorer, Answers(*texts), prompts_per_step=2, schedule=ahead, dynamic_sampling=True, **algorithm)
 
-    def job():
-        return job_of(scorer, Answers(*texts), prompts_per_step=2, schedule=ahead, dynamic_sampling=True)
 
-    before = job()
+def of_steps(job, steps):
+    """Batches with the metrics of what was dropped for each, however far the engines were ahead."""
+    found = []
+    for _ in range(steps):
+        taken = sample(job, Clock())
+        dropped = [job.rollouts.metrics()[f"schedule/dropped_{why}"] for why in ("equal", "unscored")]
+        found.append((taken, dropped))
+    return found
+
+
+DROPS_THE_FIFTH = [*["01"] * 4, "00", *["01"] * 5]
+
+
+@pytest.mark.parametrize("is_dropped_early", [True, False])
+def test_a_batch_tells_of_what_was_dropped_among_it_however_early_that_was(scorer, is_dropped_early) -> None:
+    job = ahead_and_dropping(scorer, *DROPS_THE_FIFTH)
+    job.rollouts.take(Clock())
+    job.rollouts.hold()
+    job.engines.answering.clear()
+    job.rollouts.release()
+    if is_dropped_early:
+        job.engines.answering.set()
+        assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 4)
+    taken = job.rollouts.take(Clock())
+    job.engines.answering.set()
+    assert [group.ordinal for group in taken.sampled] == [2, 3]
+    job.rollouts.hold()
+    job.rollouts.release()
+    ((taken, dropped),) = of_steps(job, 1)
+    assert [group.ordinal for group in taken.sampled] == [4, 5, 6]
+    assert [group.ordinal for group in taken.groups] == [5, 6]
+    assert dropped == [1, 0]
+
+
+def test_groups_that_were_dropped_before_a_checkpoint_are_told_of_by_the_batch_behind_them(scorer, tmp_path) -> None:
+    before = ahead_and_dropping(scorer, *DROPS_THE_FIFTH)
     sample(before, Clock())
     # Two draws are there before the batch is trained on; of the two after it one is replaced by another.
     assert eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == 4)
     state = json.loads(json.dumps(before.rollouts.save(tmp_path)))
-    after = job()
+    after = ahead_and_dropping(scorer, *DROPS_THE_FIFTH)
     after.sampler.load_state_dict(state["sampler"])
     after.rollouts.load(tmp_path, state)
-    taken = [sample(each, Clock()) for each in (before, after)]
-    assert taken[0] == taken[1]
-    assert [group.ordinal for group in taken[1].sampled] == [2, 3, 4]
-    assert after.rollouts.metrics()["schedule/dropped_equal"] == 1
+    steps = [of_steps(each, 2) for each in (before, after)]
+    assert steps[0] == steps[1]
+    (first, of_first), (second, of_second) = steps[1]
+    assert [group.ordinal for group in first.sampled] == [2, 3]
+    assert [group.ordinal for group in second.sampled] == [4, 5, 6]
+    assert (of_first, of_second) == ([0, 0], [1, 0])
+
+
+def test_too_many_drops_end_a_run_in_the_step_that_they_are_for(scorer) -> None:
+    job = ahead_and_dropping(scorer, *["01"] * 4, *["00"] * 6, max_refills=1)
+    # While the first batch is trained on there is nothing but drops behind the second.
+    sample(job, Clock())
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_in_flight"] == 0)
+    assert job.sampler.drawn <= 9, "no draw can help any more"
+    assert [group.ordinal for group in sample(job, Clock()).sampled] == [2, 3]
+    with pytest.raises(UserError, match="of 3 prompts only 0 of the 2 of a step"):
+        sample(job, Clock())
 
 
 def test_a_reward_that_fails_in_the_background_is_raised_where_a_batch_is_taken(scorer) -> None:

@@ -1,0 +1,51 @@
+"""Groups that teach nothing, until the batch is taken for which others took their places."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from itertools import pairwise
+
+from megarl.data import PromptGroup
+
+
+class Dropped:
+    """Dropped groups, in the order of their draws, that no batch has told of.
+
+    A batch tells of those that were drawn before its last group. How far behind it others are dropped by then is a
+    matter of the clock, and theirs are the batches that follow.
+    """
+
+    def __init__(self, groups: Iterable[PromptGroup] = ()) -> None:
+        self._groups = sorted(groups, key=_ordinal)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def all(self) -> list[PromptGroup]:
+        """All of them."""
+        return self._groups.copy()
+
+    def add(self, group: PromptGroup) -> None:
+        """Keep one more."""
+        insort(self._groups, group, key=_ordinal)
+
+    def before(self, ordinal: int) -> list[PromptGroup]:
+        """The groups that were drawn before another."""
+        return self._groups[: self._place(ordinal)]
+
+    def take_before(self, ordinal: int) -> list[PromptGroup]:
+        """The same, which are told of now."""
+        taken, self._groups = self.before(ordinal), self._groups[self._place(ordinal) :]
+        return taken
+
+    def most_between(self, ordinals: Iterable[int]) -> int:
+        """The most of them that have none of `ordinals`, which go up, between them: one batch tells of all these."""
+        places = [0, *map(self._place, ordinals), len(self._groups)]
+        return max(end - start for start, end in pairwise(places))
+
+    def _place(self, ordinal: int) -> int:
+        return bisect_left(self._groups, ordinal, key=_ordinal)
+
+
+def _ordinal(group: PromptGroup) -> int:
+    return group.ordinal
