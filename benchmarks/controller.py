@@ -112,6 +112,7 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
         clock, own, memory = Clock(), psutil.Process(), []
         for step in range(groups // prompts):
             rollouts.take(clock)
+            wait(rollouts._by.engines.begin(ScriptedEngine.serve, step + 1))
             rollouts.release()
             if step == slots // prompts:
                 before = told()

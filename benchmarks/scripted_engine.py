@@ -31,14 +31,18 @@ class ScriptedEngine:
         self._pace_s, self._median = arguments["pace_s"], arguments["median_tokens"]
         self._only = arguments.get("only")
         self._asked = SimpleQueue[tuple[int, Request] | None]()
-        self._told = 0
+        self._told = self._version = 0
 
     def start(self) -> None:
         """Be up."""
 
     def version(self) -> int:
         """The version of the weights that there are not."""
-        return 0
+        return self._version
+
+    def serve(self, version: int) -> None:
+        """Say of all tokens from now on that this version has sampled them."""
+        self._version = version
 
     def worker_parts(self) -> Sequence[int]:
         """One worker."""
@@ -92,7 +96,9 @@ class ScriptedEngine:
     def _answer(self, request: Request) -> list[Turn]:
         generator = np.random.default_rng(request.sampling.seed)
         drawn = generator.lognormal(np.log(self._median), 1.0, request.sampling.samples)
-        return [_turn(request, generator, length) for length in np.clip(drawn, 1, 16384).astype(int).tolist()]
+        return [
+            _turn(request, generator, length, self._version) for length in np.clip(drawn, 1, 16384).astype(int).tolist()
+        ]
 
 
 @dataclass
@@ -133,12 +139,12 @@ def _first_half(number: int, sample: int, turn: Turn) -> Progress:
     return Progress(numbers, samples, lengths, token_ids, log_probs, versions)
 
 
-def _turn(request: Request, generator: np.random.Generator, length: int) -> Turn:
+def _turn(request: Request, generator: np.random.Generator, length: int, version: int) -> Turn:
     turn = Turn.of(
         request.prompt_token_ids,
         generator.integers(*_TOKENS, length, dtype=np.int32),
         generator.random(length, dtype=np.float32) - 1.0,
-        np.zeros(length, dtype=np.int32),
+        np.full(length, version, dtype=np.int32),
         "stop",
     )
     # As all engines do.

@@ -130,6 +130,14 @@ class Schedule:
         self._taken = batch
         return batch
 
+    def latest_versions(self) -> dict[int, int]:
+        """The version at which the group of each draw is trained at the latest, if none is dropped; by ordinal."""
+        # Before it no more are trained than are there before it, and than may still overtake it.
+        return {
+            draw.ordinal: self.version + (place + max(0, self._window - 1 - draw.overtaken)) // self._batch
+            for place, draw in enumerate(self._draws.values())
+        }
+
     def release(self) -> None:
         """Note that the batch which was taken is trained and its weights are served: its slots are free."""
         if not self._taken:

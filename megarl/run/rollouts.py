@@ -12,7 +12,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from transformers import PreTrainedTokenizerBase
 
-from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.heartbeat import INTERVAL_S, Ranks
@@ -21,6 +20,16 @@ from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.rollout.schedule import Schedule
+from megarl.run.ages import (
+    changes,
+    check_ages,
+    check_carried_over,
+    check_room,
+    oldest_of_group,
+    oldest_version,
+    said_of,
+    settings_of,
+)
 from megarl.run.dropped import Dropped
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.run.saved_partials import Partial, read_partials, save_partials
@@ -127,7 +136,8 @@ class Rollouts:
     def take(self, clock: Clock) -> Sampled:
         """Wait for the next batch, with what was dropped among it since the one before.
 
-        Raises what an engine, a reward or the filter failed of, and UserError where too many prompts teach nothing.
+        Raises what an engine, a reward or the filter failed of, UserError where too many prompts teach nothing, and
+        RuntimeError for a token that is older than the schedule allows.
         """
         with self._changed:
             self._admit()
@@ -143,6 +153,7 @@ class Rollouts:
         with self._changed:
             self._check_refills()
             kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
+            check_ages(kept, self._schedule.version, self._schedule.staleness_bound)
             dropped = self._dropped.take_before(kept[-1].ordinal)
             for group in kept:
                 self._lengths["trained"].count(group)
@@ -184,7 +195,7 @@ class Rollouts:
             groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped.all]
             return {
                 "sampler": self._sampler.state_dict(),
-                "schedule": self._schedule.state_dict(),
+                "schedule": {**self._schedule.state_dict(), "settings": settings_of(self._config)},
                 "groups": save_groups(groups, folder),
                 "dropped": [group.ordinal for group in self._dropped.all],
                 "partials": save_partials(self._partials(), folder),
@@ -192,17 +203,15 @@ class Rollouts:
             }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what was being sampled goes on. Raises UserError if there are too few slots."""
+        """Go on from a state: what was being sampled goes on, with whatever schedule there is now.
+
+        Raises UserError if that has too few slots, or would train on tokens that are older than it allows.
+        """
         if "schedule" not in state:  # of a run that had none
             return
-        draws = state["schedule"]["draws"]
-        if len(draws) > self._schedule.slots:
-            schedule, prompts = self._config.schedule, self._config.loop.prompts_per_step
-            raise UserError(
-                f"the checkpoint has {len(draws)} prompts on their way, and schedule.max_staleness="
-                f"{schedule.max_staleness} with loop.prompts_per_step={prompts} has room for {self._schedule.slots}: "
-                f"continue with max_staleness={ceil(len(draws) / prompts) - 1} or more"
-            )
+        # Older checkpoints do not tell of the settings.
+        changed = changes(state["schedule"].get("settings", {}), self._config)
+        check_room(len(state["schedule"]["draws"]), self._schedule.slots, self._config)
         self._schedule.load_state_dict(state["schedule"])
         self._lengths |= {name: Lengths(**each) for name, each in state.get("lengths", {}).items()}
         groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
@@ -212,7 +221,15 @@ class Rollouts:
         self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished | dropped}
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
-        self._unfinished.load(read_partials(folder, state.get("partials", [])))
+        partials = read_partials(folder, state.get("partials", []))
+        self._unfinished.load(partials)
+        oldest = {ordinal: oldest_of_group(group) for ordinal, group in (self._finished | self._unjudged).items()} | {
+            ordinal: oldest_version(turn for each in own for turn in each.turns.values())
+            for ordinal, own in partials.items()
+        }
+        check_carried_over(oldest, self._schedule, changed, self._config)
+        if changed:
+            print(said_of(changed, self._schedule.waiting, self._schedule.unfinished), flush=True)
 
     def metrics(self) -> dict[str, float]:
         """How many groups are on their way, what was dropped for the last batch, and how long responses are."""

@@ -1,7 +1,7 @@
 """From drawn prompts to the groups of a step: who is asked for what, how often, and with which seeds."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event, Thread
@@ -36,12 +36,13 @@ class Answers:
     def __init__(self, *texts: str) -> None:
         self.texts = texts
         self.calls: list[list[Request]] = []
+        self.version: Callable[[], int] = lambda: 0
         self.answering = Event()
         self.answering.set()
 
     def begin_generate(self, requests: Sequence[Request], _: Sequence[SoFar]) -> list[SimpleNamespace]:
         self.calls.append(list(requests))
-        asked = [SimpleNamespace(answer=Future()) for _ in requests]
+        asked = [SimpleNamespace(request=request, answer=Future()) for request in requests]
         answers = reversed(list(zip(asked, self.turns(requests), strict=True)))
         Thread(target=self.answer, args=(list(answers),)).start()
         return asked
@@ -50,6 +51,9 @@ class Answers:
         assert self.answering.wait(60)
         for each, turns in answers:
             each.answer.set_result(turns)
+
+    def so_far(self, asked: Sequence[SimpleNamespace]) -> list[SoFar]:
+        return [dict(enumerate(each.answer.result())) if each.answer.done() else {} for each in asked]
 
     def look_after(self) -> None:
         pass
@@ -60,7 +64,7 @@ class Answers:
             digits = "2" if greedy else self.texts[request.prompt_token_ids[0]]
             assert len(digits) == request.sampling.samples
             tokens = [TOKENIZER(digit).input_ids for digit in digits]
-            yield [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (0,), "stop") for (one,) in tokens]
+            yield [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (self.version(),), "stop") for (one,) in tokens]
 
 
 class TenTimesTheToken:
@@ -99,6 +103,7 @@ def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=N
     sampler = PromptSampler(10, shuffle=False, seed=0)
     prompts = [Prompt(index, "any", [index], "truth", {}) for index in range(10)]
     schedule = Schedule(prompts_per_step, config.schedule.max_staleness, config.schedule.window)
+    engines.version = lambda: schedule.version
     by = Served(engines, scorer, reward_model, turns or Turns(), TOKENIZER, ())
     rollouts = Rollouts(config, prompts, sampler, schedule, by)
     return SimpleNamespace(config=config, engines=engines, rollouts=rollouts, sampler=sampler)
@@ -236,6 +241,61 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
     synchronous = job_of(scorer, Answers(), prompts_per_step=2)
     with pytest.raises(UserError, match=r"4 prompts on their way, .* has room for 2: continue with max_staleness=1"):
         synchronous.rollouts.load(tmp_path, before)
+
+
+def four_ahead(scorer, staleness, prompts, in_flight="recompute"):
+    ahead = ScheduleConfig(max_staleness=staleness, in_flight=in_flight)
+    return job_of(scorer, Answers(*["01"] * 10), prompts_per_step=prompts, schedule=ahead)
+
+
+@pytest.fixture
+def saved_four_ahead(scorer, tmp_path):
+    """State of a run of two prompts a step that trains on tokens of four versions ago."""
+    job = four_ahead(scorer, 4, 2)
+    for _ in range(4):
+        sample(job, Clock())
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 10)
+    return json.loads(json.dumps(job.rollouts.save(tmp_path)))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_schedule_that_would_train_on_older_tokens_than_it_allows_is_refused(
+    scorer, saved_four_ahead, tmp_path, is_old
+) -> None:
+    state, why = saved_four_ahead, r" \(schedule.max_staleness=2, was 4; loop.prompts_per_step=4, was 2 in the che.*\)"
+    if is_old:
+        del state["schedule"]["settings"]
+        why = ""
+    # There are slots for its ten draws.
+    again = four_ahead(scorer, 2, 4)
+    refused = rf"may be 4 versions old .*, and this run allows 2{why}: continue with schedule.max_staleness=4 or more"
+    with pytest.raises(UserError, match=refused):
+        again.rollouts.load(tmp_path, state)
+
+
+def test_what_a_checkpoint_of_another_schedule_has_carries_over_where_it_fits(
+    scorer, saved_four_ahead, tmp_path, capsys
+) -> None:
+    again = four_ahead(scorer, 4, 4, "wait")
+    again.sampler.load_state_dict(saved_four_ahead["sampler"])
+    again.rollouts.load(tmp_path, saved_four_ahead)
+    assert capsys.readouterr().out == (
+        "another schedule than that of the checkpoint (loop.prompts_per_step=4, was 2; schedule.in_flight=wait, was "
+        "recompute): the 10 groups that wait and the 0 that were being sampled carry over, and come first\n"
+    )
+    assert [[group.ordinal for group in sample(again, Clock()).groups] for _ in range(3)] == [
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [16, 17, 18, 19],
+    ]
+
+
+def test_a_token_that_is_too_old_is_named_and_not_trained_on(scorer) -> None:
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2)
+    job.engines.version = lambda: 0
+    sample(job, Clock())
+    with pytest.raises(RuntimeError, match=r"draw 2 has tokens of version 0, 1 versions older than the 1 .* allows 0"):
+        sample(job, Clock())
 
 
 def ahead_and_dropping(scorer, *texts, **algorithm):

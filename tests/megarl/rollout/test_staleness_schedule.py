@@ -72,6 +72,8 @@ def test_every_run_keeps_the_bound_and_loses_nothing(prompts, staleness, window,
         if kind == 1:
             run.restart()
         assert run.schedule.takeable() == by_the_rule(run.schedule)
+        bound, latest = run.schedule.staleness_bound, run.schedule.latest_versions()
+        assert all(version - run.admitted[ordinal] <= bound for ordinal, version in latest.items())
         if kind > 3 and run.schedule.takeable() is not None:
             run.train()
     while len(run.trained) < 4 + len(choices) // prompts:
@@ -91,6 +93,35 @@ def test_every_run_keeps_the_bound_and_loses_nothing(prompts, staleness, window,
         assert all(version - run.admitted[ordinal] <= run.schedule.staleness_bound for ordinal in batch)
     if window == 1:
         assert seen == sorted(seen)
+
+
+schedules = st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(1, 9))
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=schedules, after=schedules, choices=st.lists(st.integers(0, 9), min_size=10, max_size=60))
+def test_a_run_that_goes_on_with_another_schedule_trains_its_draws_no_later_than_that_says(before, after, choices):
+    run = Run(Schedule(*before))
+    for kind in choices:
+        run.admit()
+        if unfinished := run.schedule.unfinished:
+            run.schedule.finish(unfinished[kind % len(unfinished)])
+        if run.schedule.takeable() is not None:
+            run.train()
+    state, changed = run.schedule.state_dict(), Schedule(*after)
+    if len(state["draws"]) > changed.slots:
+        return
+    changed.load_state_dict(state)
+    run.schedule, latest = changed, changed.latest_versions()
+    while not latest.keys() <= {ordinal for batch in run.trained for ordinal in batch}:
+        run.admit()
+        version, late = changed.version, [ordinal for ordinal in changed.unfinished if ordinal in latest]
+        # What there is of later draws comes first, as long as that helps.
+        for ordinal in [each for each in changed.unfinished if each not in late] or late[:1]:
+            changed.finish(ordinal)
+        if changed.takeable() is not None:
+            run.train()
+            assert all(version <= latest.get(each, version) for each in run.trained[-1])
 
 
 def test_the_bound_is_reached_and_so_no_looser_one_is_needed():
