@@ -188,10 +188,13 @@ class Rollouts:
                 self._admit()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write groups that are sampled, and as much as there is of others, to `folder`; the rest of the state."""
-        # Rewards that are on their way are not to be computed again.
-        self._wait(lambda: self._unjudged.keys() >= self._sampled)
+        """Write groups that are scored, and as much as there is of others, to `folder`; the rest of the state.
+
+        Nobody is waited for: rewards that are on their way are computed again by a run that goes on from here.
+        """
         with self._changed:
+            if self._failure is not None:
+                raise self._failure
             groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped.all]
             return {
                 "sampler": self._sampler.state_dict(),
@@ -244,9 +247,9 @@ class Rollouts:
         }
 
     def _partials(self) -> Mapping[int, Sequence[Partial]]:
-        """The parts of groups that are not sampled."""
+        """The parts of groups that are not scored."""
         # Responses of one version each: sampled anew, with the weights of then, they are the same number for number.
-        return {} if self._config.schedule.in_flight == "wait" else self._unfinished.partials()
+        return self._unfinished.partials(self._sampled if self._config.schedule.in_flight == "wait" else None)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""
@@ -325,7 +328,6 @@ class Rollouts:
         """Begin to score a group whose samples are there."""
         self._sampled.add(group.ordinal)
         complete = answered(group, [answer.result() for answer in answers])
-        self._lengths["sampled"].count(complete)
         pending = self._by.scorer.begin()
         begin_scoring(pending, complete, self._by.tokenizer)
         pending.when_finished(lambda: self._scored_one(complete, pending))
@@ -334,6 +336,7 @@ class Rollouts:
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
         """Judge a group that the reward functions have scored, or let the reward model add to it."""
         self._unfinished.end(group.ordinal)
+        self._lengths["sampled"].count(group)
         limit = self._config.rollout.max_response_tokens
         scored = with_outcomes(group, pending.finish(), self._config.reward, limit)
         if self._by.reward_model is None:

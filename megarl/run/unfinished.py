@@ -1,6 +1,6 @@
-"""Groups whose samples are asked for: what there is of them in a checkpoint, and how they go on from it."""
+"""Groups until they are scored: what there is of them in a checkpoint, and how they go on from it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -39,13 +39,12 @@ class Unfinished:
         """Forget a group: others have its samples."""
         del self._asked[ordinal]
 
-    def partials(self) -> dict[int, Sequence[Partial]]:
-        """The parts that there are of all, by their ordinals."""
-        there = iter(self._engines.so_far([each for own in self._asked.values() for each in own]))
-        asked = {
-            ordinal: [Partial.of(each.request, next(there)) for each in own] for ordinal, own in self._asked.items()
-        }
-        return asked | self._saved
+    def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[Partial]]:
+        """The parts that there are of all, by their ordinals; or of some `only`, beside all that are to go on."""
+        asked = {ordinal: own for ordinal, own in self._asked.items() if only is None or ordinal in only}
+        there = iter(self._engines.so_far([each for own in asked.values() for each in own]))
+        parts = {ordinal: [Partial.of(each.request, next(there)) for each in own] for ordinal, own in asked.items()}
+        return parts | self._saved
 
     def load(self, partials: Mapping[int, Sequence[Partial]]) -> None:
         """Let groups go on, when they are begun, behind what there was of them."""

@@ -207,7 +207,7 @@ METRICS: tuple[Metric, ...] = (
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"
     ),
     Metric("throughput/trainer_idle", "", "share of the step in which the loop waited for responses and their rewards"),
-    Metric("schedule/length_sampled", "tokens", "mean length of all responses that were sampled in the run"),
+    Metric("schedule/length_sampled", "tokens", "mean length of all responses that were sampled and scored in the run"),
     Metric(
         "schedule/length_trained",
         "tokens",

@@ -52,6 +52,13 @@ async def notes_and_waits(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 
 
+async def when_allowed(data_source, solution_str, ground_truth, extra_info):
+    """The number that the response is, once that may be said."""
+    while not extra_info["is_allowed"].is_set():
+        await asyncio.sleep(0.01)
+    return float(solution_str)
+
+
 async def text(data_source, solution_str, ground_truth, extra_info):
     return solution_str
 

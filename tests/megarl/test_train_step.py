@@ -27,7 +27,9 @@ from megarl.tracking.clock import Clock
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
-NUMBER = f"{Path(__file__).parent / 'reward_functions.py'}:as_number_later"
+NUMBER, WHEN_ALLOWED = (
+    f"{Path(__file__).parent / 'reward_functions.py'}:{name}" for name in ("as_number_later", "when_allowed")
+)
 
 
 class Answers:
@@ -40,10 +42,14 @@ class Answers:
         self.answering = Event()
         self.answering.set()
 
-    def begin_generate(self, requests: Sequence[Request], _: Sequence[SoFar]) -> list[SimpleNamespace]:
-        self.calls.append(list(requests))
+    def begin_generate(self, requests: Sequence[Request], so_far: Sequence[SoFar]) -> list[SimpleNamespace]:
+        self.calls.append([request for request, there in zip(requests, so_far, strict=True) if not there])
         asked = [SimpleNamespace(request=request, answer=Future()) for request in requests]
-        answers = reversed(list(zip(asked, self.turns(requests), strict=True)))
+        for each, there in zip(asked, so_far, strict=True):
+            if there:
+                each.answer.set_result(list(there.values()))
+        left = [each for each in asked if not each.answer.done()]
+        answers = reversed(list(zip(left, self.turns([each.request for each in left]), strict=True)))
         Thread(target=self.answer, args=(list(answers),)).start()
         return asked
 
@@ -93,7 +99,9 @@ class InTurns(Turns):
         self.given.append(group)
 
 
-def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, turns=None, **algorithm):
+def job_of(
+    scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, turns=None, extra_info=None, **algorithm
+):
     """As much of a job as sampling asks for: ten prompts, drawn in their order."""
     config = MegarlConfig(
         algorithm=AlgorithmConfig(**algorithm),
@@ -101,7 +109,7 @@ def job_of(scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=N
         schedule=schedule or ScheduleConfig(),
     )
     sampler = PromptSampler(10, shuffle=False, seed=0)
-    prompts = [Prompt(index, "any", [index], "truth", {}) for index in range(10)]
+    prompts = [Prompt(index, "any", [index], "truth", extra_info or {}) for index in range(10)]
     schedule = Schedule(prompts_per_step, config.schedule.max_staleness, config.schedule.window)
     engines.version = lambda: schedule.version
     by = Served(engines, scorer, reward_model, turns or Turns(), TOKENIZER, ())
@@ -228,6 +236,7 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
     job.rollouts.hold()
     job.engines.answering.clear()
     job.rollouts.release()
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
     before = job.rollouts.save(tmp_path)
     job.engines.answering.set()
     expected = [sample(job, Clock()) for _ in range(2)]
@@ -241,6 +250,43 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
     synchronous = job_of(scorer, Answers(), prompts_per_step=2)
     with pytest.raises(UserError, match=r"4 prompts on their way, .* has room for 2: continue with max_staleness=1"):
         synchronous.rollouts.load(tmp_path, before)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "recompute"])
+def test_a_save_waits_for_no_reward_and_what_is_being_scored_is_scored_anew_behind_it(in_flight, tmp_path) -> None:
+    allowed = Event()
+
+    def job(scorer, *texts):
+        ahead = ScheduleConfig(max_staleness=1, in_flight=in_flight)
+        extra_info = {"is_allowed": allowed}
+        made = job_of(scorer, Answers(*texts), prompts_per_step=2, schedule=ahead, extra_info=extra_info)
+        made.config.loop.steps = 3
+        return made
+
+    def last_two(job):
+        return [sample(job, Clock()) for _ in range(2)], job.rollouts._lengths
+
+    with Scorer(RewardConfig(function=WHEN_ALLOWED)) as scorer:
+        before = job(scorer, *["01"] * 10)
+        allowed.set()
+        before.rollouts.take(Clock())
+        before.rollouts.hold()
+        assert eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == 2)
+        allowed.clear()
+        before.rollouts.release()
+        assert eventually(lambda: before.rollouts._sampled == {4, 5})
+        states = []
+        saving = Thread(target=lambda: states.append(before.rollouts.save(tmp_path)), daemon=True)
+        saving.start()
+        saving.join(60)
+        (state,) = json.loads(json.dumps(states))
+        allowed.set()
+        # What it samples would be something else.
+        after = job(scorer, *["23"] * 10)
+        after.sampler.load_state_dict(state["sampler"])
+        after.rollouts.load(tmp_path, state)
+        assert last_two(after) == last_two(before)
+        assert after.engines.calls[0] == []
 
 
 def four_ahead(scorer, staleness, prompts, in_flight="recompute"):
