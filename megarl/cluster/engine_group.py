@@ -346,6 +346,14 @@ class EngineGroup(Engines):
             self._start = model_path, {**arguments, **self._kind.without_weights}
         self._restarts.give_weights = give_weights
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of the engines: their restarts."""
+        return self._restarts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count restarts on from a checkpoint."""
+        self._restarts.load_state_dict(state)
+
     def end_step(self) -> dict[str, float]:
         """Metrics of engines that died, or of what they had to sample, since the last step."""
         now_s = time.monotonic()

@@ -2,10 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import ray
 
@@ -16,6 +17,14 @@ from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, wait
 Start: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Starts an engine step by step: yields the calls that have to end before the next step."""
 _LOOK_AGAIN_S = 1.0
+
+
+class _Cause(NamedTuple):
+    """Why an engine died: a sentence, its log, and the end of that as it was then."""
+
+    reason: str
+    log: str
+    details: str
 
 
 @dataclass
@@ -33,7 +42,7 @@ class _Restart:
 
 
 class Restarts:
-    """The restarts of a run's engines, at most so `many`.
+    """The restarts of a run's engines, at most so `many`, with those before the checkpoint that it goes on from.
 
     Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
     trainer's ranks are asked for weights only where nothing else is asked of them.
@@ -46,7 +55,7 @@ class Restarts:
         self.give_weights: Callable[[], object] = lambda: None
         """Gives weights to those that are up and have none; engines that read a folder need nothing."""
         self._many, self._start, self._up_within_s = many, start, up_within_s
-        self._first: WorkerFailed | None = None
+        self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
         self._seconds: list[float] = []
         self.lock = RLock()
@@ -97,6 +106,15 @@ class Restarts:
                 self._seconds.append(seconds := time.monotonic() - restart.died_s)
                 say(f"{handle.name} serves again, {seconds:.1f} s after it died, with weights {handle.version}")
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many there were, and why the first."""
+        return {"count": self.count, "first": self._first and self._first._asdict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from a state."""
+        self.count = state["count"]
+        self._first = _Cause(**state["first"]) if state["first"] else None
+
     def end_step(self) -> dict[str, float]:
         """Metrics: the restarts of the run, and of those that ended since the last step the longest time."""
         metrics = {"engines/restarts": float(self.count)}
@@ -106,11 +124,11 @@ class Restarts:
         return metrics
 
     def _begin(self, handle: EngineHandle, failure: WorkerFailed, died_s: float) -> None:
-        first = self._first = self._first or failure
+        first = self._first = self._first or _Cause(failure.reason, str(failure.log), failure.details)
         if self._many == 0:
             raise failure
         happened = failure.happened
-        if self.count == self._many:
+        if self.count >= self._many:
             raise _one_too_many(first, self._many, happened)
         self.count += 1
         say(f"{happened}; {handle.name} is started again (restart {self.count} of {self._many}), and the others go on")
@@ -146,10 +164,10 @@ class Restarts:
         return not left
 
 
-def _one_too_many(first: WorkerFailed, many: int, last: str) -> WorkerGone:
+def _one_too_many(first: _Cause, many: int, last: str) -> WorkerGone:
     """The failure of a run of which engines die again and again: the first of them is the cause to look for."""
     ended = f"engines died more often than cluster.max_engine_restarts={many} allows, the last time: {last}"
-    failure = WorkerGone(ended, f"the first time, {first.reason}", first.log)
+    failure = WorkerGone(ended, f"the first time, {first.reason}", Path(first.log))
     failure.details = first.details
     failure.may_resume = False  # with others in their place they die just so
     return failure

@@ -99,6 +99,7 @@ class Job:
                 "engine_version": state.step,
                 **self.rollouts.save(folder),
                 "kl": state.kl.state_dict(),
+                "engines": self.engines.state_dict(),
             },
         )
 
@@ -125,6 +126,9 @@ def open_job(start: Start) -> Iterator[Job]:
         tracker = processes.tracker(start)
         with phase(f"starting trainer and engines{f', from step {start.step}' if checkpoint else ''}"):
             engines = processes.engines()
+            # Older checkpoints do not tell of engines.
+            if checkpoint is not None and "engines" in checkpoint.state:
+                engines.load_state_dict(checkpoint.state["engines"])
             trainer = processes.trainer(start.options)
             prompts = [prompt.token_ids for prompt in data.prompts]
             turns = processes.turns(engines)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_cluster")
 
 # Enough that the engine has seconds to do for the next batch when one is complete, on a machine that is busy, too.
 PROMPTS = 12
+DEATHS = 2
 
 
 class Step(NamedTuple):
@@ -60,6 +61,7 @@ def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trai
     resumed = steps(config, again, monkeypatch)
     check(resumed, range(1, STEPS), again)
     assert any(set(here(turn.versions).tolist()) == {0, 1} for turn in resumed[0].turns)
+    assert {step.metrics["engines/restarts"] for step in resumed} == {DEATHS}
 
 
 def ahead(folder: Path) -> MegarlConfig:
@@ -85,6 +87,9 @@ def steps(config: MegarlConfig, versions: Path, monkeypatch: pytest.MonkeyPatch)
             return taken[-1]
 
         monkeypatch.setattr(job.rollouts, "take", note)
+        if job.state.step == 0:
+            # As if engines had died.
+            job.engines.load_state_dict({"count": DEATHS, "first": None})
         job.refit(job.state.step)
         clock = Clock()
         while job.state.step < STEPS:
