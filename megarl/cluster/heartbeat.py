@@ -1,58 +1,52 @@
 """Processes of which nobody waits for an answer, asked now and then whether they live."""
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import ray
-
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGroup, wait
+from megarl.cluster.signs_of_life import SignsOfLife
+from megarl.cluster.worker_group import LOOK_S, Call, Worker, WorkerFailed, WorkerGroup, wait
 from megarl.rollout.protocol import Engine
 
 INTERVAL_S = 1.0
-_RANKS_INTERVAL_S = 5.0
-"""Longer, since there may be thousands."""
 
 
 class Heartbeat:
-    """Asks the engines among `handles` that serve, one call of each process at a time."""
+    """Asks the engines among `handles` that serve, one call of each process at a time.
+
+    An engine answers between two steps: one that computes for ever, or waits for what never comes, is silent.
+    """
 
     def __init__(self, handles: Sequence[EngineHandle]) -> None:
         self._handles = handles
-        self._asked: list[tuple[EngineHandle, Call[Any]]] = []
-        self._next_s = time.monotonic() + INTERVAL_S
+        self._signs = SignsOfLife[Worker, Call[Any]](INTERVAL_S)
 
-    def dead(self, busy: Collection[EngineHandle]) -> list[EngineHandle]:
-        """The engines that were found dead. `busy` are those of which somebody waits for an answer."""
-        if time.monotonic() < self._next_s:
-            return []
-        self._next_s = time.monotonic() + INTERVAL_S
-        found = [handle for handle, call in list(self._asked) if self._has_died(handle, call)]
-        asked = [call.worker for _, call in self._asked]
+    def look_after(self) -> None:
+        """Note which engines have died, and end those that were silent for as long as they may be.
+
+        Raises what an engine failed of that has not died.
+        """
+        if not self._signs.is_due:
+            return
+        questions: dict[Worker, Callable[[], Call[Any]]] = {}
         for handle in self._handles:
             if handle.state == "serving":
-                calls = [part.begin_node() for part in handle.parts if part not in asked]
-                if handle not in busy and handle.worker not in asked:
-                    calls.append(handle.begin(Engine.version))
-                self._asked += [(handle, call) for call in calls]
-        return list(dict.fromkeys(found))
+                questions |= {part: part.begin_node for part in handle.parts}
+                questions[handle.worker] = partial(handle.begin, Engine.version)
+        ended, silent = self._signs.look(questions)
+        for worker in silent:
+            worker.end_silent()
+        for call in ended:
+            self._hear(call)
 
-    def _has_died(self, handle: EngineHandle, call: Call[Any]) -> bool:
-        """Whether the answer of an engine's process, if it has come, is that the engine is dead."""
-        done, _ = ray.wait([call.reference], timeout=0)
-        if not done:
-            return False
-        self._asked.remove((handle, call))
+    def _hear(self, call: Call[Any]) -> None:
         try:
             wait([call])
         except WorkerFailed:
-            if call.worker not in handle.processes:
-                return False  # it was heard of otherwise, and others are in its place
-            if handle.state != "down":
+            # It may have been heard of otherwise, and others be in its place.
+            if any(call.worker in handle.processes and handle.state != "down" for handle in self._handles):
                 raise
-            return True
-        return False
 
 
 class Ranks:
@@ -60,17 +54,12 @@ class Ranks:
 
     def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
         self._workers = [worker for group in groups for worker in group.workers]
-        self._asked: list[Call[Any]] = []
-        self._next_s = 0.0
+        self._signs = SignsOfLife[Worker, Call[Any]](LOOK_S)
 
     def look_after(self) -> None:
-        """Raise WorkerGone for one that was found dead."""
-        references = [call.reference for call in self._asked]
-        done = set(ray.wait(references, num_returns=len(references), timeout=0)[0]) if references else set()
-        ended = [call for call in self._asked if call.reference in done]
-        self._asked = [call for call in self._asked if call.reference not in done]
-        wait(ended)
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _RANKS_INTERVAL_S
-            asked = {id(call.worker) for call in self._asked}
-            self._asked += [worker.begin_node() for worker in self._workers if id(worker) not in asked]
+        """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""
+        if self._signs.is_due:
+            ended, silent = self._signs.look({worker: worker.begin_node for worker in self._workers})
+            if silent:
+                raise silent[0].end_silent()
+            wait(ended)

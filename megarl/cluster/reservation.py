@@ -34,6 +34,8 @@ class Seats:
     first_bundle: int
     timeout_s: float
     """How long the processes may take to come up."""
+    silence_s: float
+    """How long each of them may give no sign of life."""
     shared_gpus: list[list[str]] | None = None
     """The GPUs of each process, as Ray numbers those of a machine, where others have them, too; else Ray gives them."""
 
@@ -57,7 +59,8 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
     seats, first = {}, 0
     for role in roles:
         nodes, shared_gpus = placement[role.name], given.get(role.name)
-        seats[role.name] = Seats(role, nodes, group, first, cluster.start_timeout_s, shared_gpus)
+        limits = cluster.start_timeout_s, cluster.silence_timeout_s
+        seats[role.name] = Seats(role, nodes, group, first, *limits, shared_gpus)
         first += role.processes
     yield seats
     # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.

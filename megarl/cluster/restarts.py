@@ -12,7 +12,8 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, wait
+from megarl.cluster.signs_of_life import SignsOfLife
+from megarl.cluster.worker_group import LOOK_S, Call, Worker, WorkerFailed, WorkerGone, end_silent, wait
 
 Start: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Starts an engine step by step: yields the calls that have to end before the next step."""
@@ -39,6 +40,7 @@ class _Restart:
     """Calls that the present step waits for."""
     is_up: bool = False
     """Whether its processes are up, so that the first step has ended."""
+    signs: SignsOfLife[Worker, Call[Any]] = field(default_factory=lambda: SignsOfLife(LOOK_S))
 
 
 class Restarts:
@@ -65,6 +67,13 @@ class Restarts:
     def calls(self) -> list[Call[Any]]:
         """The calls of which one has to end before `go_on` has anything to do."""
         return [call for each in self._under_way.values() for call in each.calls]
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether no other thread has to do with restarts, as one does that refits."""
+        if is_free := self.lock.acquire(blocking=False):
+            self.lock.release()
+        return is_free
 
     def awaits(self, handle: EngineHandle) -> bool:
         """Whether an engine is started anew and has no weights yet."""
@@ -158,6 +167,8 @@ class Restarts:
         references = [call.reference for call in restart.calls]
         done, left = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         wait([call for call in restart.calls if call.reference in done])
+        if left and restart.is_up and restart.signs.is_due:
+            end_silent([call.worker for call in restart.calls if call.reference in left], restart.signs)
         if left and not restart.is_up and time.monotonic() > restart.up_until_s:
             happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
             raise WorkerGone(happened, "see to its machine (cluster.start_timeout_s)", handle.worker.log)

@@ -306,10 +306,9 @@ class Router:
 
     def _look_after(self) -> None:
         """Begin to start anew who has died, go on with who is started, and send what waits to who serves."""
-        with self._lock:
-            busy = {each.handle for each in self._asked.values() if each.handle is not None}
         try:
-            self._heartbeat.dead(busy)
+            if self._restarts.is_undisturbed:
+                self._heartbeat.look_after()
             for handle in self._handles:
                 if handle.state == "down":
                     self._restarts.begin(handle)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from megarl.cluster.long_arrays import put_back
-from megarl.cluster.worker_group import Call, Failed, Worker, answer_of
+from megarl.cluster.signs_of_life import SignsOfLife
+from megarl.cluster.worker_group import LOOK_S, Call, Failed, Worker, answer_of, end_silent
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
 
     Long arrays of a result are `Stored`: they stay with the worker until somebody opens them.
     """
-    left = list(streams)
+    left, signs = list(streams), SignsOfLife[Worker, Call[Any]](LOOK_S)
     while left:
-        for stream in _ready(left, 1, None):
+        if not (ready := _ready(left, 1, LOOK_S)):
+            end_silent([stream.worker for stream in left], signs)
+        for stream in ready:
             result = _next(stream)
             if not isinstance(result, End):
                 yield stream, result
@@ -71,7 +74,7 @@ def _there(stream: Stream) -> Iterator[Any]:
         is_there = not isinstance(result, End) and stream.references.next_ready()
 
 
-def _ready(waited_for: Collection[Waited], count: int, timeout_s: float | None) -> list[Waited]:
+def _ready(waited_for: Collection[Waited], count: int, timeout_s: float) -> list[Waited]:
     """As many as `count` of them that have a result, or have ended."""
     by_references: dict[Any, Waited] = {
         each.references if isinstance(each, Stream) else each.reference: each for each in waited_for

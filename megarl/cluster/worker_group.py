@@ -1,9 +1,10 @@
 """Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -14,6 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from converters.errors import UserError
 from megarl.cluster.reservation import Seats
 from megarl.cluster.runtime import last_lines
+from megarl.cluster.signs_of_life import SignsOfLife
 from megarl.cluster.worker_actor import SocketAddress, WorkerActor
 from megarl.process.errors import Resumable, RunFailed
 
@@ -21,6 +23,10 @@ R = TypeVar("R", covariant=True)
 
 # How long the others are given to say that they failed, too.
 _CONSEQUENCES_S = 5.0
+LOOK_S = 5.0
+"""How often workers that are waited for are asked for a sign of life: there may be thousands."""
+_SIGNS = "signs"
+"""The threads of a worker that give signs of life, whatever else it does."""
 _GOES_ON = "the same command continues from the last checkpoint"
 
 
@@ -48,10 +54,13 @@ class Worker:
     def __init__(self, seats: Seats, number: int, *, logs: Path, calls_at_once: int = 1) -> None:
         role = seats.role
         self.log = logs / f"{role.name}_{number}.log"
+        self.silence_s = seats.silence_s
+        """How long it may give no sign of life."""
         self.failure: WorkerFailed | None = None
         shared = seats.shared_gpus
         gpus = 0 if shared else role.gpus
-        actor = ray.remote(num_cpus=role.cpus, num_gpus=gpus, max_concurrency=calls_at_once)(WorkerActor)
+        threads = {"max_concurrency": calls_at_once, "concurrency_groups": {_SIGNS: 1}}
+        actor = ray.remote(num_cpus=role.cpus, num_gpus=gpus, **threads)(WorkerActor)
         self.actor = actor.options(
             runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
         ).remote(self.log, shared[number] if shared else None)
@@ -66,8 +75,8 @@ class Worker:
         return Call(self, self.actor.make.remote(module, name, *arguments))
 
     def begin_node(self) -> "Call[Any]":
-        """Begin to ask for the machine it runs on, as Ray names it."""
-        return Call(self, self.actor.node.remote())
+        """Begin to ask for the machine it runs on, as Ray names it; it answers whatever else it does."""
+        return Call(self, self.actor.node.options(concurrency_group=_SIGNS).remote())
 
     def begin_gpus(self) -> "Call[list[str]]":
         """Begin to ask for its GPUs, as Ray numbers those of its machine."""
@@ -108,6 +117,17 @@ class Worker:
     def kill(self) -> None:
         """End the process, whatever it does."""
         ray.kill(self.actor)
+
+    def end_silent(self) -> WorkerGone:
+        """End it, as one that has given no sign of life for as long as it may; the failure that it has died of."""
+        self.failure = WorkerGone(
+            f"{self.log.stem} gave no sign of life for {self.silence_s:g} s and was ended",
+            "see to its machine and the end of its log, and raise cluster.silence_timeout_s if it was only slow; "
+            f"{_GOES_ON}",
+            self.log,
+        )
+        self.kill()
+        return self.failure
 
 
 @dataclass(frozen=True)
@@ -223,15 +243,18 @@ def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
     The others may wait for the failed one in a collective, so waiting for them first would never end.
-    Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died or has not answered
-    after `timeout_s`, else WorkerFailed with the reason and the end of its log.
+    Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
+    than it may be or has not answered after `timeout_s`, else WorkerFailed with the reason and the end of its log.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    pending, results = list(calls), dict[ray.ObjectRef, R]()
+    deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+    pending, results, signs = list(calls), dict[ray.ObjectRef, R](), SignsOfLife[Worker, Call[Any]](LOOK_S)
     while pending:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        all_done = _done(pending, left)
+        left = max(0.0, deadline - time.monotonic())
+        all_done = _done(pending, min(left, LOOK_S))
         if not all_done:
+            if left > LOOK_S:
+                end_silent([call.worker for call in pending], signs)
+                continue
             worker = pending[0].worker
             silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
             worker.failure = WorkerGone(silent, "see the end of its log", worker.log)
@@ -256,12 +279,15 @@ def wait_together(
     failure, so that it can tell those that do not hear of it. Raises, as `wait` does, the failure that says most: the
     end of a process, then any error but a consequence.
     """
-    pending = list(calls)
+    pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
     failures: list[Exception] = []
     while pending:
-        done = _first_done(pending, _CONSEQUENCES_S if failures else None)
+        done = _first_done(pending, _CONSEQUENCES_S if failures else LOOK_S)
         if done is None:
-            break
+            if failures:
+                break
+            end_silent([call.worker for call in pending], signs)
+            continue
         pending.remove(done)
         if isinstance(answer := answer_of(done), Failed):
             if not failures:
@@ -271,6 +297,12 @@ def wait_together(
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
 
+def end_silent(workers: Collection[Worker], signs: SignsOfLife[Worker, Call[Any]]) -> None:
+    """Look for signs of life of workers that are waited for; those that were silent too long end, and so do calls."""
+    for worker in signs.look({worker: worker.begin_node for worker in workers}).silent:
+        worker.end_silent()
+
+
 def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]]:
     """The calls that have not ended when the time is over."""
     references = [call.reference for call in calls]
@@ -278,12 +310,12 @@ def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]
     return [call for call in calls if call.reference in left]
 
 
-def _first_done(calls: Sequence[Call[R]], timeout_s: float | None) -> Call[R] | None:
+def _first_done(calls: Sequence[Call[R]], timeout_s: float) -> Call[R] | None:
     """The first of the calls that has ended; None if none has within the time."""
     return next(iter(_done(calls, timeout_s)), None)
 
 
-def _done(calls: Sequence[Call[R]], timeout_s: float | None) -> list[Call[R]]:
+def _done(calls: Sequence[Call[R]], timeout_s: float) -> list[Call[R]]:
     """The calls that have ended when the first one has; none if that takes longer than the time."""
     references = [call.reference for call in calls]
     if not ray.wait(references, num_returns=1, timeout=timeout_s)[0]:
@@ -338,5 +370,6 @@ def answer_of(done: Call[R]) -> "R | Failed":
             advice = (
                 "where the end of its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
             )
-        done.worker.failure = WorkerGone(happened, f"{advice}; {_GOES_ON}", log)
+        if not isinstance(done.worker.failure, WorkerGone):  # else it was ended for that
+            done.worker.failure = WorkerGone(happened, f"{advice}; {_GOES_ON}", log)
     return Failed(done.worker.failure)

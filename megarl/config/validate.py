@@ -96,6 +96,7 @@ _ABOVE_ZERO = (
     "cluster.engine_cpus",
     "cluster.gpu_share",
     "cluster.start_timeout_s",
+    "cluster.silence_timeout_s",
     "refit.timeout_s",
     "refit.log_prob_tolerance",
 )

@@ -289,6 +289,10 @@ class ClusterConfig:
     --cluster` does, and do not start where one is slow, broken or other than the rest."""
     start_timeout_s: float = 300.0
     """How long ranks and engines may take to come up, in seconds, and how long room that others have is waited for."""
+    silence_timeout_s: float = 600.0
+    """How long a rank or an engine may give no sign of life, in seconds, before it is ended and treated as one that
+    died. A process answers beside what it does, an engine that serves between two of its steps: this is longer than
+    any step. During a refit an engine is busy for as long as that lasts; see `refit.timeout_s`."""
     max_engine_restarts: int = 3
     """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
     With 0, and in a shared pool, a death is a failure of the run as any other: see `max_restarts`."""

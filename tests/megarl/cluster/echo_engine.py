@@ -4,6 +4,7 @@ Nothing of megarl is imported, since it would bring torch, which costs more than
 """
 
 import os
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -22,7 +23,7 @@ TELLING = 888
 """One that begins with this token is a `Request`: the engine tells of some tokens and dies, or goes on behind those."""
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
-there: the first engine that comes by takes it away and ends."""
+there: the first engine that comes by takes it away and ends; or stands still as a process, or in what it does."""
 
 
 def leave_a_child():
@@ -41,6 +42,10 @@ def pass_by(moment):
             from megarl.rollout.protocol import EngineDiedError
 
             raise EngineDiedError("the echo died away")
+        if death.suffix == ".stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if death.suffix in (".stop", ".hang"):
+            time.sleep(3600)
         os._exit(7)
 
 
@@ -60,6 +65,7 @@ class EchoEngine:
         self._asked = SimpleQueue()
         self._aborted = set()
         self._taking = 0
+        self._is_slow = False
 
     def start(self):
         pass_by("start")
@@ -68,7 +74,8 @@ class EchoEngine:
             time.sleep(3600)
 
     def version(self):
-        pass_by("version")
+        if not self._is_slow:
+            pass_by("version")
         return self._version
 
     def worker_parts(self):
@@ -105,7 +112,9 @@ class EchoEngine:
                 yield from tell(number, request)
                 continue
             if request.prompt_token_ids[0] == SLOW:
+                self._is_slow = True
                 time.sleep(2.5)
+                self._is_slow = False
             with self._changed:
                 assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
                 version = self._version

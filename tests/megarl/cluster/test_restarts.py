@@ -1,6 +1,7 @@
 """Engines that die and are started anew: the engines echo, and die where a script says so."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,10 +71,10 @@ def script(tmp_path, monkeypatch):
 @pytest.fixture
 def open_group(tmp_path):
     @contextmanager
-    def make(replicas, restarts):
+    def make(replicas, restarts, **cluster):
         config = RolloutConfig(engine="echo", replicas=replicas)
         with (
-            reserve([engine_role(ClusterConfig(), config)], ClusterConfig()) as seats,
+            reserve([engine_role(ClusterConfig(), config)], ClusterConfig(**cluster)) as seats,
             EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
         ):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
@@ -204,6 +205,33 @@ def check_a_death_between_rollouts(engines, refit, script):
     assert engines.end_step()["engines/restarts"] == 8
     assert refit(2)["refit/repeated"] == 0
     assert {version for state, version, _ in states(engines) if state == "serving"} == {2}
+
+
+@pytest.mark.long
+def test_engines_that_stand_still_are_ended_and_their_requests_go_on(open_group, script, capsys, monkeypatch):
+    monkeypatch.setattr("megarl.cluster.restarts.LOOK_S", 0.5)
+    monkeypatch.setattr("megarl.cluster.worker_group.LOOK_S", 0.5)
+    with open_group(2, restarts=4, silence_timeout_s=5) as (engines, refit):
+        refit(0)
+        # A process that is stopped while it is asked, and the one in its place while it starts.
+        script("generate", "start", suffix=".stop")
+        assert answered(engines) == EXPECTED
+        assert eventually(lambda: back(engines), timeout_s=120)
+        # One that lives, and ends none of its steps.
+        script("version", suffix=".hang")
+        assert eventually(lambda: answered(engines) == EXPECTED and engines.end_step()["engines/restarts"] == 3, 120)
+        assert eventually(lambda: back(engines), timeout_s=120)
+        # In a refit, the answer of the other is enough.
+        script("commit_update", suffix=".stop")
+        assert refit(1)["refit/repeated"] == 1
+        assert answered(engines) == EXPECTED
+    said = capsys.readouterr().err
+    for restart in range(1, 5):
+        ended = (
+            rf"engine_\d gave no sign of life for 5 s and was ended; engine_\d is started again \(restart {restart} of"
+        )
+        assert re.search(ended, said), said
+    assert said.count(" requests: they go on behind the 0 tokens there are\n") >= 1
 
 
 def test_engines_that_take_turns_with_the_trainer_are_not_restarted():

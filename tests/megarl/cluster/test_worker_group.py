@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from eventually import eventually
+from eventually import eventually, has_ended
 from ray.experimental import get_object_locations
 
 from converters.errors import UserError
@@ -129,12 +129,12 @@ def make_group(tmp_path, monkeypatch):
 
     with ExitStack() as stack:
 
-        def make(gpus: int = 0) -> WorkerGroup:
+        def make(gpus: int = 0, silence_s: float = 600) -> WorkerGroup:
             environment = {"PYTHONPATH": str(tmp_path), "MEGARL_TEST": "seen"}
             role = Role("worker", 2, cpus=0.5, gpus=gpus, environment=environment)
             # Both halves of the one CPU: what an earlier group of the test had is free again, or there is no room.
             stack.close()
-            seats = stack.enter_context(reserve([role], ClusterConfig()))
+            seats = stack.enter_context(reserve([role], ClusterConfig(silence_timeout_s=silence_s)))
             group = WorkerGroup(seats["worker"], tmp_path / "logs")
             group.make("program", "Program", [(0,), (1,)])
             return group
@@ -239,9 +239,32 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
 
 
 def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
-    monkeypatch.setattr(heartbeat, "_RANKS_INTERVAL_S", 0.1)
+    monkeypatch.setattr(heartbeat, "LOOK_S", 0.1)
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
         look_after_and_kill(Ranks([group]), group.call("pid")[1])
+
+
+WAITS = {
+    "nothing is asked": lambda group: eventually(Ranks([group]).look_after),
+    "all work": lambda group: group.call("sleep"),
+    "all need each other": lambda group: play(group, "sleep", "sleep"),
+}
+
+
+@pytest.mark.parametrize("meanwhile", WAITS)
+def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwhile):
+    monkeypatch.setattr(heartbeat, "LOOK_S", 0.2)
+    monkeypatch.setattr(worker_group, "LOOK_S", 0.2)
+    says = r"^worker_1 gave no sign of life for 3 s and was ended: see to its machine .* continues from the last"
+    with pytest.raises(WorkerGone, match=says), make_group(silence_s=3) as group:
+        stop_the_second_and(WAITS[meanwhile], group, stopped := [])
+    assert eventually(partial(has_ended, *stopped))
+
+
+def stop_the_second_and(wait_for, group, stopped):
+    stopped.append(psutil.Process(group.call("pid")[1]))
+    stopped[0].suspend()
+    wait_for(group)
 
 
 def look_after_and_kill(ranks, pid):
