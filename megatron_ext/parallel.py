@@ -16,16 +16,19 @@ from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
-_TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for one who does not come."""
 _TIMEOUT_OF_FILES = timedelta(hours=12)
 _SEED = 1234
 
 
-def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: int = _SEED) -> None:
+def initialize(
+    parallel: ParallelSizes, rank: int, init_method: str, *, seed: int = _SEED, timeout: timedelta = TIMEOUT
+) -> None:
     """Join the job as `rank` of `parallel.world_size` and make Megatron's groups and random number generators.
 
     `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address nothing listens elsewhere. `seed`
-    matters to dropout only: weights are always loaded.
+    matters to dropout only: weights are always loaded. Collectives of all groups wait for one another for `timeout`.
 
     Raises UserError for a rank outside the world, or if the process belongs to a job of another size.
     """
@@ -40,17 +43,23 @@ def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, seed: in
         if init_method.startswith("tcp://127.0.0.1:"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
         dist.init_process_group(
-            device.backend(), init_method=init_method, rank=rank, world_size=parallel.world_size, timeout=_TIMEOUT
+            device.backend(), init_method=init_method, rank=rank, world_size=parallel.world_size, timeout=timeout
         )
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
             f"the parallel sizes are for {parallel.world_size} ranks, but the job has {dist.get_world_size()}; start"
             " as many processes as the sizes ask for"
         )
-    make_groups(parallel, seed=seed)
+    make_groups(parallel, seed=seed, timeout=timeout)
 
 
-def make_groups(parallel: ParallelSizes, *, seed: int = _SEED, create_gloo_process_groups: bool = True) -> None:
+def make_groups(
+    parallel: ParallelSizes,
+    *,
+    seed: int = _SEED,
+    create_gloo_process_groups: bool = True,
+    timeout: timedelta = TIMEOUT,
+) -> None:
     """Make Megatron's groups and random number generators in a process that has joined its job."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -60,6 +69,7 @@ def make_groups(parallel: ParallelSizes, *, seed: int = _SEED, create_gloo_proce
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         create_gloo_process_groups=create_gloo_process_groups,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

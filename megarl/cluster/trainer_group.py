@@ -61,7 +61,7 @@ class TrainerGroup(WorkerGroup):
         # Two groups cannot meet at one port: the one that is chosen is the policy's.
         port = self._cluster.rendezvous_port if self.name == POLICY else 0
         address = self.call("rendezvous", port)[0]
-        self.call("join", self._options, address)
+        self.call("join", self._options, address, self._cluster.collective_timeout_s)
 
     def build(
         self,

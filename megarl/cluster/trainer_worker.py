@@ -55,9 +55,9 @@ class TrainerWorker:
         host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{free_port(host, port)}"
 
-    def join(self, options: MegatronOptions, init_method: str) -> None:
-        """Enter the process groups."""
-        parallel.initialize(options.parallel, self.rank, init_method)
+    def join(self, options: MegatronOptions, init_method: str, timeout_s: float) -> None:
+        """Enter the process groups, whose collectives wait for one another for so long."""
+        parallel.initialize(options.parallel, self.rank, init_method, timeout=timedelta(seconds=timeout_s))
 
     def build(
         self,

@@ -1,10 +1,10 @@
 """Worker processes and groups of them: one call in, all results out, the first failure at once."""
 
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -23,6 +23,10 @@ R = TypeVar("R", covariant=True)
 
 # How long the others are given to say that they failed, too.
 _CONSEQUENCES_S = 5.0
+_LONGEST_S = 24 * 3600.0
+"""No call takes so long, not even one that writes files, which may take half of it."""
+_IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
+"""In the error of a collective that waited for somebody in vain, or of its store."""
 LOOK_S = 5.0
 """How often workers that are waited for are asked for a sign of life: there may be thousands."""
 _SIGNS = "signs"
@@ -239,14 +243,14 @@ def in_order_of_gpus(nodes: Sequence[str], gpus: Sequence[Sequence[str]]) -> lis
     return [next(by_gpu[node]) for node in nodes]
 
 
-def wait(calls: Sequence[Call[R]], timeout_s: float | None = None) -> list[R]:
+def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S) -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
     The others may wait for the failed one in a collective, so waiting for them first would never end.
     Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
     than it may be or has not answered after `timeout_s`, else WorkerFailed with the reason and the end of its log.
     """
-    deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     pending, results, signs = list(calls), dict[ray.ObjectRef, R](), SignsOfLife[Worker, Call[Any]](LOOK_S)
     while pending:
         left = max(0.0, deadline - time.monotonic())
@@ -330,7 +334,9 @@ def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
 
 
 def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
-    """The death of another worker that comes to light soon after an error, which then is its consequence."""
+    """The reason of an error that is a consequence: the death of another worker, which comes to light soon after it, or
+    one that stands still, for which the others waited in a collective until its time was over.
+    """
     if _depth(failure, ()) != 1:
         return failure
     deadline = time.monotonic() + _CONSEQUENCES_S
@@ -343,7 +349,23 @@ def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
         other = answer_of(done)
         if isinstance(other, Failed) and isinstance(other.failure, WorkerGone):
             return other.failure
+    if left and isinstance(failure, WorkerFailed) and _IN_VAIN.search(failure.reason):
+        return _missing([call.worker for call in left], failure)
     return failure
+
+
+def _missing(workers: Sequence[Worker], failure: WorkerFailed) -> WorkerGone:
+    """The failure of workers that did not come to a collective, in which another one failed."""
+    names = [worker.log.stem for worker in workers]
+    who = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    first = workers[0]
+    first.failure = WorkerGone(
+        f"{who} did not come to a collective in which {failure.log.stem} waited ({failure.reason})",
+        "the end of its log may say where it stands, and cluster.collective_timeout_s is to be raised if it was only "
+        f"slow; {_GOES_ON}",
+        first.log,
+    )
+    return first.failure
 
 
 def answer_of(done: Call[R]) -> "R | Failed":

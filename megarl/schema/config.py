@@ -293,6 +293,8 @@ class ClusterConfig:
     """How long a rank or an engine may give no sign of life, in seconds, before it is ended and treated as one that
     died. A process answers beside what it does, an engine that serves between two of its steps: this is longer than
     any step. During a refit an engine is busy for as long as that lasts; see `refit.timeout_s`."""
+    collective_timeout_s: float = 1800.0
+    """How long the ranks of a model wait for one of them in a collective, in seconds, before that is a failure."""
     max_engine_restarts: int = 3
     """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
     With 0, and in a shared pool, a death is a failure of the run as any other: see `max_restarts`."""

@@ -1,5 +1,7 @@
 """Several groups of Megatron ranks side by side: a policy that is trained, a critic, and a frozen reward model."""
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,11 +21,13 @@ from converters.formats.safetensors import read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
+from megarl.cluster import trainer_group, worker_group
 from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup, share_of
+from megarl.cluster.worker_group import WorkerGone
 from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -63,10 +67,10 @@ def batch() -> Batch:
     return Batch.of(RaggedBatch(torch.randint(4, 50, (total,), generator=generator), lengths, fields))
 
 
-def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes) -> TrainerGroup:
-    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3})
-    seats = stack.enter_context(reserve([trainer_role(name, sizes, ClusterConfig())], ClusterConfig()))
-    started = stack.enter_context(TrainerGroup(options, ClusterConfig(), seats[name], logs, max_tokens=12))
+def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes, **cluster: float) -> TrainerGroup:
+    options, config = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3}), ClusterConfig(**cluster)
+    seats = stack.enter_context(reserve([trainer_role(name, sizes, config)], config))
+    started = stack.enter_context(TrainerGroup(options, config, seats[name], logs, max_tokens=12))
     started.start()
     return started
 
@@ -166,6 +170,33 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     assert torch.equal(opened_values(both["log_probs"]), present)
     policy.refresh_reference()
     assert torch.equal(log_probs(reference=True), present)
+
+
+class EndlessShare:
+    """A share of a batch, of which the rank that reads it sees no end."""
+
+    def load(self) -> None:
+        time.sleep(3600)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_a_rank_that_stands_still_is_the_one_that_is_told(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_group, "_CONSEQUENCES_S", 1.0)
+    shares = iter([batch(), EndlessShare()])
+    monkeypatch.setattr(trainer_group, "share_of", lambda *arguments: (next(shares), share_of(*arguments)[1]))
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    says = (
+        r"^trainer_1 did not come to a collective in which trainer_0 waited \(RuntimeError: .*Timed out waiting 15000ms"
+        r" .*\): the end of its log .* continues from the last checkpoint\n"
+    )
+    with pytest.raises(WorkerGone, match=says), ExitStack() as stack:
+        train(group(stack, "trainer", tmp_path, DP2, collective_timeout_s=15), model)
+
+
+def train(ranks: TrainerGroup, model: Path) -> None:
+    ranks.build(model, None, 1, reference=False)
+    ranks.train_step(batch(), SftObjective())
 
 
 @pytest.mark.usefixtures("cluster")
