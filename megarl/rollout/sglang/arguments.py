@@ -13,6 +13,8 @@ from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
     "log_level": "warning",
+    # What runs would be computed anew, to let what is older run a little earlier.
+    "disable_priority_preemption": True,
     "random_seed": 0,
 }
 
@@ -22,6 +24,9 @@ _REQUIRED: Mapping[str, Any] = {
     "skip_server_warmup": True,
     # The others cannot draw by the seed of a sample.
     "sampling_backend": "pytorch",
+    # By itself it serves requests as they come, and with priorities the highest first.
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
 }
 
 

@@ -52,6 +52,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_custom_logit_processor": Refusal(
         "it changes the distribution that is sampled from, of which the trainer knows nothing"
     ),
+    "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
     "sampling_backend": Refusal("the others cannot draw by the seed of a sample", (None, "pytorch")),
     "weight_version": Refusal("refits number the weights"),
     "trust_remote_code": Refusal(

@@ -69,6 +69,7 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "stream": stream,
         "return_sampling_mask": is_cut,
         "return_routed_experts": limits.returned is not None,
+        "priority": request.priority,
     }
     return {**body, "input_ids": body["input_ids"][0], "sampling_params": each[0]} if stream else body
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from converters.errors import UserError
-from megarl.rollout.transformers.kind import TRANSFORMERS
+from megarl.rollout.transformers.kind import MAX_NUM_SEQS, TRANSFORMERS
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TransformersArguments:
     """Experts as transformers calls them, such as eager or grouped_mm; by default what it takes for the model."""
     max_model_len: int | None = None
     """Tokens that a prompt and its response may have together; by default what config.json says."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = MAX_NUM_SEQS
     """Samples of a request that are computed together. With 1, even the last bit of a sample depends on none else."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy reads no weights: the first update brings them."""

@@ -4,7 +4,7 @@ The samples of a request have one prompt and so, at all times, one length: nothi
 other request, so that a response depends on its request alone, to the last bit, whatever else is served and when.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ class _Batch:
 
     def __init__(self, in_flight: RequestInFlight, request: Request, samples: Sequence[int]) -> None:
         self.in_flight = in_flight
+        self.priority = request.priority
         self._prompt = request.prompt_of(samples[0])
         self._sampling = request.sampling
         begun = len(request.begun_of(samples[0]))
@@ -54,6 +55,11 @@ class _Batch:
 
     def __bool__(self) -> bool:
         return bool(self.rows)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its samples have tokens, and keys and values of them."""
+        return bool(self.rows and self.rows[0].token_ids)
 
     def forget(self) -> None:
         """Drop the keys and values: the next step computes them anew."""
@@ -140,12 +146,15 @@ def _stream(seed: int | None, sample: int, drawn: int) -> np.random.Generator:
 
 
 class Batches:
-    """All requests in flight, as batches of at most `max_samples`, one computed after the other."""
+    """All requests in flight, as batches of at most `max_samples`, one computed after the other.
+
+    The batch that has begun ends first, so that only one has keys and values; behind it they go by their priority.
+    """
 
     def __init__(self, model: SamplingModel, max_samples: int) -> None:
         self._model = model
         self._max_samples = max_samples
-        self._waiting: deque[_Batch] = deque()
+        self._waiting: list[_Batch] = []
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -159,10 +168,8 @@ class Batches:
             samples = request.samples
             # Samples that were begun have different lengths.
             together = 1 if request.begun else self._max_samples
-            self._waiting += [
-                _Batch(in_flight, request, samples[start : start + together])
-                for start in range(0, len(samples), together)
-            ]
+            for start in range(0, len(samples), together):
+                self._queue(_Batch(in_flight, request, samples[start : start + together]))
         return [in_flight.future for in_flight in added]
 
     def samples(self) -> Iterator[SampleInFlight]:
@@ -174,7 +181,7 @@ class Batches:
         batch = self._waiting[0]
         batch.step(self._model, version)
         if not batch:
-            self._waiting.popleft()
+            del self._waiting[0]
 
     def counts(self) -> tuple[int, int]:
         """How many samples are in the batch that the next step is of, and how many wait for their turn."""
@@ -188,7 +195,7 @@ class Batches:
 
     def abort(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
         """Finish all samples, or those of requests with these answers, with the tokens that they have."""
-        batches, self._waiting = self._waiting, deque()
+        batches, self._waiting = self._waiting, []
         for batch in batches:
             if answers is None or batch.in_flight.future in answers:
                 batch.abort(self._model)
@@ -200,6 +207,11 @@ class Batches:
         for in_flight in {batch.in_flight for batch in self._waiting}:
             in_flight.future.set_exception(error)
         self._waiting.clear()
+
+    def _queue(self, batch: _Batch) -> None:
+        """Let a batch wait behind those of its priority, before any of a higher one but the batch that has begun."""
+        begun = bool(self._waiting) and self._waiting[0].has_begun
+        insort(self._waiting, batch, lo=int(begun), key=lambda each: each.priority)
 
     def _check(self, request: Request) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling

@@ -18,6 +18,9 @@ _TESTED: Mapping[str, str] = dict.fromkeys(
     "megarl/rollout/test_transformers_arguments.py",
 )
 
+MAX_NUM_SEQS = 64
+"""Samples of a request that are computed together, unless `max_num_seqs` says otherwise."""
+
 TRANSFORMERS = EngineKind(
     title="transformers",
     engine_class=("megarl.rollout.transformers.engine", "TransformersEngine"),
@@ -26,6 +29,7 @@ TRANSFORMERS = EngineKind(
     tested=_TESTED,
     workers=lambda _arguments: 1,
     sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
+    at_once=lambda arguments: arguments.get("max_num_seqs") or MAX_NUM_SEQS,
     context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},

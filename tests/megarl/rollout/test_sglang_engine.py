@@ -24,6 +24,7 @@ from megarl.rollout.sglang.arguments import check_names, check_version, server_a
 from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.kind import SGLANG, VERSIONS
+from megarl.rollout.sglang.samples import Limits, question
 
 LIMIT = 512
 USUAL = {"context_length": LIMIT, "max_total_tokens": 16384}
@@ -308,9 +309,23 @@ def test_another_version_and_another_name_are_told_in_one_sentence():
 def test_what_megarl_sets_cannot_be_given(folders):
     with pytest.raises(UserError, match="skip_tokenizer_init is set by megarl"):
         server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
-    for name, value in (("speculative_algorithm", "EAGLE"), ("dp_size", 2), ("kv_cache_dtype", "fp8_e4m3")):
+    refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e4m3", "schedule_policy": "lpm"}
+    for name, value in refused.items():
         with pytest.raises(UserError, match=name):
             SGLANG.check({name: value})
+
+
+def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
+    """As `SchedulePolicy.calc_priority` of SGLang reads it: by sign x priority, and the sign is -1 by itself."""
+    arguments = server_arguments(folders[0], {}, 1, "key")
+    assert arguments["enable_priority_scheduling"] is True
+    assert arguments["schedule_low_priority_values_first"] is True
+    with pytest.raises(UserError, match="schedule_low_priority_values_first is set by megarl"):
+        server_arguments(folders[0], {"schedule_low_priority_values_first": False}, 1, "key")
+    limits = Limits(LIMIT, 64)
+    for stream in (False, True):
+        asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, stream=stream)
+        assert asked["priority"] == 4096
 
 
 def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
