@@ -48,6 +48,7 @@ SCRIPTED = EngineKind(
     argument_class=("scripted_engine", "ScriptedEngine"),
     refused={},
     tested={},
+    offers=frozenset(),
     sizes=lambda _arguments: EngineSizes(1, None, "bf16"),
     context_argument="context",
     workers=lambda _arguments: 1,

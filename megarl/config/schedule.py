@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from converters.errors import UserError
-from megarl.rollout import engine_kind
 from megarl.rollout.kv_scales import UNIT
 from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
 
@@ -43,12 +42,6 @@ def check_schedule(config: MegarlConfig) -> None:
         raise UserError(
             "schedule.in_flight=keep has engines keep keys and values while weights change, and cluster.pools has them "
             "give that memory to the trainer meanwhile: set it to recompute, or give engines GPUs of their own"
-        )
-    kind = engine_kind(config.rollout.engine)
-    if schedule.in_flight == "keep" and not kind.keeps_kv:
-        raise UserError(
-            f"schedule.in_flight=keep has engines keep keys and values of older weights, and {kind.title} does not: "
-            "set it to recompute, or choose another rollout.engine"
         )
     if schedule.in_flight == "keep" and config.rollout.kv_scales != UNIT:
         raise UserError(

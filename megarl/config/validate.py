@@ -11,6 +11,7 @@ from typing import Any, get_args
 from converters.errors import UserError, did_you_mean
 from converters.number_formats import AS_TRAINED, NUMBER_FORMATS
 from megarl.algorithms import PreferenceObjective
+from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
@@ -268,7 +269,10 @@ def _value(config: MegarlConfig, key: str) -> Any:
 _TRAINING = (check_output, _check_megatron, check_lora)
 _PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps")
 COMMANDS: Mapping[str, Command] = {
-    "train": Command((*_TRAINING, _check_prompts, check_composition, check_schedule, _check_step), steps="loop.steps"),
+    "train": Command(
+        (*_TRAINING, _check_prompts, check_composition, check_schedule, check_abilities, _check_step),
+        steps="loop.steps",
+    ),
     "sft": Command((*_TRAINING, _check_conversations), steps="sft.steps"),
     "dpo": _PREFERENCES,
     "reward-model": Command((*_PREFERENCES.checks, refuse_lora), steps=_PREFERENCES.steps),

@@ -1,7 +1,8 @@
 """The particulars of a kind of engine, as data: whoever starts, places or configures engines reads them here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
@@ -26,6 +27,17 @@ NUMBER_FORMAT = "megarl_number_format"
 def quantisation(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
     """The `quantization_config` with which an engine holds the model in a number format, whatever form it reads."""
     return {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
+
+
+class Ability(Enum):
+    """What a schedule or an algorithm may ask of an engine, beyond tokens; the value says what it does."""
+
+    LOG_PROBS = "say with which log-prob it drew each token"
+    PRIORITIES = "serve requests in the order of their priorities"
+    KEPT_KV = "let responses keep their keys and values when weights change, apart from those of new ones"
+    """Keys and values carry a salt for each version, so that no prompt meets those of older weights."""
+    PROGRESS = "tell of the tokens of a response before it ends"
+    """Where it cannot, a response begins anew after its engine was killed, or the run was."""
 
 
 class EngineSizes(NamedTuple):
@@ -72,6 +84,8 @@ class EngineKind:
     """Argument -> the test, below tests/, that runs it."""
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
+    offers: Collection[Ability]
+    """What of all that may be asked of an engine this kind does; it lacks the rest."""
     sizes: Callable[[Arguments], EngineSizes]
     """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
@@ -107,8 +121,6 @@ class EngineKind:
     """With these arguments an engine can `sleep`."""
     float32_logits: Arguments
     """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
-    keeps_kv: bool = False
-    """Whether responses in flight can keep their keys and values when weights change (`WeightTarget.commit_update`)."""
     bounded_kv: Callable[[Arguments], Arguments] | None = None
     """Arguments with which the scales of keys and values in FP8 follow from the weights; None where no engine of this
     kind can. UserError for arguments with which there are none."""

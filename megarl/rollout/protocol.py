@@ -152,12 +152,15 @@ class Generator(Protocol):
 
         Ends that are there at the same time come together.
 
-        An engine that can continue what another has begun (`Request.begun`) tells of new tokens meanwhile, of each
-        sample after 64 tokens or 50 ms. It has one reader at a time.
+        An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
+        so that another can continue what it has begun (`Request.begun`). It has one reader at a time.
         """
 
     def abort(self, numbers: Collection[int]) -> None:
-        """End submitted requests: their answers have what there is. Numbers of others are no error."""
+        """End submitted requests: their answers have what there is; nothing, without `Ability.PROGRESS`.
+
+        Numbers of others are no error.
+        """
 
     def load(self) -> Load | None:
         """The load of all steps since it was asked for last; None if there were none, or it does not see its steps."""
@@ -238,7 +241,7 @@ class WeightTarget(Protocol):
 
         Whatever has no token yet meets no keys and values of older weights, also where others keep theirs.
         Raises UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" where the engine
-        cannot (`EngineKind.keeps_kv`).
+        cannot (`Ability.KEPT_KV`).
         """
 
 

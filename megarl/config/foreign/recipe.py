@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
 from megarl.config.megatron import megatron_options
 from megarl.config.origins import OPEN, compose_open
@@ -69,3 +70,4 @@ def check(recipe: TranslatedRecipe) -> None:
     check_pools(config)
     check_composition(config)
     check_schedule(config)
+    check_abilities(config)

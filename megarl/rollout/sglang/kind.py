@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
+from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megatron_ext.supported_options import Refusal
 
@@ -122,6 +122,8 @@ SGLANG = EngineKind(
     argument_class=("sglang.srt.server_args", "ServerArgs"),
     refused=_REFUSED,
     tested=_TESTED,
+    # It answers a request as a whole, and drops all keys and values with the weights that they were computed with.
+    offers={Ability.LOG_PROBS, Ability.PRIORITIES},
     workers=_workers,
     sizes=_sizes,
     at_once=lambda arguments: arguments.get("max_running_requests"),

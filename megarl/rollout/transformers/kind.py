@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megarl.rollout.kind import EngineKind, EngineSizes
+from megarl.rollout.kind import Ability, EngineKind, EngineSizes
 
 _TESTED: Mapping[str, str] = dict.fromkeys(
     (
@@ -27,13 +27,13 @@ TRANSFORMERS = EngineKind(
     argument_class=("megarl.rollout.transformers.arguments", "TransformersArguments"),
     refused={},
     tested=_TESTED,
+    offers=frozenset(Ability),
     workers=lambda _arguments: 1,
     sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
     at_once=lambda arguments: arguments.get("max_num_seqs") or MAX_NUM_SEQS,
     context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},
-    keeps_kv=True,
     returning_experts={"enable_return_routed_experts": True},
     packages={"cuda": "transformers", "cpu": "transformers"},
 )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes, quantisation
+from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, quantisation
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:
@@ -225,6 +225,7 @@ VLLM = EngineKind(
     argument_class=("vllm.engine.arg_utils", "EngineArgs"),
     refused=_REFUSED,
     tested=_TESTED,
+    offers=frozenset(Ability),
     workers=_workers,
     sizes=_sizes,
     drafts=_drafts,
@@ -244,7 +245,6 @@ VLLM = EngineKind(
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_sleep_mode": True},
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
-    keeps_kv=True,
     bounded_kv=_bounded_kv,
     returning_experts={"enable_return_routed_experts": True},
     # In which the tables of `tracing` were compared with the sources.

@@ -11,6 +11,7 @@ ECHO = EngineKind(
     argument_class=("no_such_engine", "Arguments"),
     refused={},
     tested={},
+    offers=frozenset(),
     sizes=lambda _arguments: EngineSizes(2, None, "bf16"),
     context_argument="context",
     workers=lambda _arguments: 2,

@@ -113,7 +113,7 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["schedule.in_flight=drop"], r"schedule\.in_flight=drop is none of keep, recompute, wait"),
         (
             ["schedule.in_flight=keep", "rollout.engine=sglang"],
-            r"schedule\.in_flight=keep .* and SGLang does not: set it to recompute",
+            r"schedule\.in_flight=keep has engines let responses keep .* and SGLang does not: set it to recompute",
         ),
         (
             ["schedule.max_staleness=2", "schedule.corrected=false"],
