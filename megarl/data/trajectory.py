@@ -249,8 +249,9 @@ class Trajectory:
 class PromptGroup:
     """One drawn prompt with its samples, which are compared with each other; before the rollout it has none.
 
-    `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups. `baseline` is the
-    greedy response to the prompt, where the algorithm asks for one. Branches of one rollout are neighbours.
+    `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups; an evaluation has
+    numbers below 0. `baseline` is the greedy response to the prompt, where the algorithm asks for one. Branches of one
+    rollout are neighbours.
 
     Example: PromptGroup(Prompt(17, "gsm8k", [5, 9], "4", {}), ordinal=4096, trajectories=[])
     """

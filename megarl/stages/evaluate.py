@@ -34,12 +34,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Accuracy, which is the mean reward, and what several responses to a prompt give; see `evaluation_metrics`.
 
+    No weights come meanwhile, so that all responses are of one version. Those of training that are in flight go on
+    behind these.
+
     One of the `samples` is greedy, more are sampled from the whole distribution at `temperature`. Every evaluation with
     the same `seed` samples with the same random streams.
     """
     sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
     # A clock of its own: to a training step an evaluation is one stage, which the loop times.
-    drawn = [PromptGroup(prompt, place) for place, prompt in enumerate(prompts)]
+    # Below those of draws: none is a conversation of theirs, and the run waits for these alone.
+    drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
     groups = score(rollout(engines, drawn, sampling), scorer, tokenizer, Clock())
     sampled = [each for group in groups for each in group.trajectories]
     # Later samples must not depend on whether an evaluation came before.

@@ -28,6 +28,10 @@ def log_prob(place, version):
     return np.float32(-0.01 * (place + 1) - version)
 
 
+def is_due(request, version):
+    return request.prompt_token_ids[0] // PROMPTS <= version
+
+
 class PatientEngine:
     def __init__(self, model_path, arguments):
         self._version, self._asked = 0, SimpleQueue()
@@ -42,14 +46,14 @@ class PatientEngine:
         return [0]
 
     def submit(self, requests):
-        for asked in requests.items():
-            self._asked.put(asked)
+        # The weights of now, however long a busy machine takes to listen.
+        for number, request in requests.items():
+            self._asked.put((number, request, self._version))
 
     def events(self):
         while (asked := self._asked.get()) is not None:
-            number, request = asked
-            is_due = request.prompt_token_ids[0] // PROMPTS <= self._version
-            yield [Event(number, self._ends(request))] if is_due else [self._progress(number, request)]
+            _, request, version = asked
+            yield [self._ends(*asked) if is_due(request, version) else self._progress(*asked)]
 
     def begin_update(self, version, names):
         pass
@@ -61,20 +65,21 @@ class PatientEngine:
     def close(self):
         self._asked.put(None)
 
-    def _ends(self, request):
-        return [
+    def _ends(self, number, request, version):
+        turns = [
             Turn.of(request.prompt_of(sample), new.tokens, new.log_probs, new.versions, "stop")
             for sample in request.samples
-            for new in [self._new(request, sample, None)]
+            for new in [self._new(request, sample, version, None)]
         ]
+        return Event(number, turns)
 
-    def _progress(self, number, request):
-        news = [self._new(request, sample, TOLD) for sample in request.samples]
+    def _progress(self, number, request, version):
+        news = [self._new(request, sample, version, TOLD) for sample in request.samples]
         count = len(news)
         whose = np.full(count, number, np.int32), np.array(request.samples, np.int32), np.full(count, TOLD, np.int32)
         return Progress(*whose, *(np.concatenate([getattr(new, name) for new in news]) for name in vars(news[0])))
 
-    def _new(self, request, sample, count):
+    def _new(self, request, sample, version, count):
         """The next tokens of a sample, so many or all."""
         begun = len(request.begun_of(sample))
         tokens = response(request.prompt_token_ids[0], sample, request.sampling.temperature == 0)
@@ -82,6 +87,31 @@ class PatientEngine:
         places = range(len(tokens))[begun:][:count]
         return SimpleNamespace(
             tokens=np.array([tokens[place] for place in places], np.int32),
-            log_probs=np.array([log_prob(place, self._version) for place in places], np.float32),
-            versions=np.full(len(places), self._version, np.int32),
+            log_probs=np.array([log_prob(place, version) for place in places], np.float32),
+            versions=np.full(len(places), version, np.int32),
         )
+
+
+class LastingEngine(PatientEngine):
+    """One that also ends what it was asked for earlier, with the weights with which that is due, unless it is lost."""
+
+    def __init__(self, model_path, arguments):
+        super().__init__(model_path, arguments)
+        self._left = {}
+
+    def submit(self, requests):
+        self._left |= {number: each for number, each in requests.items() if not is_due(each, self._version)}
+        super().submit(requests)
+
+    def abort(self, numbers):
+        for number in numbers:
+            self._left.pop(number, None)
+
+    def reset_prefix_cache(self):
+        pass
+
+    def commit_update(self, version, kv):
+        super().commit_update(version, kv)
+        due = [number for number, each in self._left.items() if is_due(each, version)]
+        super().submit({number: self._left.pop(number) for number in due})
+        return 0

@@ -108,6 +108,14 @@ def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time(run)
     assert not {each.seed for each in sampling} & {each.seed for each in run(*answers, samples=2, seed=4)[1]}
 
 
+def test_no_prompt_is_a_conversation_of_training_or_waits_behind_any(scorer):
+    engines = Engines(("1", "2", "3"))
+    evaluate(engines, PROMPTS, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[7])
+    assert [each.conversation for each in engines.requests] == [each.priority for each in engines.requests]
+    # Draws begin with 0.
+    assert [each.priority for each in engines.requests] == [-3, -2, -1]
+
+
 def waiting(seconds):
     """Events that show when scoring by `notes_and_waits` begins and ends, and two prompts with them."""
     events = {"begun": threading.Event(), "ended": threading.Event()}
