@@ -15,6 +15,13 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
     )
 
 
+def needs_capability(major: int, minor: int) -> pytest.MarkDecorator:
+    """Skips a test on a GPU that is older."""
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (major, minor)
+    wanted = f"needs a GPU of compute capability {major}.{minor}"
+    return pytest.mark.skipif(found < (major, minor), reason=f"{wanted}, and this one has {found[0]}.{found[1]}")
+
+
 def needs_package(name: str) -> pytest.MarkDecorator:
     """Skips a test where a package is not installed."""
     missing = importlib.util.find_spec(name) is None
