@@ -24,6 +24,10 @@ _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
+_NEVER_RUN = (
+    "keys and values in FP8 were never run with SGLang here: nobody knows how far its log-probs would be from the"
+    " trainer's, as is known of vLLM's"
+)
 _TOKENS = "requests are token ids, which have no text"
 
 _REFUSED: Mapping[str, Refusal] = {
@@ -42,7 +46,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "dist_init_addr": Refusal(_WHOLE),
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
     "enable_eplb": Refusal(_MOVED),
-    "kv_cache_dtype": Refusal(_OTHER_MODEL, (None, "auto", "bfloat16", "bf16")),
+    "kv_cache_dtype": Refusal(_NEVER_RUN, (None, "auto", "bfloat16", "bf16")),
     "quantization": Refusal(_OTHER_MODEL, (None,)),
     OVERRIDES: Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json"
