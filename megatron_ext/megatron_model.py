@@ -252,7 +252,8 @@ class MegatronModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         packed = self.micro_batches_of(batch, micro_batches)
-        with self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing)):
+        counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
+        with counting, self._expert_load.step():
             if self.predicting:
                 metrics, ahead = forward_backward_ahead(
                     self.chunks, packed, batch, objective, layers=self.predicting, temperature=temperature

@@ -40,10 +40,28 @@ class RouterObserver(Protocol):
         ...
 
 
+class RouterLoad(Protocol):
+    """Counts which experts the tokens of a router choose in passes with a gradient."""
+
+    @property
+    def expected(self) -> Sized:
+        """The micro-batches that it expects and has not met."""
+        ...
+
+    def expect(self, tokens: Any) -> None:
+        """Prepare for the micro-batch of the router's next forward pass."""
+        ...
+
+    def __call__(self, chosen: Tensor) -> Tensor:
+        """int64[experts]: how often the tokens of the next micro-batch choose each, by bool[rows, experts]."""
+        ...
+
+
 class ObservedRouter(TopKRouter):
-    """megatron-core's router, with an observer where somebody has set one."""
+    """megatron-core's router, with an observer and a count of its load where somebody has set them."""
 
     observer: RouterObserver | None = None
+    load: RouterLoad | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and choice, both [tokens, experts], of the `logits` [tokens, batch, experts]."""
@@ -52,6 +70,15 @@ class ObservedRouter(TopKRouter):
             probabilities = self.observer(self, logits.flatten(0, 1), probabilities)
         return probabilities, chosen
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Megatron-core would let the biases follow rows that fill up a micro-batch, too: how many depends on the cut.
+        if self.load is None:
+            super()._apply_expert_bias(routing_map, padding_mask)
+        elif torch.is_grad_enabled():
+            count = self.load(routing_map)
+            if self.enable_expert_bias:
+                self.local_tokens_per_expert += count
+
 
 def routers(chunk: torch.nn.Module) -> Iterator[ObservedRouter]:
     """The routers of the model's layers in a chunk, in their order; those of prediction layers are none of them."""
@@ -59,6 +86,12 @@ def routers(chunk: torch.nn.Module) -> Iterator[ObservedRouter]:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
             yield router
+
+
+def prediction_routers(chunk: torch.nn.Module) -> list[ObservedRouter]:
+    """The routers of the prediction layers in a chunk."""
+    layers = getattr(unwrap_model(chunk), "mtp", None)
+    return [] if layers is None else [each for each in layers.modules() if isinstance(each, ObservedRouter)]
 
 
 def freeze_routers(chunks: Sequence[torch.nn.Module]) -> None:

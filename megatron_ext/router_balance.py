@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext import device
 from megatron_ext.packing import MicroBatch
-from megatron_ext.router import ObservedRouter, RouterObserver, routers
+from megatron_ext.router import ObservedRouter, RouterObserver, prediction_routers, routers
 from megatron_ext.router_loss_options import RouterLosses
 from megatron_ext.router_losses import ROUTER_LOSSES, BatchTotals, Routed, RoutedTokens
 
@@ -80,12 +80,14 @@ class RouterBalance:
 
 
 def watch(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
-    """Tell the chunk's observed routers which tokens its next forward pass brings them."""
-    observers = [router.observer for router in routers(chunk) if router.observer is not None]
-    if observers:
+    """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
+    ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
+    watching = [each for router in (*routers(chunk), *ahead) for each in (router.observer, router.load)]
+    if any(each is not None for each in watching):
         tokens = _routed_tokens(micro_batch, sequence_parallel=unwrap_model(chunk).config.sequence_parallel)
-        for observer in observers:
-            observer.expect(tokens)
+        for each in watching:
+            if each is not None:
+                each.expect(tokens)
 
 
 class _AddedLosses:

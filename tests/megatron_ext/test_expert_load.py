@@ -20,7 +20,10 @@ from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 
-LENGTHS = (8, 4, 12, 6)
+LENGTHS = (23, 20, 11, 5)
+"""Odd, so that tensor and context parallelism fill up micro-batches."""
+PREFIX = 17
+"""The first two sequences begin with as many tokens in common."""
 TOPK = 2
 RATE = 0.05
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -28,26 +31,41 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model("deepseek_v3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
+    return write_tiny_model(
+        "deepseek_v3", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    )
 
 
 def loads(
-    rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any]
-) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
-    """Load of a step, the biases of this rank's layers after it, and load of another step, with predictions before."""
+    rank: int, sizes: ParallelSizes, folder: Path, transformer: dict[str, Any], shared_prefixes: bool
+) -> tuple[Tensor | None, dict[tuple[bool, int], Tensor], Tensor | None]:
+    """Load of a step, the biases of this rank's layers after it, and load of another step, with predictions before.
+
+    Biases are found by whether their layer is for prediction, and by its number.
+    """
     chosen = {"moe_router_bias_update_rate": RATE, **transformer}
-    options = MegatronOptions(sizes, torch.float32, transformer=chosen, optimizer={"lr": 0.0})
+    options = MegatronOptions(
+        sizes,
+        torch.float32,
+        transformer=chosen,
+        optimizer={"lr": 0.0},
+        shared_prefixes=shared_prefixes,
+        mtp_training="none" if shared_prefixes else "detached",
+    )
     model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     model.load_huggingface(HuggingFaceCheckpoint(folder))
     model.prepare_training(2)
     tokens = torch.arange(sum(LENGTHS)) % 40 + 4
+    tokens[LENGTHS[0] : LENGTHS[0] + PREFIX] = tokens[:PREFIX]
     whole = RaggedBatch(tokens, torch.tensor(LENGTHS), {"weights": torch.ones(len(tokens))})
     batch = whole.select(range(parallel_rank().data, len(LENGTHS), sizes.data_parallel_size))
-    micro_batches = [[index] for index in range(len(batch))]
+    of_tokens = [[0, 1], [2, 3]] if shared_prefixes else [[index] for index in range(len(batch))]
+    # Some are empty, as where other ranks have more: enough to turn biases round if what fills them counted.
+    micro_batches: list[list[int]] = [*of_tokens, *([] for _ in range(6))]
     first = model.train_step(batch, micro_batches, SftObjective())
     biases = {
-        module.layer_number - 1: module.expert_bias.clone()
-        for module in model.chunks[0].modules()
+        (name.startswith("module.mtp"), module.layer_number - 1): module.expert_bias.clone()
+        for name, module in model.chunks[0].named_modules()
         if isinstance(module, TopKRouter)
     }
     model.log_probs(batch, micro_batches, temperature=1.0)
@@ -56,25 +74,36 @@ def loads(
 
 def test_every_token_is_counted_once_and_the_bias_follows_the_load_of_all_ranks(folder: Path) -> None:
     """An expert with less than the mean is favoured from then on, one with more is not (arXiv 2408.15664)."""
-    ((one, biases, then),) = run_ranks(loads, ParallelSizes(), folder, {})
+    ((one, biases, then),) = run_ranks(loads, ParallelSizes(), folder, {}, False)
     # The first layer is dense.
     assert one.sum(1).tolist() == [0, *[TOPK * sum(LENGTHS)] * 3]
+    assert [layer for is_ahead, layer in biases if not is_ahead] == [1, 2, 3]
+    assert any(is_ahead for is_ahead, _ in biases)
     before = HuggingFaceCheckpoint(folder)
-    for layer, bias in biases.items():
-        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        begun_with = before.read(name, Box.whole(before.shapes[name]))
-        change = RATE * torch.sign(one[layer].float().mean() - one[layer])
-        assert change.any()
-        torch.testing.assert_close(bias, begun_with + change)
+    for (is_ahead, layer), bias in biases.items():
+        if not is_ahead:
+            name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+            begun_with = before.read(name, Box.whole(before.shapes[name]))
+            change = RATE * torch.sign(one[layer].float().mean() - one[layer])
+            assert change.any()
+            torch.testing.assert_close(bias, begun_with + change)
     assert not torch.equal(then, one)
     tensor_and_expert = ParallelSizes(
         world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
     )
+    context = ParallelSizes(world_size=2, context_parallel_size=2, expert_model_parallel_size=2)
     pipeline = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
-    for sizes, transformer in ((ParallelSizes(), FULL), (tensor_and_expert, {}), (pipeline, {})):
-        for load, of_layers, then_load in run_ranks(loads, sizes, folder, transformer):
+    for sizes, transformer, shared_prefixes in (
+        (ParallelSizes(), FULL, False),
+        (ParallelSizes(), {}, True),
+        (tensor_and_expert, {}, False),
+        (context, FULL, False),
+        (pipeline, {}, False),
+    ):
+        for load, of_layers, then_load in run_ranks(loads, sizes, folder, transformer, shared_prefixes):
             assert torch.equal(load, one)
             assert torch.equal(then_load, then)
             assert of_layers
             for layer, bias in of_layers.items():
-                assert torch.equal(bias, biases[layer])
+                # The prediction layer does not run beside shared prefixes here.
+                assert torch.equal(bias, biases[layer]) != (shared_prefixes and layer[0])
