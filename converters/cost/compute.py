@@ -1,35 +1,75 @@
 """Cost of computing with a model: matrix products and attention."""
 
+from dataclasses import replace
 from math import inf, prod
 from typing import NamedTuple
 
-from converters.architectures import Architecture
+from converters.architectures import Architecture, Lora, adapter_architecture
 
 _EXPERTS = ".experts."
 
 
-class ForwardFlops(NamedTuple):
-    """Floating-point operations of a forward pass: a sequence of L tokens takes per_token L + per_square L^2.
+class PassFlops(NamedTuple):
+    """Floating-point operations of passes over tokens: a sequence of L tokens takes per_token L + per_square L^2.
 
-    Example: ForwardFlops(per_token=2.7e8, per_square=34_560), which is SmolLM2 135M
+    Example: PassFlops(per_token=2.7e8, per_square=34_560), a forward pass of SmolLM2 135M
     """
 
     per_token: float
-    """2 P for the P weights that a token meets."""
+    """2 P for the P weights that a token meets, for each pass."""
     per_square: float
-    """heads (d_qk + d_v) layers for causal attention, where half of the pairs are hidden."""
+    """heads (d_qk + d_v) layers for causal attention, where half of the pairs are hidden, for each pass."""
 
     @property
     def attention_length(self) -> float:
         """The length at which the attention of a sequence costs as much as its other matrix products."""
         return self.per_token / self.per_square if self.per_square else inf
 
+    def of(self, tokens: float, squares: float) -> float:
+        """Operations of sequences of so many tokens, whose squared lengths add up to `squares`."""
+        return self.per_token * tokens + self.per_square * squares
 
-def forward_flops(architecture: Architecture) -> ForwardFlops:
-    """Matrix products of a model's forward pass; of experts those that a token goes to, windows not considered."""
-    config = architecture.transformer_config
-    per_square = config["num_attention_heads"] * sum(head_widths(architecture)) * architecture.num_layers
-    return ForwardFlops(2 * _active_weights(architecture), per_square)
+
+def forward_flops(architecture: Architecture, adapter: Lora | None = None) -> PassFlops:
+    """Matrix products of a model's forward pass; of experts those that a token goes to, windows not considered.
+
+    Layers for multi-token prediction do not run there.
+    """
+    model = replace(architecture, mtp_layers=0)
+    adapters = _adapter_weights(architecture, adapter)
+    return PassFlops(2 * (_active_weights(model) + adapters), _attention(architecture, architecture.num_layers))
+
+
+def update_flops(
+    architecture: Architecture,
+    adapter: Lora | None = None,
+    *,
+    prediction_layers: bool = False,
+    detached: bool = False,
+) -> PassFlops:
+    """Matrix products of a forward and a backward pass.
+
+    Backward, two products take the place of each: the gradients of what goes into it and of its weights. A weight that
+    does not train has none: with an `adapter` the model's, and the output layer behind `prediction_layers`, which run
+    here alone, if these are `detached`.
+    """
+    model = _active_weights(replace(architecture, mtp_layers=0))
+    products = (2 if adapter else 3) * model + 3 * _adapter_weights(architecture, adapter)
+    layers = architecture.num_layers
+    if prediction_layers:
+        output = architecture.gpt_model["vocab_size"] * architecture.transformer_config["hidden_size"]
+        products += 3 * (_active_weights(architecture) - model)
+        products += (2 if detached else 3) * architecture.mtp_layers * output
+        layers += architecture.mtp_layers
+    return PassFlops(2 * products, 3 * _attention(architecture, layers))
+
+
+def _adapter_weights(architecture: Architecture, adapter: Lora | None) -> float:
+    return 0.0 if adapter is None else _active_weights(adapter_architecture(architecture, adapter))
+
+
+def _attention(architecture: Architecture, layers: int) -> float:
+    return architecture.transformer_config["num_attention_heads"] * sum(head_widths(architecture)) * layers
 
 
 def _active_weights(architecture: Architecture) -> float:

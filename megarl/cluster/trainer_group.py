@@ -13,12 +13,12 @@ import ray
 import torch
 from torch import Tensor
 
-from converters.architectures import Head, Lora, read_architecture
-from converters.cost.compute import ForwardFlops, forward_flops
-from converters.formats.safetensors import CONFIG, read_json
+from converters.architectures import Head, Lora
+from converters.cost.compute import PassFlops
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.cluster.batch import REFERENCE, ROUTED_EXPERTS, Batch
+from megarl.cluster.model_work import ModelWork
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
@@ -52,7 +52,7 @@ class TrainerGroup(WorkerGroup):
         self._options = options
         self._cluster = cluster
         self._max_tokens = max_tokens
-        self._forward_flops = ForwardFlops(per_token=0.0, per_square=0.0)
+        self._work = ModelWork()
         self._flops = 0.0
 
     def start(self) -> None:
@@ -78,12 +78,12 @@ class TrainerGroup(WorkerGroup):
         value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
         as those of the reference model, too.
         """
-        self._forward_flops = _forward_flops(model_path)
+        self._work = ModelWork.of(model_path, head, self._options)
         self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
 
     def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
-        self._forward_flops = _forward_flops(model_path)
+        self._work = ModelWork.of(model_path, head, self._options)
         self.call("build_frozen", model_path, self._options, head)
 
     def place(self, batch: Batch) -> Batch:
@@ -111,8 +111,9 @@ class TrainerGroup(WorkerGroup):
         """
         cut = self._cut(batch)
         read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
-        passes = len({name.startswith(REFERENCE) for name in names})
-        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, passes=passes)
+        of_models = {name.startswith(REFERENCE) for name in names}
+        work = [self._work.reference if is_reference else self._work.forward for is_reference in of_models]
+        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, work=work)
         return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
     def log_probs(
@@ -125,12 +126,12 @@ class TrainerGroup(WorkerGroup):
     def values(self, batch: Batch) -> list[Values]:
         """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
         cut = self._cut(batch)
-        return in_order(cut, self._call_shares("values", batch.only(()), cut))
+        return in_order(cut, self._call_shares("values", batch.only(()), cut, work=[self._work.forward]))
 
     def scores(self, batch: Batch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
         cut = self._cut(batch)
-        scores = np.concatenate(self._call_shares("scores", batch.only(()), cut))
+        scores = np.concatenate(self._call_shares("scores", batch.only(()), cut, work=[self._work.forward]))
         return torch.from_numpy(scores)[torch.tensor(_sequences(cut), dtype=torch.long).argsort()]
 
     def refresh_reference(self) -> None:
@@ -142,9 +143,8 @@ class TrainerGroup(WorkerGroup):
 
         The fields of the batch are those that the objective reads.
         """
-        # Backward, two products take the place of each.
         results: list[StepResult] = self._call_shares(
-            "train_step", batch, self._cut(batch), objective, temperature, passes=3
+            "train_step", batch, self._cut(batch), objective, temperature, work=[self._work.update]
         )
         ahead = [result.ahead for result in results if result.ahead is not None]
         return replace(
@@ -270,17 +270,19 @@ class TrainerGroup(WorkerGroup):
         return self.call("peak_memory_bytes")
 
     def _cut(self, batch: Batch) -> Cut:
-        return cut_batch(batch, self._options, self._max_tokens, self._forward_flops.attention_length)
+        return cut_batch(batch, self._options, self._max_tokens, self._work.forward.attention_length)
 
-    def _call_shares(self, method: str, batch: Batch, cut: Cut, *arguments: Any, passes: int = 1) -> list[Any]:
+    def _call_shares(
+        self, method: str, batch: Batch, cut: Cut, *arguments: Any, work: Sequence[PassFlops]
+    ) -> list[Any]:
         """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
 
-        The batch has the fields that the call reads, and no others: they go to every rank. The call is as much work as
-        `passes` forward passes.
+        The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
+        `work`.
         """
         prefixes = batch.prefixes if self._options.shared_prefixes else None
         tokens, squares = computed(cut, batch.lengths.tolist(), prefixes)
-        self._flops += passes * (self._forward_flops.per_token * tokens + self._forward_flops.per_square * squares)
+        self._flops += sum(each.of(tokens, squares) for each in work)
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [
@@ -305,10 +307,6 @@ def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention
         for share, micro_batches in zip(cut, of_ranks, strict=True):
             share.extend(sequences[each].tolist() for each in micro_batches)
     return cut
-
-
-def _forward_flops(model_path: Path) -> ForwardFlops:
-    return forward_flops(read_architecture(read_json(model_path / CONFIG)))
 
 
 def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:

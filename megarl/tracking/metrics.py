@@ -140,8 +140,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "throughput/trainer_tflops",
         "TFLOP/s",
-        "matrix products of the policy's passes, shared prefixes once and recomputation not counted, by the wall time "
-        "of the stages in which its ranks compute, for one rank",
+        "matrix products of the policy's passes, shared prefixes once, gradients of frozen weights and recomputation "
+        "not counted, by the wall time of the stages in which its ranks compute, for one rank",
     ),
     Metric("throughput/mfu", "", "the same as a share of a GPU's peak in bfloat16 (`tracking.peak_tflops`)"),
     Metric("seconds/step", "s", "wall time of the step"),
