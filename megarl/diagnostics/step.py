@@ -143,22 +143,24 @@ def advantage_metrics(advantages: ArrayLike, tokens: ArrayLike, responses: Array
     }
 
 
-def expert_metrics(load: Tensor) -> dict[str, float]:
+def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
     """Metrics of `load` int64[layers, experts], the tokens of each expert; layers without any token have no experts.
 
     The imbalance of a layer is the load of its busiest expert over the mean: 1 is even, and with experts over ranks the
-    others wait that much longer.
+    others wait that much longer. In the histogram of a layer each expert is a bin.
     """
     layers = load.sum(1).nonzero().flatten()
     if not len(layers):
         return {}
     loads = load[layers].double()
     imbalance = loads.amax(1) / loads.mean(1)
+    edges = tuple(expert - 0.5 for expert in range(load.shape[1] + 1))
     return {
         "experts/imbalance_mean": float(imbalance.mean()),
         "experts/imbalance_max": float(imbalance.max()),
         "experts/idle_fraction": float((loads == 0).double().mean()),
         **{f"experts/imbalance/layer_{layer}": float(imbalance[i]) for i, layer in enumerate(layers.tolist())},
+        **{f"experts/load/layer_{layer}": Histogram(edges, tuple(load[layer].tolist())) for layer in layers.tolist()},
     }
 
 

@@ -84,6 +84,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("experts/imbalance_max", "", "the same of the layer in which it is largest"),
     Metric("experts/imbalance/<layer>", "", "the same of each layer that has experts: layer_0 is the model's first"),
     Metric(
+        "experts/load/<layer>",
+        "tokens",
+        "a histogram of the experts of each such layer: bin i has the tokens that expert i got, prompts included and "
+        "padding not",
+    ),
+    Metric(
         "experts/<loss>",
         "",
         "value of each loss of the routers (z_loss, seq_aux_loss, global_aux_loss), without its coefficient, mean over"

@@ -4,9 +4,10 @@ import torch
 from known_metrics import is_known
 
 from megarl.diagnostics import expert_metrics
+from megarl.tracking import Histogram
 
 
-def test_imbalance_by_hand() -> None:
+def test_load_and_imbalance_by_hand() -> None:
     metrics = expert_metrics(torch.tensor([[0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 2, 2]]))
     assert metrics == {
         "experts/imbalance_mean": 2.0,
@@ -14,6 +15,8 @@ def test_imbalance_by_hand() -> None:
         "experts/idle_fraction": 0.25,
         "experts/imbalance/layer_1": 3.0,
         "experts/imbalance/layer_2": 1.0,
+        "experts/load/layer_1": Histogram((-0.5, 0.5, 1.5, 2.5, 3.5), (6, 2, 0, 0)),
+        "experts/load/layer_2": Histogram((-0.5, 0.5, 1.5, 2.5, 3.5), (2, 2, 2, 2)),
     }
     assert all(map(is_known, metrics))
 
