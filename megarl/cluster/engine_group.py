@@ -347,7 +347,7 @@ class EngineGroup(Engines):
         self._restarts.give_weights = give_weights
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of the engines: their restarts."""
+        """The state of the engines in a checkpoint: their restarts."""
         return self._restarts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ def quantisation(number_format: "NumberFormat", architecture: "Architecture") ->
 
 
 class Ability(Enum):
-    """What a schedule or an algorithm may ask of an engine, beyond tokens; the value says what it does."""
+    """Something that a schedule or an algorithm may ask of an engine, beyond tokens; the value says what it does."""
 
     LOG_PROBS = "say with which log-prob it drew each token"
     PRIORITIES = "serve requests in the order of their priorities"
@@ -85,7 +85,7 @@ class EngineKind:
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
     offers: Collection[Ability]
-    """What of all that may be asked of an engine this kind does; it lacks the rest."""
+    """All that may be asked of this kind; it lacks the rest."""
     sizes: Callable[[Arguments], EngineSizes]
     """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None

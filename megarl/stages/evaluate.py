@@ -34,8 +34,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Accuracy, which is the mean reward, and what several responses to a prompt give; see `evaluation_metrics`.
 
-    No weights come meanwhile, so that all responses are of one version. Those of training that are in flight go on
-    behind these.
+    No weights come meanwhile, so that all responses are of one version. Responses of training that are in
+    flight go on behind these.
 
     One of the `samples` is greedy, more are sampled from the whole distribution at `temperature`. Every evaluation with
     the same `seed` samples with the same random streams.

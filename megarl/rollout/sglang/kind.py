@@ -26,7 +26,7 @@ _MOVED = "experts would move to other workers, and refits write to where they la
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
 _NEVER_RUN = (
     "keys and values in FP8 were never run with SGLang here: nobody knows how far its log-probs would be from the"
-    " trainer's, as is known of vLLM's"
+    " trainer's"
 )
 _TOKENS = "requests are token ids, which have no text"
 

@@ -76,5 +76,5 @@ def note_answers(engines, monkeypatch):
 
 
 def those_of(draws):
-    """What there is of draws that are not due: some tokens of each sample."""
+    """The parts of draws that are not due: some tokens of each sample."""
     return {draw: [dict.fromkeys(range(SAMPLES), TOLD)] for draw in draws}

@@ -1,4 +1,4 @@
-"""What passes over a model cost, by how it is trained."""
+"""Operations of passes over a model, by how it is trained."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ GIVEN = {
     "distillation": ["+teachers={sums: {path: teacher}}"],
     "quickstart_distillation": ["teachers.sums.path=teacher"],
 }
-"""What an algorithm or a recipe leaves open."""
+"""Values that an algorithm or a recipe leaves open."""
 NO_ROLLOUTS = ("chat", "eval", "quickstart_dpo", "quickstart_reward_model", "quickstart_sft", "quickstart_spin")
 ALGORITHMS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
 RECIPES = sorted({file.stem for file in recipes_folder().glob("*.yaml")} - {*NO_ROLLOUTS})
