@@ -146,6 +146,15 @@ class Engines:
         """
         return self._router.begin(requests, self.handles, so_far)
 
+    def generate_in_each(self, requests: Sequence[Request]) -> list[list[list[Turn]]]:
+        """Samples of all requests from every engine that serves, however much else it is asked for.
+
+        One that dies meanwhile is left out and started anew.
+        """
+        return self._answers(
+            [handle for handle in self.handles if handle.state == "serving"], Engine.generate, requests
+        )
+
     def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
         """The turns that there are of each of these requests, also if it is answered."""
         return self._router.so_far(asked)
@@ -254,14 +263,19 @@ class Engines:
 
     def _tell(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
         """Call a method of the engines that are up."""
-        telling = [(handle, handle.begin(method, *arguments)) for handle in self.handles if handle.is_up]
-        for handle, call in telling:
+        self._answers([handle for handle in self.handles if handle.is_up], method, *arguments)
+
+    def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
+        """Call a method of these; the results of those that do not die."""
+        calls, results = [(handle, handle.begin(method, *arguments)) for handle in handles], list[R]()
+        for handle, call in calls:
             try:
-                wait([call])
+                results += wait([call])
             except WorkerFailed:
                 if handle.is_up:
                     raise
                 self._restarts.begin(handle)
+        return results
 
 
 class EngineGroup(Engines):

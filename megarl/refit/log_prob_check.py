@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
+from math import ceil
 
 import torch
 
@@ -15,6 +16,8 @@ from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing import RaggedBatch
 
 _PROMPTS_PER_ENGINE = 2
+_BEFORE_ALL = -1
+"""The priority of requests on which a refit waits: those of a rollout count from 0."""
 
 
 class LogProbMismatchError(RuntimeError):
@@ -33,19 +36,24 @@ class LogProbCheck:
         """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """
-        count = max(_PROMPTS_PER_ENGINE * len(engines), trainer.parallel.data_parallel_size)
-        prompts = list(islice(cycle(self.prompts), count))
+        ranks = trainer.parallel.data_parallel_size
+        prompts = list(islice(cycle(self.prompts), max(_PROMPTS_PER_ENGINE, ceil(ranks / len(engines)))))
         sampling = SamplingParameters(temperature=0.0, max_tokens=self.max_tokens)
         turns.give_to(engines)
-        sampled = [given[0] for given in engines.generate([Request(prompt, sampling) for prompt in prompts])]
+        answered = engines.generate_in_each([Request(prompt, sampling, _BEFORE_ALL) for prompt in prompts])
         turns.give_to(trainer)
-        answers = [prompt + here(turn.token_ids).tolist() for prompt, turn in zip(prompts, sampled, strict=True)]
+        if not answered:  # who comes in the place of one that died gets its weights first
+            return {}
+        asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]
+        # Each rank has some of them, also where an engine has died.
+        asked = list(islice(cycle(asked), max(len(asked), ranks)))
+        answers = [prompt + here(turn.token_ids).tolist() for prompt, turn in asked]
         lengths = [len(answer) for answer in answers]
         batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
         scored = opened_values(trainer.log_probs(batch, temperature=1.0)).split(lengths)
         difference = max(
             (own[len(prompt) :] - torch.tensor(here(turn.log_probs))).abs().mean().item()
-            for prompt, own, turn in zip(prompts, scored, sampled, strict=True)
+            for (prompt, turn), own in zip(asked, scored, strict=True)
         )
         if not difference <= self.tolerance:
             raise LogProbMismatchError(
