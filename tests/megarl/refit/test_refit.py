@@ -1,8 +1,10 @@
 """Refits of a whole job: which path they take, and what becomes of the run when something fails in the middle."""
 
 import os
+import re
 import signal
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from converters.cost import formats, traffic
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import FP8_BLOCK
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker_group import WorkerFailed, wait
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
@@ -28,7 +30,7 @@ from megarl.refit.log_prob_check import LogProbMismatchError
 from megarl.refit.refit import Refit
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transfer_spec import check_traces
-from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.protocol import Engine, Request, SamplingParameters
 from megarl.rollout.schedule import Schedule
 from megarl.run.job import open_job
 from megarl.run.opening import Start
@@ -104,12 +106,12 @@ def run_in(group, worker, function, *arguments):
     ray.get(group.workers[worker].actor.__ray_call__.remote(lambda _: function(*arguments)))
 
 
-def test_a_failed_transfer_is_repeated_an_engine_that_dies_comes_back_and_a_dead_rank_ends_the_run(open_run):
+def test_a_failed_transfer_is_repeated_an_engine_that_dies_comes_back_and_a_dead_rank_ends_the_run(open_run, capsys):
     with pytest.raises(WorkerFailed, match=r"^the process of trainer_1 died: .*\n.*trainer_1\.log"):
-        repeat_and_lose_a_rank(open_run)
+        repeat_and_lose_a_rank(open_run, capsys)
 
 
-def repeat_and_lose_a_rank(open_run):
+def repeat_and_lose_a_rank(open_run, capsys):
     with open_run("rollout.engine=transformers", "megatron.context_parallel_size=2", "refit.delta=true") as job:
         job.refit(0)
         assert job.refit.description == "direct, through shared_memory"
@@ -123,13 +125,13 @@ def repeat_and_lose_a_rank(open_run):
         assert 0 < metrics["refit/changed"] <= 1
         assert metrics["log_prob_difference/max"] < 1e-4
         check_the_route(job)
-        check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job)
+        check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job, capsys)
         run_in(job.trainer, 1, break_at, "packed", 1, "kill")
         # Heard of, and not given up: refit.timeout_s is longer than a test may take.
         job.refit(job.state.step + 1)
 
 
-def check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job):
+def check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job, capsys):
     position = job.state.sampler.state_dict()
     undisturbed = sampled_numbers(job)
     job.state.sampler.load_state_dict(position)
@@ -143,6 +145,11 @@ def check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job):
     metrics = train_step(job, Clock())
     assert (metrics["refit/direct"], metrics["refit/repeated"], metrics["engines/restarts"]) == (1, 0, 1)
     assert metrics["engines/seconds_down"] > 0
+    # All prompts have eight tokens, and what was sampled behind them was told of in time.
+    found = re.search(r"had not answered (\d) requests: they go on behind the (\d+) tokens", capsys.readouterr().err)
+    requests, tokens = map(int, found.groups())
+    assert tokens > 0
+    assert metrics["engines/tokens_moved"] == 8 * requests + tokens
     # With the weights of the ranks, sent to it alone before and now with those of the next step.
     assert metrics["log_prob_difference/max"] < 1e-4
     assert train_step(job, Clock())["log_prob_difference/max"] < 1e-4
@@ -175,15 +182,17 @@ def sampled_numbers(job) -> list[Sampled]:
 
 
 def die_after_steps(count):
-    """In this process: after so many tokens, in the midst of a rollout; the controller knows all but the last."""
+    """In this process: after so many tokens, in the midst of a rollout; the controller knows all of them."""
     from megarl.rollout import telling
     from megarl.rollout.owned_engine import OwnedEngine
 
-    telling._SECONDS = 0
+    telling.SECONDS = 0
     step, left = OwnedEngine._step, iter(range(count))
 
     def step_or_die(self):
         if next(left, None) is None:
+            # Time for the news to be heard.
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         step(self)
 
@@ -225,6 +234,7 @@ def probe_and_lose_the_engines(open_run):
         assert job.refit(0)["refit/log_prob_difference"] < 1e-4
         assert job.refit.description == "direct, through tcp"
         assert job.refit(1)["refit/log_prob_difference"] < 1e-4
+        check_that_each_engine_is_asked(job)
         check_that_one_engine_is_written_while_the_other_serves(job)
         run_in(job.trainer, 0, break_at, "packed", 1, "garble")
         with pytest.raises(LogProbMismatchError, match=r"differ by .* nats .* refit\.log_prob_tolerance is 0\.05"):
@@ -250,6 +260,27 @@ def refit_of(job, engines, path):
     config, architecture = replace(job.config.refit, path=path), job.model.architecture
     first = loader_path(job.trainer, engines, architecture, config)
     return Refit(job.trainer, engines, first, list(architecture.hf_shapes), timeout_s=config.timeout_s)
+
+
+def check_that_each_engine_is_asked(job):
+    """Also one that is full, to which no request would go."""
+    busy = job.engines.handles[1]
+    busy.load += 1000
+    assert busy.is_full
+    job.refit._check(job.trainer, job.engines, job.turns)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    wait([busy.begin(Engine.call_receivers, scale, 2.0)])
+    with pytest.raises(LogProbMismatchError):
+        job.refit._check(job.trainer, job.engines, job.turns)
+    wait([busy.begin(Engine.call_receivers, scale, 0.5)])
+    job.refit._check(job.trainer, job.engines, job.turns)
+    busy.load -= 1000
+
+
+def scale(receiver, factor):
+    """Multiply the weights that it receives, which a power of two can undo."""
+    for parameter in receiver._model.loaded_parameters().values():
+        parameter.data.mul_(factor)
 
 
 def check_that_one_engine_is_written_while_the_other_serves(job):
