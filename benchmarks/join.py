@@ -292,7 +292,7 @@ _NOTES = """\
   squares: within 9 % of each row), sockets are 5 + 2 for each destination at a source, 6 + 2 for each source at a
   destination, and memory grows by about 0.014 MB for each destination and 0.006 MB for each source. So of 256 sources
   and 128 destinations that all meet, each on a core of its own, a source would take 0.25 s, 261 sockets and 2.9 MB, a
-  destination 0.5 s, 518 sockets and 2.6 MB, and a worker that meets 500 sources 0.85 s. All are counted, not measured.
+  destination 0.5 s, 518 sockets and 2.6 MB, and a worker that meets 500 sources 0.85 s: counted, not measured.
 - Seconds of a refit are those of the second, of these small messages: what announcing and acknowledging them costs.
 - Sockets and memory (RssAnon) are what a process has more when it has met all others than before.
 """

@@ -128,13 +128,15 @@ class Worker:
     def open(self, transport: str, ucx_tls: str) -> None:
         """Meet by a transport, for `move` and `send_small`."""
         rendezvous = self._rendezvous(transport, None)
-        maker = TRANSPORTS[transport].send_endpoint if self._is_source else TRANSPORTS[transport].recv_endpoint
+        made, arguments = TRANSPORTS[transport], (rendezvous, self._pair, self._bucket_bytes)
+        endpoint: Any
         with ways(ucx_tls):
-            endpoint: Any = maker(rendezvous, self._pair, self._bucket_bytes)
             if self._is_source:
+                endpoint = made.send_endpoint(*arguments)
                 self._pipe.send(endpoint.offer())
                 hear(self._pipe)
             else:
+                endpoint = made.recv_endpoint(*arguments, lambda: None)
                 endpoint.connect(self._pair, self._pipe.recv())
                 endpoint.all_connected()
                 say(self._pipe)

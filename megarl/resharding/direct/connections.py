@@ -35,6 +35,13 @@ class Link:
         self.peer = peer
         self._connection = connection
         self._timeout_s = timeout_s
+        self._kept: list[Any] = []
+        """Messages that came while something else was waited for."""
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether there is a message that came before it was waited for."""
+        return bool(self._kept)
 
     def fileno(self) -> int:
         """For `multiprocessing.connection.wait`."""
@@ -52,6 +59,21 @@ class Link:
 
     def receive(self, kind: type[Kind]) -> Kind:
         """The next message, of this kind. Raises TransferError if none comes, with the peer's reason if it failed."""
+        message = self._kept.pop(0) if self._kept else self._next()
+        if not isinstance(message, kind):
+            raise TransferError(f"{self.peer} said {message} in the place of {kind.__name__}")
+        return message
+
+    def check(self) -> None:
+        """Raise TransferError if the peer is gone or has said that it failed; all else is kept for `receive`."""
+        try:
+            has_come = self._connection.poll()
+        except OSError as error:
+            raise TransferError(f"{self.peer} is gone") from error
+        if has_come:
+            self._kept.append(self._next())
+
+    def _next(self) -> Any:
         try:
             if not self._connection.poll(self._timeout_s):
                 raise TransferError(f"{self.peer} said nothing for {self._timeout_s:g} s (refit.timeout_s)")
@@ -60,8 +82,6 @@ class Link:
             raise TransferError(f"{self.peer} is gone") from error
         if isinstance(message, Failure):
             raise TransferError(f"{self.peer} failed: {message.reason}")
-        if not isinstance(message, kind):
-            raise TransferError(f"{self.peer} said {message} in the place of {kind.__name__}")
         return message
 
     def close(self) -> None:
@@ -96,6 +116,8 @@ def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) ->
 
 
 def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
+    if kept := [link for link in links if link.has_kept]:
+        return kept
     return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
 
 

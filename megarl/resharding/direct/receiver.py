@@ -80,7 +80,8 @@ class Receiver:
             if self._aborted:
                 raise TransferError(self._aborted)
             largest = largest_bytes(self._messages)
-            self._endpoint = TRANSPORTS[rendezvous.transport].recv_endpoint(rendezvous, self._rank, largest)
+            make = TRANSPORTS[rendezvous.transport].recv_endpoint
+            self._endpoint = make(rendezvous, self._rank, largest, self._check_on_all)
             source_of = {link: source for source, link in self._links.items()}
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
                 self._endpoint.connect(source_of[link], offer)
@@ -132,6 +133,13 @@ class Receiver:
         self._views, self._held, self._whole = {}, {}, None
         if self._endpoint is not None:
             self._endpoint.close()
+
+    def _check_on_all(self) -> None:
+        """Raise TransferError if what is done here is aborted, or if a source is gone or failed."""
+        if self._aborted:
+            raise TransferError(self._aborted)
+        for link in self._links.values():
+            link.check()
 
     def _connect(self) -> None:
         rendezvous, errors = self._rendezvous, []

@@ -19,7 +19,8 @@ SIZE = 1000
 @pytest.fixture
 def ends():
     """A source and a destination that has taken up its offer."""
-    source, destination = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE), RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE)
+    source = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE)
+    destination = RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE, lambda: None)
     destination.connect(3, source.offer())
     destination.all_connected()
     yield source, destination

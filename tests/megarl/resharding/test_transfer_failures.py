@@ -132,6 +132,25 @@ def test_a_source_that_stood_still_before_it_was_read_is_named(set_up):
     assert destination.close() == 0
 
 
+@pytest.mark.parametrize("told_by", ["another source", "its own process"])
+def test_a_worker_that_reads_from_a_rank_that_stands_still_hears_of_a_failure(set_up, told_by):
+    # So long that nobody is given up within the test.
+    stage = set_up(replace(WAYS["rdma by way of sockets"], workers=1, timeout_s=300.0))
+    stage.connect()
+    (still, other), (destination,) = stage.sources, stage.destinations
+    destination.read_when_still(still.pid())
+    still.break_at("announced", 1, "stop")
+    if told_by == "another source":
+        other.break_at("packed", 1, "fail late")
+    receiving = stage.begin_refit(1)[2:]
+    if told_by == "its own process":
+        assert failures(receiving, timeout_s=1.0) == [NO_END]
+        destination.abort("the engine ends")
+    said = {"another source": "trainer rank 1 failed: on purpose", "its own process": "the engine ends"}
+    assert failures(receiving, timeout_s=15) == [f"TransferError: {said[told_by]}"]
+    assert destination.close() == 0
+
+
 @pytest.mark.parametrize("side", ["sources", "destinations"])
 @pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
 def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):

@@ -201,6 +201,13 @@ class DestinationRank:
     def compare(self, version):
         return self._destination.compare(version)
 
+    def abort(self, reason):
+        self._destination._from_sources.abort(reason)
+
+    def straight_pieces(self):
+        """How many pieces skip the buckets."""
+        return sum(len(places) for of in self._destination._from_sources._straight.values() for places in of.values())
+
     def read_when_still(self, pid):
         """Let it read the first message when a process stands still."""
         ACTIONS["wait"] = functools.partial(_wait_until_still, pid)
@@ -252,6 +259,11 @@ def _fail(*_, **_options):
     raise RuntimeError("on purpose")
 
 
+def _fail_late(*_, **_options):
+    _linger()
+    _fail()
+
+
 def _corrupt(blocks, **_):
     blocks[-1].memory[-1] ^= 1
 
@@ -282,7 +294,15 @@ def _states(pid):
     return found
 
 
-ACTIONS = {"linger": _linger, "kill": _kill, "stop": _stop, "fail": _fail, "corrupt": _corrupt, "garble": _garble}
+ACTIONS = {
+    "linger": _linger,
+    "kill": _kill,
+    "stop": _stop,
+    "fail": _fail,
+    "fail late": _fail_late,
+    "corrupt": _corrupt,
+    "garble": _garble,
+}
 POINTS = {
     "accept": (sending.Listener, "accept", None),
     "packed": (sending, "pack", None),

@@ -133,10 +133,13 @@ class OnlyBuckets:
 
 @dataclass(frozen=True)
 class Transport:
-    """Makers of both ends: (rendezvous, rank, bytes of a bucket)."""
+    """Makers of both ends: (rendezvous, rank, bytes of a bucket).
+
+    The receiving end also gets what it calls now and then while it waits, which raises what is to end that.
+    """
 
     send_endpoint: Callable[[Rendezvous, int, int], SendEndpoint]
-    recv_endpoint: Callable[[Rendezvous, int, int], RecvEndpoint]
+    recv_endpoint: Callable[[Rendezvous, int, int, Callable[[], None]], RecvEndpoint]
     call_off: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
     """Lets ranks that meet by the transport itself, and not over links, give up for a reason."""
     needs_store: bool = False

@@ -118,7 +118,9 @@ def _mapped(create: Callable[[int], Segment | CudaSegment], map_memory: Callable
     def send_endpoint(_rendezvous: Rendezvous, _rank: int, bucket_bytes: int) -> MappedSendEndpoint:
         return MappedSendEndpoint([create(bucket_bytes) for _ in range(BUCKETS)])
 
-    def recv_endpoint(_rendezvous: Rendezvous, _rank: int, _bucket_bytes: int) -> MappedRecvEndpoint:
+    def recv_endpoint(
+        _rendezvous: Rendezvous, _rank: int, _bucket_bytes: int, _check: Callable[[], None]
+    ) -> MappedRecvEndpoint:
         return MappedRecvEndpoint(map_memory)
 
     return Transport(send_endpoint, recv_endpoint)

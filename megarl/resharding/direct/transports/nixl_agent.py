@@ -5,7 +5,7 @@ memory is a GPU's; memory of the host between processes of one; else TCP.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,7 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _UCX = {"engine_config": "TCP_TX_SEG_SIZE=512k,TCP_RX_SEG_SIZE=512k"}
 _PROGRESS_US = 10_000
 _POLL_S = 1e-4
+_CHECK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,20 @@ class NixlAgent:
         read.is_done = self._is_done(read, self._agent.postXferReq)
         return read
 
-    def finish(self, read: "Read", timeout_s: float) -> None:
-        """Wait for a read. Raises TransferError if it failed, or is not done within the time."""
-        deadline = time.monotonic() + timeout_s
+    def finish(self, read: "Read", timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait for a read. Raises TransferError if it failed, or is not done within the time, and what `check` raises.
+
+        It is called now and then, for news that make the wait vain.
+        """
+        now = time.monotonic()
+        deadline, next_check = now + timeout_s, now + _CHECK_S
         while not read.is_done:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TransferError(f"{read.peer} let nothing be read for {timeout_s:g} s (refit.timeout_s)")
+            if now > next_check:
+                check()
+                next_check = now + _CHECK_S
             time.sleep(_POLL_S)
             read.is_done = self._is_done(read, self._agent.getXferStatus)
         self._reads.remove(read)
@@ -169,9 +178,9 @@ class Read:
     peer: str
     is_done: bool = False
 
-    def finish(self, timeout_s: float) -> None:
+    def finish(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """See `NixlAgent.finish`."""
-        self.agent.finish(self, timeout_s)
+        self.agent.finish(self, timeout_s, check)
 
 
 def _create_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:

@@ -77,8 +77,8 @@ class RdmaRecvEndpoint:
 
     pulls_at_once = BUCKETS
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
-        self._senders, self._timeout_s = rendezvous.senders, rendezvous.timeout_s
+    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, check: Callable[[], None]) -> None:
+        self._senders, self._timeout_s, self._check = rendezvous.senders, rendezvous.timeout_s, check
         self._agent = NixlAgent(f"engine worker {rank}", is_read=False)
         self._buckets = new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._agent.register(self._buckets)
@@ -97,7 +97,7 @@ class RdmaRecvEndpoint:
     def all_connected(self) -> None:
         """Wait until something was read from each source: then there is a way to all of them."""
         for read in self._first_reads:
-            read.finish(self._timeout_s)
+            read.finish(self._timeout_s, self._check)
         self._first_reads = []
 
     def readable(self, source: int) -> Mapping[str, Readable]:
@@ -126,7 +126,7 @@ class RdmaRecvEndpoint:
         return self._agent.begin_reads(reads, self._offers[source].memory, self._names[source], self._peer(source))
 
     def _finish(self, read: Read, bucket: Tensor) -> Tensor:
-        read.finish(self._timeout_s)
+        read.finish(self._timeout_s, self._check)
         return bucket
 
     def _peer(self, source: int) -> str:

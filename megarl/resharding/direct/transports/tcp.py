@@ -67,7 +67,13 @@ class TcpRecvEndpoint(OnlyBuckets):
 
     pulls_at_once = BUCKETS
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        bucket_bytes: int,
+        check: Callable[[], None],  # noqa: ARG002 - gloo waits without a pause, and ends when it is over
+    ) -> None:
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._group = _join(rendezvous, len(rendezvous.listeners) + rank)
         self._wires = [Wire.of(bucket) for bucket in new_buckets(bucket_bytes)]
