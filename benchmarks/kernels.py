@@ -8,14 +8,14 @@ others on the machine change less than those of the clock.
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,18 +28,14 @@ sys.path.insert(0, str(ROOT))
 
 from converters.fp8 import BLOCK, scales_shape  # noqa: E402 (found by the line above)
 from megarl.resharding.kernels import Block, Quantised, gather, scatter  # noqa: E402
+from megarl.rollout.sglang.installation import PACKAGES  # noqa: E402
 from megatron_ext import device  # noqa: E402
 
 SHAPES = {"gate and up": (4096, 7168), "down": (7168, 2048)}
 """Weights of an expert of DeepSeek-V3."""
 HOST_BLOCK_BYTES = 2**20
-QUANTISERS = {
-    "vLLM": ("vllm.utils.deep_gemm", "per_block_cast_to_fp8"),
-    "SGLang": ("sglang.srt.layers.quantization.fp8_utils", "per_block_cast_to_fp8"),
-}
-"""Functions of others that quantise a matrix by blocks, where they are installed."""
-
 Work = Callable[[], object]
+Quantise = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -137,14 +133,43 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
         "dequantise, with checksum": lambda: [scatter(block, 0) for block in found.quantised],
         "dequantise in plain torch": lambda: [dequantise_by_hand(each.codes, each.scales) for each in every],
     }
-    for name, (module, function) in QUANTISERS.items():
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            quantise = getattr(importlib.import_module(module), function)
-            works[f"quantise by {name}"] = partial(quantise_all, quantise, found.weights)
+    for name, quantise in quantisers():
+        works[f"quantise by {name}"] = partial(quantise_all, quantise, found.weights)
     return works
 
 
-def quantise_all(quantise: Callable[[Tensor], object], weights: list[Tensor]) -> None:
+def quantisers() -> Iterator[tuple[str, Quantise]]:
+    """Functions of others that quantise a matrix by blocks, where they are installed."""
+    if find_spec("vllm") is not None:
+        yield "vLLM", importlib.import_module("vllm.utils.deep_gemm").per_block_cast_to_fp8
+    if device.has_transformer_engine():
+        yield "Transformer Engine", transformer_engine()
+    # After the others: it brings other versions of some packages.
+    add_sglang()
+    if find_spec("sglang") is not None:
+        functions = importlib.import_module("sglang.srt.layers.quantization.fp8_utils")
+        yield "SGLang, to powers of two", functions.per_block_cast_to_fp8
+
+
+def transformer_engine() -> Quantise:
+    """Codes and scales of the rows alone, as an engine holds them."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
+    codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+    return module.Float8BlockQuantizer(codes, rowwise=True, columnwise=False, force_pow_2_scales=False)
+
+
+def add_sglang() -> None:
+    """Let SGLang be found where `make setup SGLANG=1` puts it, beside megarl's environment."""
+    packages = Path(sys.prefix).parent / PACKAGES
+    if (packages / "sglang").is_dir():
+        sys.path.insert(0, str(packages))
+        if device.device().type == "cpu":
+            from megarl.rollout.sglang import cpu
+
+            cpu.install()
+
+
+def quantise_all(quantise: Quantise, weights: list[Tensor]) -> None:
     for weight in weights:
         quantise(weight)
 
