@@ -118,6 +118,10 @@ class Engines:
         """The machine of every worker of every engine, in the order of their ranks in a transfer."""
         return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
 
+    def rdma_ports(self) -> list[bool]:
+        """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA."""
+        return list(chain.from_iterable(wait(self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port))))
+
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """Samples of every request, in order."""
         answers = dict(self.generate_each(requests))

@@ -190,10 +190,9 @@ class TrainerGroup(WorkerGroup):
         """The collective backend of the device that the model is on."""
         return wait([self.workers[0].begin("backend")])[0]
 
-    @property
-    def has_rdma_ports(self) -> bool:
-        """Whether the machine of every rank has a port of InfiniBand, RoCE or EFA."""
-        return all(self.call("has_rdma_port"))
+    def rdma_ports(self) -> list[bool]:
+        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
+        return self.call("has_rdma_port")
 
     def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
         """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""

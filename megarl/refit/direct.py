@@ -26,6 +26,8 @@ from megarl.resharding.moved import Moved
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
+_NAMED = 4
+
 
 class NoDirectPathError(Exception):
     """The engines can take weights through their own loader only; the message says why."""
@@ -53,10 +55,12 @@ class DirectPath:
         self._workers = engines.workers()
         self._trainer_nodes = trainer_nodes = trainer.nodes()
         worker_nodes = engines.worker_nodes()
-        usual = MAPPED[trainer.backend] if len({*trainer_nodes, *worker_nodes}) == 1 else between_machines()
+        are_apart = len({*trainer_nodes, *worker_nodes}) > 1
+        usual = between_machines() if are_apart else MAPPED[trainer.backend]
         self._transport = usual if config.transport == "auto" else config.transport
-        bare = self._transport == "rdma" and not trainer.has_rdma_ports
-        self._restriction = ", which not all machines have ports for" if bare else ""
+        self._restriction = ""
+        if are_apart and self._transport == "rdma":
+            self._restriction = restriction(trainer.rdma_ports(), engines.rdma_ports())
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -148,6 +152,22 @@ class DirectPath:
 
 def _news(failure: Exception) -> str:
     return failure.happened if isinstance(failure, WorkerFailed) else str(failure)
+
+
+def restriction(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
+    """The end of a sentence that says which processes have no port for RDMA, and what to do; empty if all have."""
+    all_of_them = {
+        **{f"trainer rank {rank}": has_port for rank, has_port in enumerate(of_ranks)},
+        **{f"engine worker {worker}": has_port for worker, has_port in enumerate(of_workers)},
+    }
+    without = [name for name, has_port in all_of_them.items() if not has_port]
+    if not without:
+        return ""
+    named = ", ".join(without[:_NAMED]) + (f" and {len(without) - _NAMED} others" if len(without) > _NAMED else "")
+    return (
+        f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/sys/class/infiniband). If"
+        " the machines have ports, show them to the containers; else refit.delta=true lets changes alone travel"
+    )
 
 
 def _quantisation(

@@ -11,6 +11,7 @@ from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.transports.nixl_agent import has_port
 from megarl.resharding.direct.wire import Failure
 
 R = TypeVar("R")
@@ -63,6 +64,10 @@ class WeightReceiver:
     def compare(self, version: int) -> set[str]:
         """The parameters that `receive` would change; nothing is written. Raises TransferError."""
         return self._of_transfer(lambda destination: destination.compare(version))
+
+    def has_rdma_port(self) -> bool:
+        """Whether this machine has a port of InfiniBand, RoCE or EFA."""
+        return has_port()
 
     def close(self) -> None:
         """Free what belongs to the transfer that was opened, if any."""

@@ -1,0 +1,17 @@
+"""Machines without a port for RDMA are named, on either side, with what to do."""
+
+from megarl.refit.direct import restriction
+
+
+def test_where_all_have_a_port_nothing_is_said():
+    assert restriction([True, True], [True]) == ""
+
+
+def test_ranks_and_workers_without_a_port_are_named():
+    assert restriction([True, True], [False, True]) == (
+        ", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by engine worker 0"
+        " (/sys/class/infiniband). If the machines have ports, show them to the containers; else refit.delta=true lets"
+        " changes alone travel"
+    )
+    found = restriction([False] * 3, [True] + [False] * 5)
+    assert " by trainer rank 0, trainer rank 1, trainer rank 2, engine worker 1 and 4 others (" in found
