@@ -1,4 +1,4 @@
-"""Rules of SGLang's server that the engine relies on, each as a check of a running server."""
+"""Rules of SGLang's server that the engine relies on, each as a check of a running engine."""
 
 import time
 from contextlib import contextmanager
@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import aiohttp
 import pytest
+import torch
 
+from converters.formats.safetensors import CONFIG, read_json
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import CallRefusedError, Client
 
@@ -15,6 +17,11 @@ RULES = {}
 
 
 def rule(check):
+    RULES[check.__name__] = lambda engine: check(engine._server.client)
+    return check
+
+
+def rule_of_workers(check):
     RULES[check.__name__] = check
     return check
 
@@ -96,6 +103,27 @@ def a_seed_says_what_is_sampled(client):
     assert first != other
     assert tokens_of(ask(client, seeds=(3, 1, 4)))[1] == first
     assert tokens_of(ask(client, seeds=(1,))) == [first]
+
+
+@rule
+def a_draw_follows_seed_and_place(client):
+    (whole,) = tokens_of(ask(client, seeds=(5,)))
+    # From the same place on, with the same seed, whatever of it was sampled and whatever was given.
+    assert tokens_of(ask(client, seeds=(5,), prompt=[*PROMPT, *whole[:5]], tokens=7)) == [whole[5:]]
+    # One place later every draw is another.
+    (later,) = tokens_of(ask(client, seeds=(5,), prompt=[PROMPT[0], *PROMPT]))
+    assert later != whole
+
+
+@rule_of_workers
+def weights_that_are_not_known_are_skipped_without_an_error(engine):
+    known, unknown = "model.norm.weight", "model.surplus.weight"
+    shape = (read_json(engine._model_path / CONFIG)["hidden_size"],)
+    (trace,) = engine.trace_layout(
+        dict.fromkeys((unknown, known), shape), dict.fromkeys((unknown, known), torch.float32)
+    )
+    assert [placement.hf_name for placement in trace.shard.placements] == [known]
+    assert (trace.untraced, trace.refused) == ({}, {})
 
 
 @rule

@@ -80,17 +80,15 @@ def fresh(start, folders):
 
 
 @pytest.fixture
-def client(request):
-    """A client of a server of either kind."""
-    if request.param == "stand-in":
-        return request.getfixturevalue("served").engine._server.client
-    return request.getfixturevalue("sglang_served").engine._server.client
+def engine(request):
+    """An engine over a server of either kind."""
+    return request.getfixturevalue("served" if request.param == "stand-in" else "sglang_served").engine
 
 
-@pytest.mark.parametrize("client", SERVERS, indirect=True)
+@pytest.mark.parametrize("engine", SERVERS, indirect=True)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_server_keeps_the_rules(client, rule):
-    RULES[rule](client)
+def test_a_server_keeps_the_rules(engine, rule):
+    RULES[rule](engine)
 
 
 def expected(weights, prompt, tokens=16):
