@@ -12,6 +12,7 @@ class ParallelRank:
 
     data: int
     tensor: int
+    context: int
     pipeline: int
     expert: int
     is_last_stage: bool
@@ -23,6 +24,7 @@ def parallel_rank() -> ParallelRank:
     return ParallelRank(
         data=parallel_state.get_data_parallel_rank(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
         expert=parallel_state.get_expert_model_parallel_rank(),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),

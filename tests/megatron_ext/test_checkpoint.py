@@ -45,6 +45,7 @@ TP2_EP2 = ParallelSizes(
 )
 VPP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 DP2 = ParallelSizes(world_size=2)
+CP2 = ParallelSizes(world_size=2, context_parallel_size=2)
 PLAIN = {"distributed": {"use_distributed_optimizer": False}}
 SGD = {"optimizer": {"optimizer": "sgd", "lr": 1e-1}, **PLAIN}
 SETUPS = {
@@ -55,17 +56,20 @@ SETUPS = {
     "EP2": Setup(EP2),
     "TP2 EP2": Setup(TP2_EP2),
     "DP2": Setup(DP2),
+    "CP2": Setup(CP2),
     "DP2 plain": Setup(DP2, PLAIN),
     "DP2 SGD": Setup(DP2, SGD),
     "one rank SGD": Setup(options=SGD),
 }
-SAME = ["one rank", "TP2", "EP2", "DP2"]
+SAME = ["one rank", "TP2", "EP2", "DP2", "CP2"]
 OTHER = [
     ("EP2", "one rank"),
     ("DP2 SGD", "one rank SGD"),
     ("TP2", "PP2"),
     ("VPP2", "TP2"),
     ("TP2 EP2", "DP2 plain"),
+    ("CP2", "one rank"),
+    ("CP2", "TP2"),
 ]
 """Layout that is saved at -> layout that the run goes on at."""
 FURTHER_SAME = ["PP2", "DP2 plain"]
@@ -228,7 +232,7 @@ def total_loss(result) -> float:
     """The loss of a step over all ranks; 0 if the metrics say none."""
     from parallel_rank import parallel_rank
 
-    counted = parallel_rank().tensor == 0
+    counted = parallel_rank().tensor == 0 and parallel_rank().context == 0
     loss = sum(float(part.sums["sft/loss"]) for part in result.metrics if hasattr(part, "sums") and counted)
     total = torch.tensor(loss, dtype=torch.float64)
     torch.distributed.all_reduce(total)

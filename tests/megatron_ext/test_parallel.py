@@ -17,10 +17,10 @@ def place(rank: int, sizes: ParallelSizes) -> ParallelRank:
 def test_ranks_are_numbered_as_megatron_does() -> None:
     sizes = ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert run_ranks(place, sizes) == [
-        ParallelRank(data=0, tensor=0, pipeline=0, expert=0, is_last_stage=False),
-        ParallelRank(data=0, tensor=1, pipeline=0, expert=0, is_last_stage=False),
-        ParallelRank(data=0, tensor=0, pipeline=1, expert=0, is_last_stage=True),
-        ParallelRank(data=0, tensor=1, pipeline=1, expert=0, is_last_stage=True),
+        ParallelRank(data=0, tensor=0, context=0, pipeline=0, expert=0, is_last_stage=False),
+        ParallelRank(data=0, tensor=1, context=0, pipeline=0, expert=0, is_last_stage=False),
+        ParallelRank(data=0, tensor=0, context=0, pipeline=1, expert=0, is_last_stage=True),
+        ParallelRank(data=0, tensor=1, context=0, pipeline=1, expert=0, is_last_stage=True),
     ]
 
 
