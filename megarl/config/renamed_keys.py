@@ -185,5 +185,7 @@ MEGATRON_LM_ABSENT: Mapping[str, str] = {
     "use_torch_fsdp2": "a rank of torch's FSDP2 has a piece of each weight, and refits and checkpoints read whole ones:"
     " leave it out, megatron.use_distributed_optimizer cuts the optimizer's state over the ranks, and TP, PP and EP cut"
     " the weights",
+    "use_checkpoint_args": "the arguments that Megatron-LM saved with model.megatron_checkpoint are compared with"
+    " config.json in any case: leave it out",
 }
 """Argument of Megatron-LM's training script that has no counterpart here -> why, and what to do."""

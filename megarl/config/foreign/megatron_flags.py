@@ -104,11 +104,12 @@ LEFT_OUT: Mapping[str, str] = {
             *("manual_gc_eval", "manual_gc_interval", "micro_batch_size", "override_opt_param_scheduler"),
             *("pretrained_checkpoint", "rampup_batch_size", "save", "save_interval", "save_optim", "save_rng"),
             *("save_retain_interval", "seed", "skip_train", "step_batch_size_schedule", "train_iters"),
-            *("train_samples", "train_sync_interval", "use_checkpoint_args", "use_checkpoint_opt_param_scheduler"),
+            *("train_samples", "train_sync_interval", "use_checkpoint_opt_param_scheduler"),
             *("use_dist_ckpt", "use_persistent_ckpt_worker", "use_tokenizer_model_from_checkpoint_args"),
         ),
         _RUN,
     ),
+    "use_checkpoint_args": "what was saved with model.megatron_checkpoint is compared with config.json in any case",
     **dict.fromkeys(
         (
             *("create_attention_mask_in_dataloader", "data_parallel_random_init", "data_sharding"),

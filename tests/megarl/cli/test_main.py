@@ -68,6 +68,10 @@ print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
         ("train --config-name quickstart model.path=m --tensor-model-paralel-size 2", "--tensor-model-parallel-size?"),
         ("train --config-name quickstart model.path=m --global-batch-size 2", "here it is loop.prompts_per_step"),
         ("train --config-name quickstart model.path=m --use-torch-fsdp2", "has a piece of each weight"),
+        (
+            "train --config-name quickstart model.path=m --use-checkpoint-args",
+            "with config.json in any case: leave it out",
+        ),
         ("train --config-name quickstart model.path=m --trainer-ranks 2", "give it as cluster.trainer_ranks=..."),
         ("train --config-name quickstart model.path=m", "model.path=m is not a HuggingFace folder"),
         ("sft --config-name quickstart_sft model.path=m --lr", "--lr needs a value"),
