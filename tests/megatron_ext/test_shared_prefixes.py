@@ -43,13 +43,22 @@ SIZES = {
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
     ),
+    "TP2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
     "DP2 EP2": ParallelSizes(world_size=2, expert_model_parallel_size=2),
+    "DP2 EP2 allgather": ParallelSizes(world_size=2, expert_model_parallel_size=2),
+    "TP2 EP2 ETP2": ParallelSizes(
+        world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2
+    ),
 }
 MODELS = {
     "one": ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3"),
     "TP2 PP2 VPP2": ("deepseek_v3",),
-    "DP2 EP2": ("qwen3_moe",),
+    "TP2": ("qwen3", "gemma2"),
+    "DP2 EP2": ("qwen3_moe", "deepseek_v3"),
+    "DP2 EP2 allgather": ("qwen3_moe",),
+    "TP2 EP2 ETP2": ("qwen3_moe",),
 }
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Sequences of each micro-batch, of each data-parallel rank; one is empty.
 CUTS = {1: [[[0, 3, 1, 6], [4, 5, 2], [], [7]]], 2: [[[0, 2, 3], [5]], [[4, 1], [6, 7]]]}
@@ -79,17 +88,21 @@ def whole_batch() -> RaggedBatch:
     return RaggedBatch(torch.cat(tokens), lengths, {"weights": torch.cat(weights)})
 
 
-def results(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path], shared: bool) -> dict[str, Any]:
-    return {name: results_of_model(rank, sizes, folder, shared) for name, folder in folders.items()}
+def results(
+    rank: int, sizes: ParallelSizes, folders: Mapping[str, Path], shared: bool, transformer: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {name: results_of_model(rank, sizes, folder, shared, transformer) for name, folder in folders.items()}
 
 
-def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool) -> dict[str, Any]:
+def results_of_model(
+    rank: int, sizes: ParallelSizes, folder: Path, shared: bool, transformer: Mapping[str, Any]
+) -> dict[str, Any]:
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(
         sizes,
         torch.float32,
         # Several micro-batches are under way at a time, and layers run again for their backward pass.
-        transformer=RECOMPUTE if sizes.chunks > 1 else {},
+        transformer={**transformer, **(RECOMPUTE if sizes.chunks > 1 else {})},
         optimizer={"lr": 0.0},
         distributed={"use_distributed_optimizer": False},
         shared_prefixes=shared,
@@ -123,7 +136,8 @@ def results_of_model(rank: int, sizes: ParallelSizes, folder: Path, shared: bool
 def of_ranks(tiny_models: Mapping[str, Path]) -> Callable[..., list[dict[str, Any]]]:
     @cache
     def run(sizes: str, shared: bool) -> list[dict[str, Any]]:
-        return run_ranks(results, SIZES[sizes], {name: tiny_models[name] for name in MODELS[sizes]}, shared)
+        folders = {name: tiny_models[name] for name in MODELS[sizes]}
+        return run_ranks(results, SIZES[sizes], folders, shared, ALLGATHER if sizes.endswith("allgather") else {})
 
     return run
 
