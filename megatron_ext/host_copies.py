@@ -15,11 +15,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = device.host_memory(0)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory, in bytes."""
-        return self._memory.nbytes
-
     def of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Copies of the `tensors`, in their order; they last until the next call.
 

@@ -1,4 +1,4 @@
-"""Every way to cut each kind of model over at most eight processes, by Megatron's rules alone."""
+"""Every way to cut the models below, one of each kind, over at most eight processes, by Megatron's rules alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
