@@ -5,6 +5,7 @@ from dataclasses import fields
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source
 from megarl.algorithms.compatibility import check_algorithm
+from megarl.config.schedule import is_corrected_by_schedule
 from megarl.rollout import ENGINES
 from megarl.schema import CriticConfig, MegarlConfig
 
@@ -156,12 +157,22 @@ def _check_whole_vocabulary(config: MegarlConfig) -> None:
     for name, value in cut.items():
         for key, is_set in asked.items():
             if is_set:
+                who, instead = f"algorithm.{key}", "leave the former out"
+                if key == "corrections" and is_corrected_by_schedule(config):
+                    who, instead = _set_by_schedule(config.schedule.max_staleness)
                 raise UserError(
-                    f"algorithm.{key} with rollout.{name}={value}: the engine's log-probs are of the tokens that it"
+                    f"{who} with rollout.{name}={value}: the engine's log-probs are of the tokens that it"
                     " kept, the trainer's of the whole vocabulary, so ratios would be of two different distributions,"
                     " and sequence weights of long responses would vanish; sample from all tokens with rollout."
-                    f"{name}={_ALL_TOKENS[name]}, or leave the former out"
+                    f"{name}={_ALL_TOKENS[name]}, or {instead}"
                 )
+
+
+def _set_by_schedule(max_staleness: int) -> tuple[str, str]:
+    """Who has set the corrections, and how to do without; more than one version of staleness is refused without any."""
+    lower = "" if max_staleness == 1 else "schedule.max_staleness=1 and "
+    who = f"algorithm.corrections, which schedule.max_staleness={max_staleness} turns on,"
+    return who, f"do without with {lower}schedule.corrected=false"
 
 
 def _check_router_replay(config: MegarlConfig) -> None:

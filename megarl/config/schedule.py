@@ -28,6 +28,13 @@ def with_correction(config: MegarlConfig) -> AlgorithmConfig:
     return replace(algorithm, corrections=[CorrectionConfig(kind, high=_TRUNCATED_AT)])
 
 
+def is_corrected_by_schedule(config: MegarlConfig) -> bool:
+    """Whether the corrections of the algorithm are those that its schedule turns on where there are no others."""
+    corrections = config.algorithm.corrections
+    alone = replace(config, algorithm=replace(config.algorithm, corrections=[]))
+    return bool(corrections) and with_correction(alone).corrections == corrections
+
+
 def check_schedule(config: MegarlConfig) -> None:
     """Raise UserError for a schedule that does not go with the rest."""
     schedule, loop = config.schedule, config.loop

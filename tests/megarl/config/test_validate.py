@@ -120,6 +120,24 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             r"trains on tokens that are several versions old, and nothing corrects for it: set algorithm\.corrections",
         ),
         (
+            ["schedule.max_staleness=1", "rollout.top_p=0.9"],
+            r"algorithm\.corrections, which schedule\.max_staleness=1 turns on, with rollout\.top_p=0\.9: .* sample "
+            r"from all tokens with rollout\.top_p=1\.0, or do without with schedule\.corrected=false$",
+        ),
+        (
+            ["schedule.max_staleness=2", "rollout.top_k=50", "+algorithm=gspo"],
+            r"which schedule\.max_staleness=2 turns on, with rollout\.top_k=50: .*, or do without with schedule\."
+            r"max_staleness=1 and schedule\.corrected=false$",
+        ),
+        (
+            [
+                "schedule.max_staleness=1",
+                "rollout.top_p=0.9",
+                "algorithm.corrections=[{kind: token_band, low: 0.5, high: 2}]",
+            ],
+            r"^algorithm\.corrections with rollout\.top_p=0\.9: .*, or leave the former out$",
+        ),
+        (
             ["schedule.in_flight=keep", "cluster.pools={all: {roles: [trainer, engine], nodes: 1, shared: true}}"],
             r"in_flight=keep has engines keep keys and values while .*, and cluster\.pools has them give that memory",
         ),
@@ -167,10 +185,11 @@ def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides
         "algorithm.updates_per_step=2",
         "schedule.max_staleness=1",
         "schedule.max_staleness=3",
+        "schedule.max_staleness=1 schedule.corrected=false rollout.top_p=0.9",
     ],
 )
 def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override: str) -> None:
-    validate(make_config(override), "train")
+    validate(make_config(*override.split()), "train")
 
 
 def test_fine_tuning_and_evaluation_need_files_of_their_own(make_config: Callable[..., MegarlConfig]) -> None:
