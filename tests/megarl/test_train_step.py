@@ -281,7 +281,7 @@ def test_a_save_waits_for_no_reward_and_what_is_being_scored_is_scored_anew_behi
         saving.join(60)
         (state,) = json.loads(json.dumps(states))
         allowed.set()
-        # What it samples would be something else.
+        # Its engines would sample something else.
         after = job(scorer, *["23"] * 10)
         after.sampler.load_state_dict(state["sampler"])
         after.rollouts.load(tmp_path, state)

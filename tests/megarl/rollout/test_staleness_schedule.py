@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_with_another_schedule_trains_its_draws_no_later_than
     while not latest.keys() <= {ordinal for batch in run.trained for ordinal in batch}:
         run.admit()
         version, late = changed.version, [ordinal for ordinal in changed.unfinished if ordinal in latest]
-        # What there is of later draws comes first, as long as that helps.
+        # Later draws are finished first, as long as there are any.
         for ordinal in [each for each in changed.unfinished if each not in late] or late[:1]:
             changed.finish(ordinal)
         if changed.takeable() is not None:
