@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -39,6 +39,7 @@ help:
 	@echo "make benchmark-schedules-real [ARGS=...]   the same in runs, with a core for the engine and one for the trainer"
 	@echo "make benchmark-controller [ARGS=...]   the controller's time and memory with thousands of trajectories in flight"
 	@echo "make benchmark-engine-calls [ARGS=...]   requests that are submitted, their tokens told of on the way, beside one call"
+	@echo "make benchmark-engine-faults [ARGS=...]  seconds from an abort to silence, from an engine's death to its return"
 	@echo "make benchmark-faults [ARGS=...]   runs of which processes are killed at random moments"
 	@echo "make benchmark-collectives [ARGS=...]  bytes that a rank sends under TP, CP, EP and PP, beside the formula"
 	@echo "make benchmark-data-plane [ARGS=...]   what the data of a step costs the controller and the ranks"
@@ -55,7 +56,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-collectives: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -173,6 +174,9 @@ benchmark-controller: setup
 
 benchmark-engine-calls: setup
 	$(PYTHON) benchmarks/engine_calls.py $(ARGS)
+
+benchmark-engine-faults: setup
+	$(PYTHON) benchmarks/engine_faults.py $(ARGS)
 
 benchmark-faults: setup
 	$(PYTHON) benchmarks/faults.py $(ARGS)
