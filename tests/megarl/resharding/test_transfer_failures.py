@@ -1,5 +1,7 @@
 """A rank that ends, stops, fails or sends something else at any point of a refit: all others hear of it at once."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ from transfer_ranks import NO_END, Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.resharding.direct.calling_off import call_off
+from megarl.resharding.direct.straight import SMALLEST_BYTES
 
 # Each source has messages for each destination: nobody is done before all are.
 SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
@@ -132,6 +135,26 @@ def test_a_source_that_stood_still_before_it_was_read_is_named(set_up):
     assert destination.close() == 0
 
 
+def test_a_source_that_dies_while_a_piece_is_read_past_the_buckets_is_heard_of(set_up):
+    # Its matrix of embeddings has twice the bytes that a piece has to have for that.
+    large = make_config("qwen3", vocab_size=SMALLEST_BYTES // SCENE.config["hidden_size"])
+    scene = Scene(large, ParallelSizes(world_size=1), workers=1, bucket_bytes=2**21, transport="rdma")
+    stage = set_up(replace(scene, ucx_tls="tcp,self", source_dtype=scene.dtype, timeout_s=300.0))
+    stage.connect()
+    (source,), (destination,) = stage.sources, stage.destinations
+    assert destination.straight_pieces() > 0
+    pid = source.pid()
+    destination.read_when_still(pid)
+    source.break_at("announced", 1, "stop")
+    receiving = stage.begin_refit(1)[1:]
+    # It reads from memory of a process that stands still.
+    assert failures(receiving, timeout_s=1.0) == [NO_END]
+    os.kill(pid, signal.SIGKILL)
+    (found,) = failures(receiving, timeout_s=30)
+    assert any(news in found for news in NEWS)
+    assert destination.close() == 0
+
+
 @pytest.mark.parametrize("told_by", ["another source", "its own process"])
 def test_a_worker_that_reads_from_a_rank_that_stands_still_hears_of_a_failure(set_up, told_by):
     # So long that nobody is given up within the test.
@@ -162,7 +185,7 @@ def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
 def test_an_engine_that_was_started_again_meets_the_ranks(set_up, way):
     stage = set_up(WAYS[way])
     stage.connect()
@@ -174,7 +197,7 @@ def test_an_engine_that_was_started_again_meets_the_ranks(set_up, way):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
 @pytest.mark.parametrize(("side", "point", "count"), [("sources", "packed", 2), ("destinations", "unpacked", 2)])
 def test_after_an_error_the_same_ranks_meet_again(set_up, way, side, point, count):
     stage = set_up(WAYS[way])
