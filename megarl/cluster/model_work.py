@@ -1,4 +1,4 @@
-"""Operations of the passes of a Megatron job over its model."""
+"""Cost of the passes of a Megatron job over its model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _NOTHING = PassFlops(per_token=0.0, per_square=0.0)
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Operations of passes over a model; nothing before there is one."""
+    """Cost of passes over a model; nothing before there is one."""
 
     forward: PassFlops = _NOTHING
     reference: PassFlops = _NOTHING

@@ -1,4 +1,4 @@
-"""Operations of passes over a model, by how it is trained."""
+"""Cost of passes over a model, by how it is trained."""
 
 from pathlib import Path
 
