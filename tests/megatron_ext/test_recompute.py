@@ -116,7 +116,8 @@ def test_recompute_changes_no_gradient_and_keeps_less(
     assert kept < 0.97 * everything
     for key, whole in expected.items():
         scale = max(1.0, float(whole.abs().max()))
-        torch.testing.assert_close(got[key] / scale, whole / scale, atol=1e-6, rtol=0, msg=lambda text, k=key: k + text)
+        # Gradients that meet behind a norm are added up in another order, which rounds them by up to 1.06e-6.
+        torch.testing.assert_close(got[key] / scale, whole / scale, atol=2e-6, rtol=0, msg=lambda text, k=key: k + text)
 
 
 @pytest.mark.parametrize(
