@@ -251,7 +251,9 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("meanwhile", WAITS)
+@pytest.mark.parametrize(
+    "meanwhile", ["all work", *(pytest.param(name, marks=pytest.mark.long) for name in WAITS if name != "all work")]
+)
 def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwhile):
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.2)
     monkeypatch.setattr(worker_group, "LOOK_S", 0.2)
