@@ -1,0 +1,104 @@
+"""A whole job whose engine is SGLang's, over a server with its rules: refits, and a server that is killed."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from megarl.cluster.runtime import ray_cluster
+from megarl.config.compose import compose
+from megarl.output.places import EXPORT
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.sglang import installation
+from megarl.rollout.sglang.kind import VERSIONS
+from megarl.run.job import open_job
+from megarl.run.opening import Start
+from megarl.schema import ClusterConfig
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
+
+STAND_IN = Path(__file__).parents[1] / "rollout" / "sglang_stand_in.py"
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A program that takes the place of the Python that has SGLang, in all processes of a cluster that comes after."""
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && echo {VERSIONS[0]} && exit\nexec {sys.executable} {STAND_IN} "$3"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv(installation.PYTHON_VARIABLE, str(program))
+
+
+@pytest.fixture
+def config(tmp_path):
+    model = write_tiny_model("qwen3", tmp_path / "model")
+    files = write_arithmetic(tmp_path / "data", held_out=16)
+    return compose(
+        "quickstart",
+        [
+            f"output_dir={tmp_path / 'run'}",
+            f"model.path={model}",
+            f"data.train_files=[{files.train}]",
+            f"data.eval_files=[{files.eval}]",
+            "rollout.engine=sglang",
+            "cluster.trainer_ranks=1",
+            "megatron.expert_model_parallel_size=1",
+            "loop.prompts_per_step=4",
+            "loop.samples_per_prompt=2",
+            f"reward.function={Path(__file__).parents[1] / 'digits.py'}:count_digits",
+            "tracking.loggers=[]",
+        ],
+    )
+
+
+def servers():
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if each.is_running() and str(STAND_IN) in each.cmdline()]
+
+
+@pytest.mark.long
+def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config):
+    with ray_cluster(ClusterConfig()):
+        with open_job(Start.of(config, "train")) as job:
+            killed, other = train_over_a_killed_server(job)
+        # The processes of the cluster are still there, and would not end them.
+        assert psutil.wait_procs([killed, other], timeout=20)[1] == []
+
+
+def train_over_a_killed_server(job):
+    job.refit(0)
+    for _ in range(2):
+        metrics = train_step(job, Clock())
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
+        assert metrics["refit/bytes"] > 0
+    (killed,) = servers()
+    killed.kill()
+    # The new one gets the weights of this step, and samples it.
+    metrics = train_step(job, Clock())
+    assert (metrics["refit/direct"], metrics["engines/restarts"]) == (1, 1)
+    (other,) = servers()
+    assert other != killed
+    # Restarts are counted over the whole run.
+    metrics = train_step(job, Clock())
+    assert (metrics["refit/repeated"], metrics["engines/restarts"]) == (0, 1)
+    assert servers() == [other]
+    job.export()
+    check_greedy(job, load_file(Path(job.config.output_dir) / EXPORT / "model.safetensors"))
+    return killed, other
+
+
+def check_greedy(job, trained):
+    """The server serves the trained weights, by the last token alone: its model sees no others."""
+    (turn,) = job.engines.generate([Request([5, 6, 7], SamplingParameters(temperature=0, max_tokens=8))])[0]
+    token = 7
+    for found in turn.token_ids.tolist():
+        token = int((trained["model.embed_tokens.weight"][token] @ trained["lm_head.weight"].T).argmax())
+        assert found == token
+    assert len(turn.token_ids) > 0
+    assert set(turn.versions.tolist()) == {job.state.step}
