@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import QUANTISATION, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
+from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megatron_ext.supported_options import Refusal
 
@@ -56,6 +56,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_custom_logit_processor": Refusal(
         "it changes the distribution that is sampled from, of which the trainer knows nothing"
     ),
+    "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
     "sampling_backend": Refusal("the others cannot draw by the seed of a sample", (None, "pytorch")),
     "weight_version": Refusal("refits number the weights"),
     "trust_remote_code": Refusal(
@@ -125,6 +126,8 @@ SGLANG = EngineKind(
     argument_class=("sglang.srt.server_args", "ServerArgs"),
     refused=_REFUSED,
     tested=_TESTED,
+    # It answers a request as a whole, and drops all keys and values with the weights that they were computed with.
+    offers={Ability.LOG_PROBS, Ability.PRIORITIES},
     workers=_workers,
     sizes=_sizes,
     at_once=lambda arguments: arguments.get("max_running_requests"),
