@@ -244,8 +244,12 @@ def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
         look_after_and_kill(Ranks([group]), group.call("pid")[1])
 
 
+def look_after(group):
+    assert eventually(Ranks([group]).look_after), "nothing was seen while nothing was asked"
+
+
 WAITS = {
-    "nothing is asked": lambda group: eventually(Ranks([group]).look_after),
+    "nothing is asked": look_after,
     "all work": lambda group: group.call("sleep"),
     "all need each other": lambda group: play(group, "sleep", "sleep"),
 }
