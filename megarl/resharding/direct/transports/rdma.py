@@ -1,7 +1,7 @@
 """One-sided reads, by NIXL: a bucket is registered memory, which a destination reads when it is announced.
 
 A source posts nothing and waits for nobody: no communicator belongs to a pair, and a destination that dies leaves
-nothing behind. One that comes anew needs the source's offer and no more.
+nothing behind. All that a destination has to know of a source is its offer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
