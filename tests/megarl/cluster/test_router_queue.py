@@ -91,6 +91,8 @@ class Process:
 class Restarting:
     """Restarts that come to their end when the script says so."""
 
+    is_undisturbed = True
+
     def __init__(self):
         self.calls, self.under_way = [], set()
 
@@ -118,7 +120,7 @@ class Played:
         for handle in self.handles:
             handle.committed(1)
         self.router = Router(self.handles, self.restarts)
-        self.router._heartbeat = SimpleNamespace(dead=lambda busy: [])
+        self.router._heartbeat = SimpleNamespace(look_after=lambda: None)
         self.asked = []
         self.told = Counter()
         """Tokens that engines told of, by draw and sample."""
