@@ -72,7 +72,7 @@ def ahead(folder: Path) -> MegarlConfig:
     # Lengths differ: an untrained model ends a response with any token.
     config.rollout.max_response_tokens, config.rollout.engine_args["max_model_len"] = 160, 176
     # Few at once: the engine has a while to do for the next batch when one is complete.
-    config.rollout.engine_args["max_num_seqs"] = 5
+    config.rollout.engine_args["max_num_seqs"] = 2
     return config
 
 

@@ -115,5 +115,7 @@ def exported(config: MegarlConfig) -> dict[str, torch.Tensor]:
 def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics that do not depend on how fast somebody is, as how far the next batch has come does."""
     return {
-        name: value for name, value in metrics.items() if not name.startswith(("seconds/", "throughput/", "schedule/"))
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("seconds/", "throughput/", "schedule/", "engines/"))
     }
