@@ -182,7 +182,7 @@ def sampled_numbers(job) -> list[Sampled]:
 
 
 def die_after_steps(count):
-    """In this process: after so many tokens, in the midst of a rollout; the controller knows all of them."""
+    """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
     from megarl.rollout import telling
     from megarl.rollout.owned_engine import OwnedEngine
 
@@ -190,7 +190,7 @@ def die_after_steps(count):
     step, left = OwnedEngine._step, iter(range(count))
 
     def step_or_die(self):
-        if next(left, None) is None:
+        if next(left, None) is None and any(each.told for each in self._samples()):
             # Time for the news to be heard.
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
