@@ -305,20 +305,23 @@ HEAD = (
 def row(number: int, case: Case, outcome: Outcome, reference: Outcome) -> str:
     """A line of the table."""
     wrong = judged(case, outcome, reference)
-    same = (
-        "bit for bit" if difference(outcome, reference) == 0 else "bit for bit, but log-probs of the engine in rounding"
-    )
-    equal = same if case.schedule in REPEATING else "each draw once"
     done = "had ended" if outcome.step is None else str(outcome.step)
     restarts = "; ".join(_short(line) for line in outcome.said) or (
         "by hand" if case.kind == "controller" and outcome.step is not None else "none needed"
     )
-    found = f"**{', '.join(wrong)}**" if wrong else equal
+    found = f"**{', '.join(wrong)}**" if wrong else _equal(case, outcome, reference)
     cells = (
         *(str(number), case.engine, case.schedule, case.kind, f"{case.moment:.2f}", done),
         *(restarts, f"{outcome.seconds - reference.seconds:+.0f}", found),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _equal(case: Case, outcome: Outcome, reference: Outcome) -> str:
+    if case.schedule not in REPEATING:
+        return "each draw once"
+    exact = difference(outcome, reference) == 0
+    return "bit for bit" if exact else "bit for bit, but log-probs of the engine in rounding"
 
 
 def _short(line: str) -> str:

@@ -33,18 +33,19 @@ from megatron_ext import device  # noqa: E402
 
 SHAPES = {"gate and up": (4096, 7168), "down": (7168, 2048)}
 """Weights of an expert of DeepSeek-V3."""
-HOST_BLOCK_BYTES = 2**20
+HOST_PASS_BYTES = 2**20
 Work = Callable[[], object]
 Quantise = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, and of FP8."""
+    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, to FP8, and from FP8."""
 
     weights: list[Tensor]
     plain: list[Block]
     quantised: list[Block]
+    dequantised: list[Block]
 
 
 def buckets(experts: int, where: torch.device) -> Buckets:
@@ -55,13 +56,15 @@ def buckets(experts: int, where: torch.device) -> Buckets:
         for _ in range(experts)
         for shape in SHAPES.values()
     ]
-    rows = HOST_BLOCK_BYTES if where.type == "cpu" else 2**40
+    rows = HOST_PASS_BYTES if where.type == "cpu" else 2**40
     boxes = [
         box for weight in weights for box in weight.split(max(BLOCK, rows // (2 * weight.shape[1] * BLOCK) * BLOCK))
     ]
     if where.type == "cpu":
-        return Buckets(weights, [plain(weights)], [quantised([box]) for box in boxes])
-    return Buckets(weights, [plain(boxes)], [quantised(boxes)])
+        # The host dequantises in a pass of its own: a piece that is in the cache when it is checksummed.
+        return Buckets(weights, [plain(weights)], [quantised(weights)], [quantised([box]) for box in boxes])
+    whole = [quantised(boxes)]
+    return Buckets(weights, [plain(boxes)], whole, whole)
 
 
 def plain(boxes: list[Tensor]) -> Block:
@@ -121,7 +124,9 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
     )
     # Written: all pages of new zeros may be one, which stays in the cache.
     source = torch.zeros_like(memory).fill_(1)
-    every = [each for block in found.quantised for each in block.quantised]
+    for block in found.dequantised:
+        gather(block, None)
+    every = [each for block in found.dequantised for each in block.quantised]
     works: dict[str, Work] = {
         "a copy": lambda: memory.copy_(source),
         "pack": lambda: [gather(block, None) for block in found.plain],
@@ -130,7 +135,7 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
         "unpack, with checksum": lambda: [scatter(block, 0) for block in found.plain],
         "quantise, with checksum": lambda: [gather(block, 0) for block in found.quantised],
         "quantise in plain torch": lambda: [quantise_by_hand(weight) for weight in found.weights],
-        "dequantise, with checksum": lambda: [scatter(block, 0) for block in found.quantised],
+        "dequantise, with checksum": lambda: [scatter(block, 0) for block in found.dequantised],
         "dequantise in plain torch": lambda: [dequantise_by_hand(each.codes, each.scales) for each in every],
     }
     for name, quantise in quantisers():

@@ -6,6 +6,7 @@ The arithmetic is that of the kernel of a GPU (`megarl/resharding/kernels/triton
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -61,12 +62,12 @@ def quantise(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
     function = _function(weight.dtype, power_of_two)
     threads = min(torch.get_num_threads(), weight.numel() // _THREAD_ELEMENTS, scales.shape[0])
     if threads <= 1:
-        return function(*_arguments(weight, codes, scales)) <= _LARGEST
+        return function(*_arguments(weight, codes, scales)) <= LARGEST_BITS
     blocks = -(-scales.shape[0] // threads)
     parts = zip(weight.split(blocks * BLOCK), codes.split(blocks * BLOCK), scales.split(blocks), strict=True)
     calls = [_arguments(*part) for part in parts]
     with ThreadPoolExecutor(threads) as pool:
-        return max(pool.map(lambda arguments: function(*arguments), calls)) <= _LARGEST
+        return max(pool.map(lambda arguments: function(*arguments), calls)) <= LARGEST_BITS
 
 
 def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
@@ -77,34 +78,77 @@ def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
 @cache
 def _function(dtype: torch.dtype, power_of_two: bool) -> Function:
     """The function of the arguments above; it returns the bits of the largest magnitude in float32."""
-    kind = WEIGHTS[dtype]
     build = Builder("quantise", [POINTER] * 3 + [BITS_64] * 5)
-    weight, codes, scales, rows, columns, weight_stride, codes_stride, scales_stride = build.function.args
-    of_all = build.variable(constant(BITS_32, 0))
-    of_block = tuple(build.variable(constant(vector(kind, lanes), 0)) for lanes in (_SEARCHED, 1))
-    zero, size = constant(BITS_64, 0), constant(BITS_64, BLOCK)
-    with build.loop(zero, rows, BLOCK) as top, build.loop(zero, columns, BLOCK) as left:
-        bottom, right = (build.smaller(build.add(at, size), end) for at, end in ((top, rows), (left, columns)))
-        for place in of_block:
+    weight, codes, scales, rows, columns, *strides = build.function.args
+    quantisation = Quantisation(build, dtype, power_of_two=power_of_two)
+    matrix = Matrix(weight, codes, scales, columns, *strides)
+    with build.loop(constant(BITS_64, 0), rows, BLOCK) as top:
+        bottom = build.smaller(build.add(top, constant(BITS_64, BLOCK)), rows)
+        quantisation.row_of_blocks(matrix, (top, bottom))
+    return build.compiled(quantisation.largest())
+
+
+class Matrix(NamedTuple):
+    """A weight, its codes and its scales in a function: addresses, and distances of rows in elements."""
+
+    weight: ir.Value
+    codes: ir.Value
+    scales: ir.Value
+    columns: ir.Value
+    weight_stride: ir.Value
+    codes_stride: ir.Value
+    scales_stride: ir.Value
+
+
+class Quantisation:
+    """The part of a function that quantises weights of a type; made before its first loop."""
+
+    def __init__(self, build: Builder, dtype: torch.dtype, *, power_of_two: bool) -> None:
+        self._build, self._kind, self._power_of_two = build, WEIGHTS[dtype], power_of_two
+        self.weight_bytes = dtype.itemsize
+        self._of_all = build.variable(constant(BITS_32, 0))
+        self._of_block = tuple(build.variable(constant(vector(self._kind, lanes), 0)) for lanes in (_SEARCHED, 1))
+
+    def largest(self) -> ir.Value:
+        """The bits, in float32, of the largest magnitude so far; above `LARGEST_BITS` there are no codes for it."""
+        return self._build.load(self._of_all, typ=BITS_32)
+
+    def row_of_blocks(self, matrix: Matrix, ends: _Ends) -> None:
+        """Write the codes and the scales of the rows from `ends[0]`, where blocks begin, to below `ends[1]`."""
+        build, size = self._build, constant(BITS_64, BLOCK)
+        with build.loop(constant(BITS_64, 0), matrix.columns, BLOCK) as left:
+            right = build.smaller(build.add(left, size), matrix.columns)
+            self._block(matrix, ends, (left, right))
+
+    def _block(self, matrix: Matrix, rows: _Ends, columns: _Ends) -> None:
+        build, kind, zero, size = self._build, self._kind, constant(BITS_64, 0), constant(BITS_64, BLOCK)
+        (top, bottom), (left, right) = rows, columns
+        for place in self._of_block:
             build.store(constant(place.allocated_type, 0), place)
         with build.loop(top, bottom) as row:
-            source = build.element(weight, build.mul(row, weight_stride), kind)
-            _search(build, kind, source, (left, right), of_block)
-        largest = _largest(build, of_block)
-        build.keep_largest(of_all, largest)
-        scale, halved = _scale(build, largest, power_of_two)
-        at = build.add(build.mul(build.udiv(top, size), scales_stride), build.udiv(left, size))
+            source = build.element(matrix.weight, build.mul(row, matrix.weight_stride), kind)
+            _search(build, kind, source, columns, self._of_block)
+        largest = _largest(build, self._of_block)
+        build.keep_largest(self._of_all, largest)
+        scale, halved = _scale(build, largest, self._power_of_two)
+        at = build.add(build.mul(build.udiv(top, size), matrix.scales_stride), build.udiv(left, size))
         # A power of two is halved in its exponent.
         kept = build.sub(scale, build.shl(halved, constant(BITS_32, 23)))
-        build.write(build.element(scales, at, BITS_32), kept)
+        build.write(build.element(matrix.scales, at, BITS_32), kept)
+        # The next block lies to the right, or below at the left.
+        is_last = build.icmp_unsigned("==", right, matrix.columns)
+        below, beside = build.select(is_last, size, zero), build.select(is_last, zero, right)
         with build.loop(top, bottom) as row:
-            source = build.element(weight, build.mul(row, weight_stride), kind)
-            target = build.element(codes, build.mul(row, codes_stride), BITS_8)
+            source = build.element(matrix.weight, build.mul(row, matrix.weight_stride), kind)
+            target = build.element(matrix.codes, build.mul(row, matrix.codes_stride), BITS_8)
             # The same row of the next block: rows are too far apart for the processor to foresee it.
-            _prefetch(build, build.element(source, right, kind), kind, to_write=False)
-            _prefetch(build, build.element(target, right, BITS_8), BITS_8, to_write=True)
-            _encode_row(build, (source, target), kind, (left, right), scale, halved if power_of_two else None)
-    return build.compiled(build.load(of_all, typ=BITS_32))
+            ahead = [
+                build.add(build.mul(build.add(row, below), stride), beside)
+                for stride in (matrix.weight_stride, matrix.codes_stride)
+            ]
+            _prefetch(build, build.element(matrix.weight, ahead[0], kind), kind, to_write=False)
+            _prefetch(build, build.element(matrix.codes, ahead[1], BITS_8), BITS_8, to_write=True)
+            _encode_row(build, (source, target), kind, columns, scale, halved if self._power_of_two else None)
 
 
 def _search(build: Builder, kind: ir.Type, source: ir.Value, ends: _Ends, of_block: tuple[ir.Value, ...]) -> None:
@@ -199,4 +243,5 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-_LARGEST = _bits(LARGEST_WEIGHT)
+LARGEST_BITS = _bits(LARGEST_WEIGHT)
+"""The bits of the largest weight that has a code, in float32."""

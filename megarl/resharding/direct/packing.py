@@ -12,7 +12,7 @@ from torch import Tensor
 from converters.boxes import Box
 from converters.layout import Shape
 from megarl.resharding.direct.messages import Message, Piece, PieceScales, parts, parts_of_blocks
-from megarl.resharding.kernels import Block, Quantised, gather, is_known, scatter
+from megarl.resharding.kernels import Block, Quantised, gather, is_known, rule_of, scatter
 
 _End: TypeAlias = Literal["source", "destination"]
 
@@ -93,8 +93,9 @@ class _Stretch:
     @property
     def takes_a_pass(self) -> bool:
         """Whether the host makes it in another pass than that of the checksum."""
-        known = self.view is None or self.dtype is None or is_known(self.dtype, self.view)
-        return self.quantised is not None or not known
+        if self.quantised is not None:
+            return rule_of(self.quantised) is None
+        return self.view is not None and self.dtype is not None and not is_known(self.dtype, self.view)
 
 
 def _stretches(
@@ -104,16 +105,14 @@ def _stretches(
     for piece in pieces:
         name, box = _place(piece, end)
         _check_inside(name, box, tensors)
-        if piece.scales is not None:
-            yield from _quantised(piece, piece.scales, bucket, tensors, end, limit)
-            continue
-        start = piece.offset_bytes
-        whole = tensors[name][box.slices()]
-        elements = box.size if is_known(piece.dtype, whole) else limit // piece.dtype.itemsize
-        for part in parts(box.shape, elements):
-            stop = start + part.size * piece.dtype.itemsize
-            yield _Stretch(start, stop, name, whole[part.slices()], piece.dtype)
-            start = stop
+        if piece.scales is None or end == "destination":
+            yield from _moved(name, tensors[name][box.slices()], piece.offset_bytes, piece.dtype, limit)
+        else:
+            yield from _quantised(name, tensors[name][box.slices()], piece, piece.scales, bucket, limit)
+        if piece.scales is not None and end == "destination":
+            name, box, dtype = piece.scales.destination_name, piece.scales.destination_box, _scales_type(piece.scales)
+            _check_inside(name, box, tensors)
+            yield from _moved(name, tensors[name][box.slices()], piece.scales.offset_bytes, dtype, limit)
 
 
 def _place(piece: Piece, end: _End) -> tuple[str, Box]:
@@ -126,34 +125,38 @@ def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Block:
     return Block(tensors[name][box.slices()].view(-1).view(torch.uint8), [], [], [])
 
 
+def _moved(name: str, whole: Tensor, start: int, dtype: torch.dtype, limit: int) -> Iterator[_Stretch]:
+    """The stretches of a local tensor that lies in the bucket in `dtype`, from `start` on."""
+    elements = whole.numel() if is_known(dtype, whole) else limit // dtype.itemsize
+    for part in parts(tuple(whole.shape), elements):
+        stop = start + part.size * dtype.itemsize
+        yield _Stretch(start, stop, name, whole[part.slices()], dtype)
+        start = stop
+
+
 def _quantised(
-    piece: Piece, scales: PieceScales, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
+    name: str, whole: Tensor, piece: Piece, scales: PieceScales, bucket: Tensor, limit: int
 ) -> Iterator[_Stretch]:
-    """The stretches of codes, then that of the scales, which the source has written with the codes."""
-    number_format, block = scales.number_format, scales.number_format.block_in(piece.source_box.shape)
-    there = _packed(bucket, scales.offset_bytes, number_format.scales, scales.destination_box.shape)
-    own, first = tensors[piece.source_name if end == "source" else piece.destination_name], piece.offset_bytes
-    origin = (piece.source_box if end == "source" else piece.destination_box).start
+    """The stretches of the codes, then that of the scales, which are written with the codes."""
+    number_format, shape = scales.number_format, piece.source_box.shape
+    block = number_format.block_in(shape)
+    codes = _packed(bucket, piece.offset_bytes, piece.dtype, shape)
+    there = _packed(bucket, scales.offset_bytes, _scales_type(scales), scales.destination_box.shape)
     blocks = max(1, limit // (math.prod(block) * piece.dtype.itemsize), there.shape[1])
-    for part in parts_of_blocks(piece.source_box.shape, block, blocks):
-        stop = first + part.size * piece.dtype.itemsize
-        view = own[part.shift(origin).slices()]
-        if end == "destination":
-            yield _Stretch(first, stop, piece.destination_name, view, piece.dtype)
-        else:
-            codes = _packed(bucket, first, piece.dtype, part.shape)
-            rows = slice(part.start[0] // block[0], -(-part.stop[0] // block[0]))
-            made = Quantised(piece.source_name, view, codes, there[rows], number_format=number_format)
-            yield _Stretch(first, stop, quantised=made)
-        first = stop
-    start, stop = scales.offset_bytes, scales.offset_bytes + scales.size_bytes
-    if end == "destination":
-        name = scales.destination_name
-        _check_inside(name, scales.destination_box, tensors)
-        view = tensors[name][scales.destination_box.slices()]
-        yield _Stretch(start, stop, name, view, number_format.scales)
-    else:
-        yield _Stretch(start, stop)
+    if rule_of(Quantised(name, whole, codes, there, number_format)):
+        blocks = there.numel()
+    start = piece.offset_bytes
+    for part in parts_of_blocks(shape, block, blocks):
+        stop = start + part.size * piece.dtype.itemsize
+        rows = slice(part.start[0] // block[0], -(-part.stop[0] // block[0]))
+        made = Quantised(name, whole[part.slices()], codes[part.slices()], there[rows], number_format)
+        yield _Stretch(start, stop, quantised=made)
+        start = stop
+    yield _Stretch(scales.offset_bytes, scales.offset_bytes + scales.size_bytes)
+
+
+def _scales_type(scales: PieceScales) -> torch.dtype:
+    return scales.number_format.scales
 
 
 def _check_inside(name: str, box: Box, tensors: Mapping[str, Tensor]) -> None:

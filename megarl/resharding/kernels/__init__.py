@@ -8,10 +8,10 @@ from types import ModuleType
 
 from megarl.resharding.kernels import host
 from megarl.resharding.kernels.block import Block
-from megarl.resharding.kernels.moves import is_known
+from megarl.resharding.kernels.moves import is_known, rule_of
 from megarl.resharding.kernels.quantised import Quantised
 
-__all__ = ["Block", "Quantised", "gather", "is_known", "scatter"]
+__all__ = ["Block", "Quantised", "gather", "is_known", "rule_of", "scatter"]
 
 
 def gather(block: Block, before: int | None) -> int | None:

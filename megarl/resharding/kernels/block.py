@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from megarl.resharding.kernels.launch_table import LaunchTable
-from megarl.resharding.kernels.moves import is_known, table_of_rows
+from megarl.resharding.kernels.moves import Rule, is_known, rule_of, table_of_rows, with_matrices
 from megarl.resharding.kernels.quantised import Quantised
 
 
@@ -30,8 +30,24 @@ class Block:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The block as machine code of the host reads it, made when it is first needed."""
+        """The rows that machine code of the host moves, either way, made when they are first needed."""
         return table_of_rows(self.memory, self.packed, self.local)
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """How machine code of the host makes codes, if it knows how for a matrix of the block."""
+        return next(filter(None, map(rule_of, self.quantised)), None)
+
+    @cached_property
+    def rows_to_pack(self) -> np.ndarray:
+        """The rows, and the matrices that become codes by the rule."""
+        known = [each for each in self.quantised if self.rule and rule_of(each) == self.rule]
+        return with_matrices(self.rows, self.memory, known)
+
+    @cached_property
+    def in_torch(self) -> list[Quantised]:
+        """The matrices that become codes in torch on the host."""
+        return [each for each in self.quantised if self.rule is None or rule_of(each) != self.rule]
 
     @cached_property
     def conversions(self) -> tuple[list[Tensor], list[Tensor]]:

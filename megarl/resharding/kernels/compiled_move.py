@@ -1,15 +1,18 @@
-"""Rows between a bucket and this rank's tensors in machine code: each byte is read once, written, and checksummed."""
+"""Between a bucket and tensors in machine code: each byte is read once, written or quantised, and checksummed."""
 
+import ctypes
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from llvmlite import ir
 from torch import Tensor
 
+from converters.fp8 import BLOCK
+from converters.fp8.compiled_quantise import LARGEST_BITS, Matrix, Quantisation
 from converters.machine_code import BITS_8, BITS_32, BITS_64, POINTER, Builder, Function, constant, vector
 from megarl.resharding.kernels.crc32 import VECTORS, Crc32
-from megarl.resharding.kernels.moves import Column
+from megarl.resharding.kernels.moves import NO_SCALES, Column, Rule
 
 Way: TypeAlias = Literal["pack", "unpack"]
 _LANES = 8
@@ -26,53 +29,120 @@ def move_with_checksum(way: Way, rows: np.ndarray, memory: Tensor, before: int, 
     return _function(way, lanes)(*_arguments(rows, memory), before)
 
 
+def pack_and_quantise(rows: np.ndarray, memory: Tensor, rule: Rule, before: int, lanes: int) -> tuple[int, bool]:
+    """As `move_with_checksum` to a bucket, of a table in which there are matrices; and whether each weight has a code.
+
+    No checksum is taken with no `lanes`.
+    """
+    largest = ctypes.c_uint32()
+    total = _function("pack", lanes, rule)(*_arguments(rows, memory), before, ctypes.addressof(largest))
+    return total, largest.value <= LARGEST_BITS
+
+
 def _arguments(rows: np.ndarray, memory: Tensor) -> tuple[int, int, int, int]:
     return rows.ctypes.data, len(rows), memory.data_ptr(), memory.numel()
 
 
 @cache
-def _function(way: Way, lanes: int) -> Function:
+def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
     """The function of a table, its length, the bucket's memory, its length, and the checksum of what comes before.
 
-    A checksum is taken by vectors of so many lanes, and none with 0.
+    A checksum is taken by vectors of so many lanes, and none with 0. With a rule, matrices are quantised by it, and
+    the bits of the largest magnitude go to the address that is the last argument.
     """
-    build = Builder(way, [POINTER, BITS_64, POINTER, BITS_64, BITS_64])
-    table, count, memory, nbytes, before = build.function.args
-    crc = Crc32(build, before, lanes) if lanes else None
-    taken = build.variable(constant(BITS_64, 0))
-    """So many bytes of the memory are in the checksum."""
-
-    def take_up_to(end: ir.Value) -> None:
-        """Have in the checksum whole vectors of what was not taken on its way: gaps, and rows of odd sizes."""
-        if crc is not None:
-            build.store(crc.add_memory(memory, build.load(taken, typ=BITS_64), end), taken)
-
+    build = Builder(way, [POINTER, BITS_64, POINTER, BITS_64, BITS_64] + [POINTER] * (rule is not None))
+    table, count, memory, nbytes, before, *largest = build.function.args
+    written = _Written(build, memory, Crc32(build, before, lanes) if lanes else None)
+    quantisation = Quantisation(build, rule.weights, power_of_two=rule.power_of_two) if rule else None
     with build.loop(constant(BITS_64, 0), count) as number:
         entry = build.element(table, number, ir.ArrayType(BITS_64, len(Column)))
-        offset, local, rows, row_bytes, stride = (
-            build.read(build.element(entry, constant(BITS_64, column), BITS_64), BITS_64) for column in Column
-        )
-        with build.loop(constant(BITS_64, 0), rows) as row:
-            start = build.add(offset, build.mul(row, row_bytes))
-            take_up_to(start)
-            here = build.inttoptr(build.add(local, build.mul(row, stride)), POINTER)
-            there = build.element(memory, start, BITS_8)
-            ends = (here, there) if way == "pack" else (there, here)
-            is_next = constant(ir.IntType(1), 1)
-            if crc is not None:
-                is_next = build.icmp_unsigned("==", build.load(taken, typ=BITS_64), start)
-            moved = build.select(is_next, _whole(build, row_bytes, lanes or _LANES), constant(BITS_64, 0))
-            _copy_vectors(build, ends, moved, crc, lanes or _LANES)
-            build.store(build.add(build.load(taken, typ=BITS_64), moved), taken)
-            with build.if_then(build.icmp_unsigned("<", moved, row_bytes), likely=False):
-                source, target = (build.element(end, moved, BITS_8) for end in ends)
-                build.copy_bytes(target, source, build.sub(row_bytes, moved))
+        row = _Row(*(build.read(build.element(entry, constant(BITS_64, at), BITS_64), BITS_64) for at in Column))
+        if quantisation is None:
+            _move_rows(written, row, way, lanes or _LANES)
+        else:
+            with build.if_else(build.icmp_signed("==", row.scales, constant(BITS_64, NO_SCALES))) as (plain, matrix):
+                with plain:
+                    _move_rows(written, row, way, lanes or _LANES)
+                with matrix:
+                    _quantise_rows(written, row, quantisation)
+    if quantisation is not None:
+        build.write(largest[0], quantisation.largest())
     # What was written past the caches is to be seen by whoever is told of it.
     build.fence("seq_cst")
-    take_up_to(nbytes)
-    return build.compiled(
-        constant(BITS_32, 0) if crc is None else crc.result(memory, build.load(taken, typ=BITS_64), nbytes)
+    return build.compiled(written.checksum(nbytes))
+
+
+class _Row(NamedTuple):
+    """A row of the table, as values of a function."""
+
+    offset: ir.Value
+    local: ir.Value
+    rows: ir.Value
+    row_bytes: ir.Value
+    stride: ir.Value
+    scales: ir.Value
+
+
+class _Written:
+    """The part of a function that keeps the checksum of the bucket's memory, if there is one to be kept."""
+
+    def __init__(self, build: Builder, memory: ir.Value, crc: Crc32 | None) -> None:
+        self.build, self.memory, self.crc = build, memory, crc
+        self.taken = build.variable(constant(BITS_64, 0))
+        """So many bytes of the memory are in the checksum."""
+
+    def take_up_to(self, end: ir.Value) -> None:
+        """Have in the checksum whole vectors of what was not taken on its way: gaps, codes, rows of odd sizes."""
+        if self.crc is not None:
+            taken = self.build.load(self.taken, typ=BITS_64)
+            self.build.store(self.crc.add_memory(self.memory, taken, end), self.taken)
+
+    def checksum(self, nbytes: ir.Value) -> ir.Value:
+        """The checksum of all of the memory; 0 if there is none."""
+        if self.crc is None:
+            return constant(BITS_32, 0)
+        self.take_up_to(nbytes)
+        return self.crc.result(self.memory, self.build.load(self.taken, typ=BITS_64), nbytes)
+
+
+def _move_rows(written: _Written, row: _Row, way: Way, lanes: int) -> None:
+    build, crc = written.build, written.crc
+    with build.loop(constant(BITS_64, 0), row.rows) as number:
+        start = build.add(row.offset, build.mul(number, row.row_bytes))
+        written.take_up_to(start)
+        here = build.inttoptr(build.add(row.local, build.mul(number, row.stride)), POINTER)
+        there = build.element(written.memory, start, BITS_8)
+        ends = (here, there) if way == "pack" else (there, here)
+        is_next = constant(ir.IntType(1), 1)
+        if crc is not None:
+            is_next = build.icmp_unsigned("==", build.load(written.taken, typ=BITS_64), start)
+        moved = build.select(is_next, _whole(build, row.row_bytes, lanes), constant(BITS_64, 0))
+        _copy_vectors(build, ends, moved, crc, lanes)
+        build.store(build.add(build.load(written.taken, typ=BITS_64), moved), written.taken)
+        with build.if_then(build.icmp_unsigned("<", moved, row.row_bytes), likely=False):
+            source, target = (build.element(end, moved, BITS_8) for end in ends)
+            build.copy_bytes(target, source, build.sub(row.row_bytes, moved))
+
+
+def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation) -> None:
+    """Write codes and scales of a matrix; codes are checksummed by rows of blocks, while a cache has them."""
+    build, zero, size = written.build, constant(BITS_64, 0), constant(BITS_64, BLOCK)
+    columns = row.row_bytes
+    blocks = build.udiv(build.add(columns, constant(BITS_64, BLOCK - 1)), size)
+    width = constant(BITS_64, quantisation.weight_bytes)
+    matrix = Matrix(
+        build.inttoptr(row.local, POINTER),
+        build.element(written.memory, row.offset, BITS_8),
+        build.element(written.memory, row.scales, BITS_8),
+        columns,
+        weight_stride=build.udiv(row.stride, width),
+        codes_stride=columns,
+        scales_stride=blocks,
     )
+    with build.loop(zero, row.rows, BLOCK) as top:
+        bottom = build.smaller(build.add(top, size), row.rows)
+        quantisation.row_of_blocks(matrix, (top, bottom))
+        written.take_up_to(build.add(row.offset, build.mul(bottom, columns)))
 
 
 def _whole(build: Builder, nbytes: ir.Value, lanes: int) -> ir.Value:

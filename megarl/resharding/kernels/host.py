@@ -5,7 +5,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 from megarl.resharding.kernels.block import Block
-from megarl.resharding.kernels.compiled_move import Way, move, move_with_checksum
+from megarl.resharding.kernels.compiled_move import Way, move, move_with_checksum, pack_and_quantise
 from megarl.resharding.kernels.crc32 import widest_lanes
 
 
@@ -13,9 +13,17 @@ def gather(block: Block, before: int | None) -> int | None:
     """See `megarl.resharding.kernels.gather`; the checksum is a CRC-32."""
     packed, local = block.conversions
     _copy(packed, local)
-    for each in block.quantised:
+    for each in block.in_torch:
         each.quantise()
-    return _move("pack", block, before)
+    if block.rule is None:
+        return _move("pack", block, before)
+    lanes = widest_lanes() if before is not None else 0
+    total, has_codes = pack_and_quantise(block.rows_to_pack, block.memory, block.rule, before or 0, lanes)
+    if not has_codes:
+        # Raises, with the names of the tensor and the block.
+        for each in block.quantised:
+            each.quantise()
+    return total if lanes else _checksum(block, before)
 
 
 def scatter(block: Block, before: int | None) -> int | None:
@@ -33,6 +41,10 @@ def _move(way: Way, block: Block, before: int | None) -> int | None:
     if before is not None and lanes:
         return move_with_checksum(way, block.rows, block.memory, before, lanes)
     move(way, block.rows, block.memory)
+    return _checksum(block, before)
+
+
+def _checksum(block: Block, before: int | None) -> int | None:
     return None if before is None else isal_zlib.crc32(block.memory.numpy(), before)
 
 

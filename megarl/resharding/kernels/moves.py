@@ -1,13 +1,21 @@
-"""The rows that lie in a bucket and in this rank's tensors, as numbers that machine code reads."""
+"""What machine code does between a bucket and this rank's tensors: rows that are moved, matrices that are quantised."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, auto
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 from megarl.resharding.kernels.planes import planes
+from megarl.resharding.kernels.quantised import Quantised
+
+_POWERS_OF_TWO = {FP8_BLOCK.name: False, FP8_BLOCK_UE8M0.name: True}
+"""The number formats that are known, and whether their scales are powers of two."""
+_WEIGHTS = (torch.bfloat16, torch.float32)
+NO_SCALES = -1
 
 
 class Column(IntEnum):
@@ -21,6 +29,18 @@ class Column(IntEnum):
     ROW_BYTES = auto()
     STRIDE_BYTES = auto()
     """From row to row of the tensor; in the bucket one follows the other."""
+    SCALES_BYTES = auto()
+    """From the start of the memory to the scales of a matrix that becomes codes, a byte each, or `NO_SCALES`."""
+
+
+class Rule(NamedTuple):
+    """How all matrices of a table become codes.
+
+    Example: `Rule(torch.bfloat16, power_of_two=False)`.
+    """
+
+    weights: torch.dtype
+    power_of_two: bool
 
 
 def is_known(dtype: torch.dtype, local: Tensor) -> bool:
@@ -30,6 +50,14 @@ def is_known(dtype: torch.dtype, local: Tensor) -> bool:
     """
     dimensions = zip(reversed(local.shape), reversed(local.stride()), strict=True)
     return local.is_cpu and dtype == local.dtype and next((stride for size, stride in dimensions if size > 1), 1) == 1
+
+
+def rule_of(matrix: Quantised) -> Rule | None:
+    """How machine code quantises a matrix; None if it does not: in another format or type, or with gaps in a row."""
+    power_of_two, local = _POWERS_OF_TWO.get(matrix.number_format.name), matrix.local
+    if power_of_two is None or not local.is_cpu or local.dtype not in _WEIGHTS or local.stride(1) != 1:
+        return None
+    return Rule(local.dtype, power_of_two)
 
 
 def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor]) -> np.ndarray:
@@ -45,7 +73,22 @@ def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tens
     return np.array(rows, np.int64).reshape(-1, len(Column))
 
 
-def _rows(start: int, packed: Tensor, local: Tensor) -> Iterator[tuple[int, int, int, int, int]]:
+def with_matrices(rows: np.ndarray, memory: Tensor, matrices: Sequence[Quantised]) -> np.ndarray:
+    """The table with matrices that become codes, whose rule is the same, in the order of the memory."""
+    start = memory.data_ptr()
+    own = np.array([_row(start, matrix) for matrix in matrices], np.int64).reshape(-1, len(Column))
+    every = np.concatenate([rows, own])
+    return every[np.argsort(every[:, Column.OFFSET_BYTES], kind="stable")]
+
+
+def _rows(start: int, packed: Tensor, local: Tensor) -> Iterator[tuple[int, ...]]:
     for plane in planes(local, packed):
         row_bytes, stride = plane.columns * plane.unit_bytes, plane.row_stride * plane.unit_bytes
-        yield plane.packed - start, plane.local, plane.rows, row_bytes, stride
+        yield plane.packed - start, plane.local, plane.rows, row_bytes, stride, NO_SCALES
+
+
+def _row(start: int, matrix: Quantised) -> tuple[int, ...]:
+    (rows, columns), local = matrix.codes.shape, matrix.local
+    stride = local.stride(0) * local.element_size()
+    scales = matrix.scales.data_ptr() - start
+    return matrix.codes.data_ptr() - start, local.data_ptr(), rows, columns, stride, scales

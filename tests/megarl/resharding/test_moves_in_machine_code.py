@@ -7,16 +7,20 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Box, block, boxes, elsewhere, in_all
+from kernel_cases import Box, Matrix, block, boxes, elsewhere, in_all, matrices
 
-from megarl.resharding.kernels import Block, gather, scatter
-from megarl.resharding.kernels.compiled_move import move, move_with_checksum
+from converters.number_formats import FP8_BLOCK
+from megarl.resharding.kernels import Block, gather, rule_of, scatter
+from megarl.resharding.kernels.compiled_move import move, move_with_checksum, pack_and_quantise
 from megarl.resharding.kernels.crc32 import known_lanes
 from megarl.resharding.kernels.moves import table_of_rows
 
 SEEDS = st.integers(0, 2**32 - 1)
 BYTES = Box((3, 1000), torch.uint8, torch.uint8, 0, 1, False)
 LANES = pytest.mark.parametrize("lanes", known_lanes())
+
+
+QUANTISED = Matrix((130, 136), torch.bfloat16, 1, FP8_BLOCK, 0.02)
 
 
 def contents(found: Block) -> bytes:
@@ -96,3 +100,31 @@ def test_a_tensor_in_another_type_is_converted_among_others():
     found = block([BYTES, box, BYTES], [], 1)
     assert gather(found, 0) == zlib.crc32(contents(found))
     assert torch.equal(found.packed[1].view(torch.int32), found.local[1].float().view(torch.int32))
+
+
+@LANES
+@given(st.lists(boxes(), max_size=2), st.lists(matrices, min_size=1, max_size=3), SEEDS, SEEDS)
+@example([BYTES], [QUANTISED, replace(QUANTISED, shape=(300, 640))], 0, 1)
+@settings(deadline=None)
+def test_matrices_become_codes_between_rows_that_are_moved(lanes, copied, quantised, seed, before):
+    found, expected = (block(copied, quantised, seed, padding=3) for _ in range(2))
+    assert found.rule is not None
+    for there, here in zip(*expected.conversions, strict=True):
+        there.copy_(here)
+    found.memory.copy_(expected.memory)
+    move("pack", expected.rows, expected.memory)
+    known = [rule_of(each) == expected.rule for each in expected.quantised]
+    for each, is_known in zip(expected.quantised, known, strict=True):
+        if is_known:
+            each.quantise()
+    largest = pack_and_quantise(found.rows_to_pack, found.memory, found.rule, before, lanes)
+    assert largest == (zlib.crc32(contents(expected), before), True)
+    assert torch.equal(found.memory, expected.memory)
+
+
+@pytest.mark.parametrize("before", [None, 5])
+def test_a_weight_without_a_code_is_named_in_a_table_of_several(before):
+    found = block([BYTES], [QUANTISED, replace(QUANTISED, shape=(300, 640))])
+    found.quantised[1].local[299, 200] = torch.nan
+    with pytest.raises(ValueError, match="matrix 1: block 2, 1 holds a weight that is NaN"):
+        gather(found, before)
