@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.engine_load import load_metrics
+from megarl.cluster.engine_load import load_metrics, work_metrics
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts
@@ -58,6 +58,8 @@ class SharedByEngines:
     router: Router
     number_format: NumberFormat | None = None
     """The one in which they hold the weights, if not as these are trained."""
+    recomputed: list[int] = field(default_factory=list)
+    """Tokens in flight that one computed anew as its prefix cache was reset, in this step."""
 
 
 class Engines:
@@ -182,8 +184,8 @@ class Engines:
         self._tell(Engine.resume)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed for earlier prompts."""
-        self._tell(Engine.reset_prefix_cache)
+        """Forget what was computed before, also of what is in flight."""
+        self._shared.recomputed.extend(self._tell(Engine.reset_prefix_cache))
 
     def sleep(self) -> None:
         """Let the engines give the memory of weights and KV cache back; requests go on when they are awake."""
@@ -265,9 +267,9 @@ class Engines:
     def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
         return Engines(list(handles), self._shared)
 
-    def _tell(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
+    def _tell(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of the engines that are up."""
-        self._answers([handle for handle in self.handles if handle.is_up], method, *arguments)
+        return self._answers([handle for handle in self.handles if handle.is_up], method, *arguments)
 
     def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of these; the results of those that do not die."""
@@ -376,11 +378,10 @@ class EngineGroup(Engines):
         """Metrics of engines that died, or of what they had to sample, since the last step."""
         now_s = time.monotonic()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
-        idle_s = [handle.take_idle_s() for handle in self.handles]
         return {
             **self._restarts.end_step(),
             **load_metrics(self.handles),
-            "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
+            **work_metrics(self.handles, self._shared.recomputed, seconds),
             "engines/tokens_moved": float(self._router.take_moved()),
         }
 

@@ -19,7 +19,19 @@ def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
     return {
         "engines/running": sum(each.running for each in said) / len(said),
         "engines/waiting": max(each.waiting for each in said),
+        "engines/tokens_preempted": float(sum(each.preempted for each in said)),
         **({"engines/kv_used": max(used)} if used else {}),
+    }
+
+
+def work_metrics(handles: Sequence[EngineHandle], recomputed: list[int], seconds: float) -> dict[str, float]:
+    """How busy engines were in the last `seconds`, and the tokens that are `recomputed`: it is empty then."""
+    idle_s = [handle.take_idle_s() for handle in handles]
+    tokens = sum(recomputed)
+    recomputed.clear()
+    return {
+        "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
+        "engines/tokens_recomputed": float(tokens),
     }
 
 

@@ -7,7 +7,7 @@ class Loads:
     """Puts the load after each of some steps together."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps = self._preempted = 0
         self._running = self._waiting = 0.0
         self._kv_used: float | None = None
 
@@ -16,9 +16,12 @@ class Loads:
         self._steps += 1
         self._running += load.running
         self._waiting = max(self._waiting, load.waiting)
+        self._preempted += load.preempted
         if load.kv_used is not None:
             self._kv_used = max(self._kv_used or 0.0, load.kv_used)
 
     def together(self) -> Load | None:
         """The load of these steps; None if there was none."""
-        return Load(self._running / self._steps, self._waiting, self._kv_used) if self._steps else None
+        if not self._steps:
+            return None
+        return Load(self._running / self._steps, self._waiting, self._kv_used, self._preempted)

@@ -159,9 +159,10 @@ class OwnedEngine(ABC):
         return self._version
 
     @by_owner
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> int:
         """See `Generator.reset_prefix_cache`."""
         self._forget()
+        return tokens_of(self._samples())
 
     def close(self) -> None:
         """See `Generator.close`."""

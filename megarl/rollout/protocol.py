@@ -114,7 +114,7 @@ class Progress:
 class Load:
     """The work that an engine has after a step, or after each of some steps.
 
-    Example: Load(running=51.5, waiting=12, kv_used=0.93)
+    Example: Load(running=51.5, waiting=12, kv_used=1.0, preempted=3210)
     """
 
     running: float
@@ -124,6 +124,9 @@ class Load:
     kv_used: float | None
     """Share of its room for keys and values that is in use; of several steps the most. None where there is no room set
     apart for them."""
+    preempted: int
+    """Tokens that it computes again, since it took the room for keys and values of their samples for others; of several
+    steps the sum."""
 
 
 class Generator(Protocol):
@@ -180,8 +183,8 @@ class Generator(Protocol):
     def version(self) -> int:
         """The version of the weights that are served: 0 are those of the model's folder, -1 are none."""
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values."""
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached keys and values. Returns the tokens of samples in flight that it computes anew."""
 
     def close(self) -> None:
         """Free everything; unfinished `generate` calls raise EngineDiedError."""

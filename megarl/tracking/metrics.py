@@ -210,6 +210,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("engines/tokens_moved", "tokens", "what was computed again since its engine died or slept"),
     Metric(
+        "engines/tokens_preempted",
+        "tokens",
+        "what engines computed again since room for keys and values ran out, and none was left of it in prefix caches",
+    ),
+    Metric("engines/tokens_recomputed", "tokens", "what they computed again of responses in flight behind evaluations"),
+    Metric(
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"
     ),
     Metric("throughput/trainer_idle", "", "share of the step in which the loop waited for responses and their rewards"),

@@ -113,7 +113,8 @@ class TransformersEngine(OwnedEngine):
         self._batches.step(self._version)
 
     def _load_after_step(self) -> Load | None:
-        return Load(*self._batches.counts(), kv_used=None)
+        # Who has begun ends first.
+        return Load(*self._batches.counts(), kv_used=None, preempted=0)
 
     def _samples(self) -> Iterable[SampleInFlight]:
         return self._batches.samples()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from megarl.rollout.protocol import EngineMemory, Load
+from megarl.rollout.vllm.preemptions import Preemptions
 
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""
@@ -66,6 +67,7 @@ class InProcessCore:
         self._llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._client = self._llm_engine.engine_core
         self._scheduler = self._client.engine_core.scheduler
+        self._preemptions = Preemptions(self._scheduler)
         self.processor = self._llm_engine.input_processor
 
     def supported_tasks(self) -> Sequence[str]:
@@ -88,7 +90,7 @@ class InProcessCore:
     def load(self) -> Load | None:
         """See `Core.load`."""
         running, waiting = self._scheduler.get_request_counts()
-        return Load(running, waiting, self._scheduler.get_kv_cache_usage())
+        return Load(running, waiting, self._scheduler.get_kv_cache_usage(), self._preemptions.take())
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""
@@ -99,6 +101,7 @@ class InProcessCore:
 
     def forget(self) -> bool:
         """See `Core.forget`."""
+        self._preemptions.forget()
         return self._client.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:

@@ -82,7 +82,7 @@ class EchoEngine:
         return [0, 0]
 
     def load(self):
-        return SimpleNamespace(running=1.5, waiting=3, kv_used=None)
+        return SimpleNamespace(running=1.5, waiting=3, kv_used=None, preempted=40)
 
     def submit(self, requests):
         with self._changed:
@@ -137,6 +137,7 @@ class EchoEngine:
 
     def reset_prefix_cache(self):
         pass_by("reset_prefix_cache")
+        return 0
 
     def commit_update(self, version, kv):
         pass_by("commit_update")

@@ -13,6 +13,8 @@ from megarl.rollout.protocol import Event, Progress
 
 PROMPTS = 2
 """Draws of a batch: the first token of a prompt is its draw."""
+FORGOTTEN = 23
+"""Tokens that it says to compute again as all that it had computed is forgotten."""
 TOLD = 4
 """Tokens of each sample that it tells of, each time it is asked."""
 
@@ -108,7 +110,10 @@ class LastingEngine(PatientEngine):
             self._left.pop(number, None)
 
     def reset_prefix_cache(self):
-        pass
+        return FORGOTTEN
+
+    def load(self):
+        return None
 
     def commit_update(self, version, kv):
         super().commit_update(version, kv)

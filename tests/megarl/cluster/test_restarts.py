@@ -149,6 +149,8 @@ def check_a_death_in_a_rollout(engines, script, capsys):
     assert metrics["engines/seconds_down"] > 0
     assert 0 < metrics["throughput/engines_idle"] < 1
     assert (metrics["engines/running"], metrics["engines/waiting"]) == (1.5, 3)
+    assert metrics["engines/tokens_preempted"] % 40 == 0
+    assert metrics["engines/tokens_preempted"] > 0
     assert "engines/kv_used" not in metrics
     # Prompts of one token, of the requests that it left.
     assert 0 < metrics["engines/tokens_moved"] <= len(REQUESTS)
