@@ -142,7 +142,8 @@ class Rollouts:
         with self._changed:
             self._admit()
         while not self._is_decided():
-            self._by.turns.give_to(self._by.engines)
+            if not self._next_are(self._sampled):
+                self._by.turns.give_to(self._by.engines)
             with clock.stage("rollout"):
                 self._wait(lambda: self._is_decided() or self._next_are(self._sampled))
             with clock.stage("reward"):
@@ -347,7 +348,7 @@ class Rollouts:
     def _judge(self) -> None:
         """Let the reward model, if there is one, add its scores to those of the functions."""
         with self._changed:
-            groups, self._unjudged = list(self._unjudged.values()), {}
+            groups = [self._unjudged.pop(each) for each in self._to_judge()]
         if self._by.reward_model is None or not groups:
             return
         self._by.turns.give_to(self._by.reward_model)
@@ -355,6 +356,13 @@ class Rollouts:
         with self._changed:
             for group in scored:
                 self._settle(group)
+
+    def _to_judge(self) -> list[int]:
+        """The ordinals of groups that the reward model scores now, in the order of their draws."""
+        # How far the engines are ahead is of the clock. With `wait` it must decide neither which version samples the
+        # draw that takes a dropped one's place, nor what is scored together, which rounds otherwise.
+        until = self._config.loop.prompts_per_step if self._config.schedule.in_flight == "wait" else None
+        return [each for each in islice(self._schedule.untaken, until) if each in self._unjudged]
 
     def _settle(self, group: PromptGroup) -> None:
         """Keep a group for a batch, or let the next draw take its slot if it teaches nothing."""

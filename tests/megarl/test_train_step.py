@@ -73,10 +73,29 @@ class Answers:
             yield [Turn.of(request.prompt_token_ids, (one,), (-0.1,), (self.version(),), "stop") for (one,) in tokens]
 
 
+class Holding(Answers):
+    """Answers some prompts only when it may."""
+
+    def __init__(self, *texts: str, held: Sequence[int]) -> None:
+        super().__init__(*texts)
+        self.held = held
+        self.released = Event()
+
+    def answer(self, answers: Sequence[tuple[SimpleNamespace, list[Turn]]]) -> None:
+        late = [each for each in answers if each[0].request.prompt_token_ids[0] in self.held]
+        super().answer([each for each in answers if each not in late])
+        assert self.released.wait(60)
+        super().answer(late)
+
+
 class TenTimesTheToken:
     """A reward model: ten times the digit that a response is."""
 
+    def __init__(self) -> None:
+        self.together: list[list[int]] = []
+
     def scores(self, batch):
+        self.together.append(opened_values(batch.tokens).tolist())
         last = opened_values(batch.tokens)[batch.lengths.cumsum() - 1].tolist()
         return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])
 
@@ -227,6 +246,15 @@ def test_the_engines_turn_ends_with_the_batch_or_with_all_that_has_to_end(scorer
         assert turns.given == []
         assert job.rollouts.metrics()["schedule/groups_in_flight"] == 2
         job.engines.answering.set()
+
+
+def test_engines_that_have_answered_all_of_a_batch_get_no_turn_before_the_reward_model(scorer) -> None:
+    ahead, turns, model = ScheduleConfig(max_staleness=1), InTurns(), TenTimesTheToken()
+    job = job_of(scorer, Answers(*["01"] * 10), reward_model=model, prompts_per_step=2, schedule=ahead, turns=turns)
+    sample(job, Clock())
+    turns.given.clear()
+    assert [group.ordinal for group in sample(job, Clock()).groups] == [2, 3]
+    assert turns.given[0] == model
 
 
 def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_anew(scorer, tmp_path) -> None:
@@ -382,6 +410,30 @@ def test_a_batch_tells_of_what_was_dropped_among_it_however_early_that_was(score
     assert [group.ordinal for group in taken.sampled] == [4, 5, 6]
     assert [group.ordinal for group in taken.groups] == [5, 6]
     assert dropped == [1, 0]
+
+
+@pytest.mark.parametrize("algorithm", [{"dynamic_sampling": True, "filter_on": "reward"}, {}])
+def test_how_far_engines_are_ahead_changes_nothing_that_a_reward_model_scores_or_drops(scorer, algorithm) -> None:
+    def run(held):
+        engines, model = Holding(*DROPS_THE_FIFTH, held=held), TenTimesTheToken()
+        ahead = ScheduleConfig(max_staleness=2)
+        job = job_of(scorer, engines, reward_model=model, prompts_per_step=2, schedule=ahead, **algorithm)
+        job.config.loop.steps = 4
+        first = []
+        taking = Thread(target=lambda: first.append(job.rollouts.take(Clock())))
+        taking.start()
+        if 0 in held:
+            assert eventually(lambda: {2, 3, 4, 5} <= job.rollouts._unjudged.keys())
+            engines.released.set()
+        taking.join(60)
+        engines.released.set()
+        job.rollouts.hold()
+        job.rollouts.release()
+        return [*first, *(sample(job, Clock()) for _ in range(3))], model.together
+
+    far, near = run([0, 1]), run([2, 3, 4, 5])
+    assert far == near
+    assert [each.ordinal for each in far[0][2].sampled] == [4, 5, 6] if algorithm else [4, 5]
 
 
 def test_groups_that_were_dropped_before_a_checkpoint_are_told_of_by_the_batch_behind_them(scorer, tmp_path) -> None:
