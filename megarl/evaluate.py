@@ -1,19 +1,58 @@
 """How good a HuggingFace folder is: an engine that loads it afresh, responses, the reward function."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from converters.errors import UserError
-from megarl.data import load_prompts
-from megarl.models.policy import read_model
+from megarl.cluster.engine_group import EngineGroup
+from megarl.data import Prompt, PromptGroup, Turn, load_prompts
+from megarl.models.policy import Model, read_model
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
 from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
 from megarl.stages.evaluate import evaluate
+from megarl.stages.rollout import rollout, sampling_parameters
 
 
-def evaluate_model(config: MegarlConfig) -> dict[str, float]:
-    """Metrics of `config.model` on `config.data.eval_files`; see `megarl.stages.evaluate`."""
+@dataclass(frozen=True)
+class FreshEngines:
+    """Engines that have loaded a HuggingFace folder, and the prompts of `config.data.eval_files` to ask them."""
+
+    config: MegarlConfig
+    model: Model
+    prompts: list[Prompt]
+    scorer: Scorer
+    engines: EngineGroup
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of their answers; see `megarl.stages.evaluate`."""
+        with phase(f"answering {len(self.prompts)} prompts"):
+            return evaluate(
+                self.engines,
+                self.prompts,
+                self.scorer,
+                self.model.tokenizer,
+                max_tokens=self.config.rollout.max_response_tokens,
+                stop_token_ids=self.model.stop_token_ids,
+                samples=self.config.loop.eval_samples,
+                temperature=self.config.loop.eval_temperature,
+                seed=self.config.loop.seed,
+            )
+
+    def sample(self) -> list[tuple[list[int], Turn]]:
+        """The tokens of each prompt and a response to it, sampled as the rollouts of `config` are."""
+        drawn = [PromptGroup(prompt, place) for place, prompt in enumerate(self.prompts)]
+        one = replace(self.config, loop=replace(self.config.loop, samples_per_prompt=1))
+        sampling = sampling_parameters(one, self.model.stop_token_ids, range(len(drawn)))
+        groups = rollout(self.engines, drawn, sampling)
+        return [(group.prompt.token_ids, group.trajectories[0].turns[0]) for group in groups]
+
+
+@contextmanager
+def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
+    """Start engines that load `config.model` from its folder; they end with the context."""
     if config.model.megatron_checkpoint:
         raise UserError(
             f"model.megatron_checkpoint={config.model.megatron_checkpoint} cannot be evaluated as it is: engines read"
@@ -28,15 +67,10 @@ def evaluate_model(config: MegarlConfig) -> dict[str, float]:
         processes = stack.enter_context(open_processes(config, {}, engines=True))
         with phase("starting the engines"):
             engines = processes.engines_with(model)
-        stack.enter_context(phase(f"answering {len(prompts)} prompts"))
-        return evaluate(
-            engines,
-            prompts,
-            scorer,
-            model.tokenizer,
-            max_tokens=config.rollout.max_response_tokens,
-            stop_token_ids=model.stop_token_ids,
-            samples=config.loop.eval_samples,
-            temperature=config.loop.eval_temperature,
-            seed=config.loop.seed,
-        )
+        yield FreshEngines(config, model, prompts, scorer, engines)
+
+
+def evaluate_model(config: MegarlConfig) -> dict[str, float]:
+    """Metrics of `config.model` on `config.data.eval_files`; see `megarl.stages.evaluate`."""
+    with fresh_engines(config) as fresh:
+        return fresh.evaluate()

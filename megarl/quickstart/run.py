@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from converters.number_formats import AS_TRAINED, number_format
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.validate import validate
-from megarl.evaluate import evaluate_model
+from megarl.evaluate import fresh_engines
 from megarl.output.lock import LOCK, sole_writer
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
+from megarl.quickstart.gaps import log_prob_gaps
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
 from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
@@ -71,9 +73,21 @@ def _run(options: argparse.Namespace, output: Path) -> int:
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             validate(job, "train")
             run_to_its_end(train, job)
-        with _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"):
-            confirmed = evaluate_model(_check_config(job, output))["eval/accuracy"]
-    return _report(console, job, output, confirmed, seconds)
+        with (
+            _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"),
+            fresh_engines(_check_config(job, output)) as fresh,
+        ):
+            confirmed = fresh.evaluate()["eval/accuracy"]
+            sampled = {} if job.rollout.weights == AS_TRAINED else {job.rollout.weights: fresh.sample()}
+        gaps = {}
+        if sampled:
+            with _phase(console, seconds, "gaps", f"one that holds it in {job.model.dtype}, and the trainer"):
+                plain = _check_config(job, output)
+                plain.rollout.weights = AS_TRAINED
+                with fresh_engines(replace(plain, output_dir=str(output / "gaps"))) as fresh:
+                    sampled[job.model.dtype] = fresh.sample()
+                gaps = log_prob_gaps(replace(job, output_dir=str(output / "gaps")), output / EXPORT, sampled)
+    return _report(console, job, output, confirmed, gaps, seconds)
 
 
 def _prepare(output: Path) -> None:
@@ -152,6 +166,7 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
         f"data.eval_files=['{job.data.eval_files[0]}']",
         f"output_dir='{output / 'check'}'",
         f"rollout.max_response_tokens={job.rollout.max_response_tokens}",
+        f"rollout.temperature={job.rollout.temperature}",
         f"reward.function={job.reward.function}",
     ]
     check = compose("eval", overrides)
@@ -162,7 +177,14 @@ def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
     return check
 
 
-def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float, seconds: Mapping[str, float]) -> int:
+def _report(
+    console: Console,
+    job: MegarlConfig,
+    output: Path,
+    confirmed: float,
+    gaps: Mapping[str, float],
+    seconds: Mapping[str, float],
+) -> int:
     history = read_history(output)
     accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
     is_exact = not device.gpus() and job.rollout.weights == AS_TRAINED
@@ -174,6 +196,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         _largest_difference(job): max(
             line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
         ),
+        **{f"mean log-prob gap of the export, {held_in} - trainer": gap for held_in, gap in gaps.items()},
         "path of the weights into the engine": _refit_path(history),
         **{f"seconds: {phase}": value for phase, value in seconds.items()},
     }
@@ -184,6 +207,7 @@ def _report(console: Console, job: MegarlConfig, output: Path, confirmed: float,
         "export_confirmed": agrees,
         "steps": job.loop.steps,
         "refit_path": _refit_path(history),
+        **({"log_prob_gaps": dict(gaps)} if gaps else {}),
         "seconds_per_phase": dict(seconds),
         "seconds_per_stage": _stage_seconds(history),
     }

@@ -6,11 +6,13 @@ from itertools import chain, cycle, islice
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.engine_group import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
+from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing import RaggedBatch
@@ -47,14 +49,7 @@ class LogProbCheck:
         asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]
         # Each rank has some of them, also where an engine has died.
         asked = list(islice(cycle(asked), max(len(asked), ranks)))
-        answers = [prompt + here(turn.token_ids).tolist() for prompt, turn in asked]
-        lengths = [len(answer) for answer in answers]
-        batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
-        scored = opened_values(trainer.log_probs(batch, temperature=1.0)).split(lengths)
-        difference = max(
-            (own[len(prompt) :] - torch.tensor(here(turn.log_probs))).abs().mean().item()
-            for (prompt, turn), own in zip(asked, scored, strict=True)
-        )
+        difference = max(each.mean().item() for each in log_prob_differences(trainer, asked, temperature=1.0))
         if not difference <= self.tolerance:
             raise LogProbMismatchError(
                 f"after a refit the log-probabilities of engine and trainer differ by {difference:.4f} nats in the "
@@ -62,3 +57,20 @@ class LogProbCheck:
                 "trainer's weights"
             )
         return {"refit/log_prob_difference": difference}
+
+
+def log_prob_differences(
+    trainer: TrainerGroup, answered: Sequence[tuple[list[int], Turn]], *, temperature: float
+) -> list[Tensor]:
+    """|engine - trainer| of the log-probs of the tokens of each turn, which follows the tokens before it.
+
+    There is a turn for each data-parallel rank at least.
+    """
+    answers = [before + here(turn.token_ids).tolist() for before, turn in answered]
+    lengths = [len(answer) for answer in answers]
+    batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
+    scored = opened_values(trainer.log_probs(batch, temperature=temperature)).split(lengths)
+    return [
+        (own[len(before) :] - torch.tensor(here(turn.log_probs))).abs()
+        for (before, turn), own in zip(answered, scored, strict=True)
+    ]

@@ -1,0 +1,32 @@
+"""How far fresh engines and the trainer are apart on the exported weights, by what the engines hold these in."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megarl.cluster.roles import POLICY
+from megarl.config.megatron import megatron_options
+from megarl.data import Turn
+from megarl.refit.log_prob_check import log_prob_differences
+from megarl.run.opening import open_processes
+from megarl.schema import MegarlConfig
+
+
+def log_prob_gaps(
+    job: MegarlConfig, export: Path, sampled: Mapping[str, Sequence[tuple[list[int], Turn]]]
+) -> dict[str, float]:
+    """Mean |engine - trainer| of the log-probs of sampled tokens, in nats, by what the engine holds its weights in.
+
+    The trainer is cut as that of `job`, and computes with the weights of `export`, as the engines did that `sampled`.
+    """
+    options = megatron_options(job)
+    with open_processes(job, {POLICY: options}, engines=False) as processes:
+        trainer = processes.trainer(options)
+        trainer.start()
+        trainer.build_frozen(export)
+        differences = {
+            held_in: log_prob_differences(trainer, answered, temperature=job.rollout.temperature)
+            for held_in, answered in sampled.items()
+        }
+    return {held_in: torch.cat(each).mean().item() for held_in, each in differences.items()}
