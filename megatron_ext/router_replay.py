@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -33,7 +34,7 @@ class RecordedChoice(RouterReplay):
         super().__init__()
         # Of all routers of the process, in the order in which they were made: models and chunks are mixed up in it.
         RouterReplay.global_router_replay_instances.remove(self)
-        self.counts: Tensor | None = None
+        self.followed: list[Tensor] = []
 
     def aim(self, experts: Tensor | None) -> None:
         """Send the next micro-batch to `experts` long[tokens, topk], -1 for a token without a record."""
@@ -61,10 +62,10 @@ class RecordedChoice(RouterReplay):
         return scores.gather(1, experts), experts
 
     def _count(self, recorded: Tensor, own: Tensor) -> None:
+        """Note of each token of a micro-batch whether its record was followed, and whether that changed its experts."""
         is_recorded = recorded[:, 0] >= 0
         differs = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & is_recorded
-        counts = torch.stack([is_recorded.sum(), differs.sum()])
-        self.counts = counts if self.counts is None else self.counts + counts
+        self.followed.append(is_recorded.to(torch.uint8) + differs)
 
 
 @contextmanager
@@ -100,16 +101,35 @@ def aim(chunk: torch.nn.Module, own: Part) -> None:
 
 
 def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:
-    """int64[2]: how many recorded choices of a token in a layer the routers followed, and how many were not theirs.
+    """int64[4]: how many recorded choices of a token in a layer the routers followed, and how many were not theirs; how
+    many tokens had such a record, and how many of them one that was not the routers'.
 
-    They are those of this rank's passes with a gradient since the last call.
+    They are those of this rank's passes with a gradient since the last call. Collective: tokens are counted by the last
+    of the pipeline stages, for all of them.
     """
-    counts = torch.zeros(2, dtype=torch.int64, device=on)
+    of_routers = [torch.cat(choice.followed) for choice in _choices(chunks) if choice.followed]
     for choice in _choices(chunks):
-        if choice.counts is not None:
-            counts += choice.counts
-            choice.counts = None
-    return counts
+        choice.followed.clear()
+    # Routers see the same tokens in the same order; a stage without any does not know how many.
+    followed = torch.stack(of_routers) if of_routers else torch.zeros(1, 0, dtype=torch.uint8, device=on)
+    of_tokens = _over_stages(followed.amax(0))
+    is_counted = parallel_state.is_pipeline_last_stage()
+    return torch.stack(
+        [
+            *((followed > 0).sum(), (followed > 1).sum()),
+            *((of_tokens > 0).sum() * is_counted, (of_tokens > 1).sum() * is_counted),
+        ]
+    )
+
+
+def _over_stages(of_tokens: Tensor) -> Tensor:
+    """The largest value of each token over the pipeline stages."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    size = torch.tensor(len(of_tokens), device=of_tokens.device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=stages)
+    largest = torch.nn.functional.pad(of_tokens, (0, int(size) - len(of_tokens)))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=stages)
+    return largest
 
 
 def routing_of(config: TransformerConfig) -> Routing:

@@ -165,6 +165,10 @@ def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
 
 
 def replay_metrics(replayed: Tensor) -> dict[str, float]:
-    """Metrics of `replayed` int64[2], the choices of experts that were replayed, and those that were changed so."""
-    choices, changed = replayed.tolist()
-    return {"experts/changed_by_replay": changed / choices} if choices else {}
+    """Metrics of `replayed` int64[4]: choices of experts that were replayed and those that were changed so, and tokens
+    with such choices and those of which any was changed.
+    """
+    choices, changed, tokens, changed_tokens = replayed.tolist()
+    if not choices:
+        return {}
+    return {"experts/changed_by_replay": changed / choices, "experts/tokens_changed_by_replay": changed_tokens / tokens}

@@ -102,6 +102,7 @@ METRICS: tuple[Metric, ...] = (
         "share of the engine's choices, each of a token in a layer, in the place of which the trainer's router would "
         "have chosen other experts; with algorithm.router_replay=rollout",
     ),
+    Metric("experts/tokens_changed_by_replay", "", "share of the replayed tokens with such a choice in any layer"),
     Metric(
         "experts/gap_replayed",
         "nats",

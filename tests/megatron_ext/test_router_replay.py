@@ -22,7 +22,7 @@ from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.routed_experts import Routing
-from megatron_ext.router_replay import RecordedChoice, replaying
+from megatron_ext.router_replay import RecordedChoice, replaying, take_counts
 
 LENGTHS = (8, 4, 12, 6)
 ROUTING = Routing(layers=3, topk=2, experts=8)
@@ -122,7 +122,8 @@ def test_a_router_that_replays_its_own_choice_changes_no_bit(expected: dict[str,
         assert all(torch.equal(log_probs, replayed["log_probs"][i]) for i, log_probs in own["log_probs"].items()), name
         assert replayed["norm"] == own["norm"]
         assert torch.equal(replayed["load"], own["load"])
-    assert expected["own replayed"]["replayed"].tolist() == [(sum(LENGTHS) - len(LENGTHS)) * ROUTING.layers, 0]
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    assert expected["own replayed"]["replayed"].tolist() == [tokens * ROUTING.layers, 0, tokens, 0]
 
 
 def test_tokens_go_to_the_experts_of_their_records_and_the_last_ones_where_they_would(expected: dict[str, Any]) -> None:
@@ -134,9 +135,10 @@ def test_tokens_go_to_the_experts_of_their_records_and_the_last_ones_where_they_
         by_the_router = others["load"][1 + layer] - of_records
         assert int(by_the_router.min()) >= 0
         assert int(by_the_router.sum()) == ROUTING.topk * len(LENGTHS)
-    replayed, changed = others["replayed"].tolist()
-    assert replayed == int(recorded.sum()) * ROUTING.layers
+    replayed, changed, tokens, changed_tokens = others["replayed"].tolist()
+    assert (replayed, tokens) == (int(recorded.sum()) * ROUTING.layers, int(recorded.sum()))
     assert 0.5 * replayed < changed < replayed
+    assert changed / ROUTING.layers < changed_tokens <= tokens
     gaps = [(others["log_probs"][i] - expected["own"]["log_probs"][i]).abs().max() for i in range(len(LENGTHS))]
     assert min(gaps) > 1e-3
     assert all(
@@ -212,13 +214,56 @@ def test_the_weights_of_replayed_experts_are_the_routers_and_learn(sigmoid: bool
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
 
 
+def chunk_with(*choices: RecordedChoice) -> Any:
+    routers = [SimpleNamespace(router_replay=choice) for choice in choices]
+    layers = [SimpleNamespace(mlp=SimpleNamespace(router=router)) for router in routers]
+    return SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+
+
+OWN, SWAPPED, ONE_OTHER, OTHERS, NOTHING = [0, 1], [1, 0], [0, 2], [2, 3], [-1, -1]
+FOLLOWED = (
+    ([SWAPPED, ONE_OTHER, NOTHING], [OWN, OWN]),
+    ([OWN, OWN, NOTHING], [OWN, OWN]),
+    ([OWN, OTHERS, NOTHING], [OWN, ONE_OTHER]),
+)
+"""By router and micro-batch the records of tokens; each router would choose 0 and 1 of 4 experts."""
+
+
+def counts_of_a_stage(rank: int, _sizes: ParallelSizes, routers_of_stages: list[list[int]]) -> list[int]:
+    choices = [RecordedChoice() for _ in routers_of_stages[rank]]
+    for router, choice in zip(routers_of_stages[rank], choices, strict=True):
+        for records in FOLLOWED[router]:
+            choice.aim(torch.tensor(records))
+            scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).expand(len(records), -1).clone().requires_grad_()
+            choice.get_replay_topk(scores, 2, default_compute_topk=lambda scores, topk, *_: scores.topk(topk))
+    chunk = chunk_with(*choices)
+    counts = take_counts([chunk], torch.device("cpu"))
+    assert not any(choice.followed for choice in choices)
+    return counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("routers_of_stages", "expected"),
+    [
+        # Of five tokens four have records: the second has other experts in the first and the third layer, the fifth in
+        # the third.
+        ([[0, 1], [2]], [12, 3, 4, 2]),
+        ([[0, 1], []], [8, 1, 4, 1]),
+        ([[], [2]], [4, 2, 4, 2]),
+    ],
+    ids=["both", "the first alone", "the last alone"],
+)
+def test_a_token_that_any_stage_sends_elsewhere_is_counted_once(
+    routers_of_stages: list[list[int]], expected: list[int]
+) -> None:
+    sizes = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+    of_ranks = run_ranks(counts_of_a_stage, sizes, routers_of_stages)
+    assert [sum(counts) for counts in zip(*of_ranks, strict=True)] == expected
+
+
 def test_a_record_that_no_router_asked_for_is_no_silence() -> None:
     router = RecordedChoice()
-    chunk = SimpleNamespace(
-        decoder=SimpleNamespace(
-            layers=[SimpleNamespace(mlp=SimpleNamespace(router=SimpleNamespace(router_replay=router)))]
-        )
-    )
+    chunk = chunk_with(router)
     with pytest.raises(RuntimeError, match="left 1 micro-batches"), replaying([chunk]):
         router.aim(torch.zeros(3, 2, dtype=torch.long))
     with replaying([chunk]):

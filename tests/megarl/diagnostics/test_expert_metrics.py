@@ -3,7 +3,7 @@
 import torch
 from known_metrics import is_known
 
-from megarl.diagnostics import expert_metrics
+from megarl.diagnostics import expert_metrics, replay_metrics
 from megarl.tracking import Histogram
 
 
@@ -23,3 +23,10 @@ def test_load_and_imbalance_by_hand() -> None:
 
 def test_without_experts_there_is_nothing_to_say() -> None:
     assert expert_metrics(torch.zeros(3, 4, dtype=torch.int64)) == {}
+
+
+def test_replayed_choices_and_the_tokens_that_have_one_that_was_changed() -> None:
+    # Four tokens in three layers: one was changed in two of them, one in one.
+    shares = {"experts/changed_by_replay": 0.25, "experts/tokens_changed_by_replay": 0.5}
+    assert replay_metrics(torch.tensor([12, 3, 4, 2])) == shares
+    assert replay_metrics(torch.zeros(4, dtype=torch.int64)) == {}
