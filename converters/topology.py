@@ -52,6 +52,14 @@ class Topology:
         )
 
     @classmethod
+    def in_a_row(cls, source_ranks: int, destination_ranks: int, gpus_per_node: int) -> "Topology":
+        """A GPU for every rank, the source's first; a node may have ranks of both."""
+        source, destination = range(source_ranks), range(source_ranks, source_ranks + destination_ranks)
+        return cls(
+            [gpu // gpus_per_node for gpu in source], source, [gpu // gpus_per_node for gpu in destination], destination
+        )
+
+    @classmethod
     def colocated(cls, source_ranks: int, destination_ranks: int, gpus_per_node: int) -> "Topology":
         """Source rank i and destination rank i both on GPU i."""
         source, destination = range(source_ranks), range(destination_ranks)

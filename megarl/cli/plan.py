@@ -10,11 +10,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.cli import outcome, plan_recipe, plan_step
+from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
+from megarl.cli.plan_cluster import described_cluster
 from megarl.planning.amounts import read_bytes, say_seconds
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from megarl.planning.cluster import Cluster
     from megarl.planning.forecast import Forecast
     from megarl.planning.refit import PlannedRefit
     from megarl.planning.step.prediction import StepPrediction
@@ -34,17 +34,11 @@ EXAMPLES = """examples:
       --device H200 --engine-ep 32 --engine-dtype fp8 --replicas 4 --plot plan.png
   megarl plan --config-name grpo_deepseek_v3 --model deepseek_v3 --engine-dtype fp8
   megarl plan --model qwen3_235b --gpus 128 --device H200 --search --colocated --max-response-tokens 8192
+  megarl plan --model config.json --tp 2 --ep 2 --pp 2 --engine-tp 2 --cores 2 --pack-gbyte 22 --unpack-gbyte 24 \\
+      --message-us 250 --bucket-bytes 8MB
   megarl plan --model Qwen3-30B-A3B --gpus 16 --tp 2 --ep 8 --etp 1 --engine-tp 4 --replicas 4 --colocated --json
 """
 TAKES_OVERRIDES = True
-_CLUSTER = (
-    ("--gpus-per-node", "gpus_per_node", int, None, "GPUs of a node, or that NVLink joins (by the device)"),
-    ("--nic-gbit", "nic_gbit_per_s", float, 400.0, "network of one GPU, each way, in Gbit/s"),
-    ("--nvlink-gbyte", "nvlink_gbyte_per_s", float, None, "NVLink of one GPU, each way, in GB/s (by the device)"),
-    ("--memory-gbyte", "memory_gbyte_per_s", float, None, "memory of one GPU, in GB/s (by the device)"),
-    ("--nodes", "nodes", int, None, "nodes that there are (default: as many as it takes)"),
-)
-"""Option, field of `Cluster`, type, default, help."""
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 120
 
@@ -77,21 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engines.add_argument(
         "--engine-model", metavar="NAME", help="what the engines have loaded, if it is another file than --model"
     )
-    cluster = parser.add_argument_group("cluster")
-    for name, field, kind, default, text in _CLUSTER:
-        cluster.add_argument(
-            name,
-            dest=field,
-            type=kind,
-            default=default,
-            metavar="N",
-            help=text + (f" ({default:g})" if default else ""),
-        )
-    cluster.add_argument("--device", default=plan_step.DEFAULT_DEVICE, metavar="NAME", help="GPU (%(default)s)")
-    cluster.add_argument("--gpu-gbyte", type=float, metavar="N", help="memory of a GPU in GB (by the device)")
-    cluster.add_argument(
-        "--colocated", action=argparse.BooleanOptionalAction, help="engines are on the GPUs of the trainer"
-    )
+    plan_cluster.add_arguments(parser)
     moving = parser.add_argument_group("moving")
     moving.add_argument("--bucket-bytes", metavar="SIZE", help="size of a bucket (512MB)")
     moving.add_argument("--buckets", type=int, default=2, metavar="N", help="buckets of each rank (%(default)s)")
@@ -131,11 +111,14 @@ def run(options: argparse.Namespace) -> int:
             from megarl.planning.picture import draw_forecast
 
             draw_forecast(forecast).savefig(options.plot)
-        prediction = StepPrediction(plan_step.planned_step(options, refit, forecast.replay.seconds))
+        prediction = None
+        if refit.cluster.cores is None:
+            prediction = StepPrediction(plan_step.planned_step(options, refit, forecast.replay.seconds))
         _print(forecast, prediction, options, time.perf_counter() - start)
-    if missing := prediction.why_not():
-        print(f"megarl: this plan does not fit: {missing}", file=sys.stderr)
-    return int(not prediction.fits)
+    if prediction is None or prediction.fits:
+        return 0
+    print(f"megarl: this plan does not fit: {prediction.why_not()}", file=sys.stderr)
+    return 1
 
 
 def _search(options: argparse.Namespace) -> int:
@@ -160,33 +143,20 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
 
     architecture = read_model(options.model)
+    trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
     return PlannedRefit(
         architecture=architecture,
         engine_architecture=read_model(options.engine_model) if options.engine_model else architecture,
-        trainer=parallel_sizes(options, options.gpus),
-        engine=engine_sizes(options.engine_tp, options.engine_ep),
+        trainer=trainer,
+        engine=engine,
         replicas=options.replicas,
         engine_dtype=options.engine_dtype,
-        cluster=_cluster(options),
+        cluster=described_cluster(options, trainer.world_size + options.replicas * engine.world_size),
         colocated=options.colocated,
         bucket_bytes=read_bytes(options.bucket_bytes, "--bucket-bytes"),
         buckets=options.buckets,
         node_once=options.node_once,
     )
-
-
-def _cluster(options: argparse.Namespace) -> "Cluster":
-    """The cluster, with the rates of the device where none are given."""
-    from megarl.planning.cluster import Cluster
-
-    device = plan_step.device_named(options.device, options.gpu_gbyte)
-    of_device: dict[str, Any] = {
-        "gpus_per_node": device.nvlink_gpus,
-        "nvlink_gbyte_per_s": device.nvlink_bytes_per_s / 1e9,
-        "memory_gbyte_per_s": device.memory_bytes_per_s / 1e9,
-    }
-    given = {field: getattr(options, field) for _, field, *_ in _CLUSTER if getattr(options, field) is not None}
-    return Cluster(**{**of_device, **given})
 
 
 def _check_picture(path: Path | None) -> None:
@@ -199,17 +169,22 @@ def _check_picture(path: Path | None) -> None:
         raise UserError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
-def _print(forecast: "Forecast", prediction: "StepPrediction", options: argparse.Namespace, seconds: float) -> None:
+def _print(
+    forecast: "Forecast", prediction: "StepPrediction | None", options: argparse.Namespace, seconds: float
+) -> None:
     from megarl.planning.report import facts, tables
     from megarl.planning.step.knobs import turned_knobs
     from megarl.planning.step.report import step_facts, step_tables
 
     if options.json:
         said = {"command": options.command, "seconds": round(seconds, 4), **facts(forecast)}
-        said["step"] = step_facts(prediction)
+        if prediction is not None:
+            said["step"] = step_facts(prediction)
         print(json.dumps({**said, **({"plot": str(options.plot)} if options.plot else {})}))
         return
-    _print_tables([*tables(forecast), *step_tables(prediction, turned_knobs(prediction.step))])
+    _print_tables(tables(forecast))
+    if prediction is not None:
+        _print_tables(step_tables(prediction, turned_knobs(prediction.step)))
     print(f"planned in {say_seconds(seconds)}" + (f", drawn in {options.plot}" if options.plot else ""))
 
 

@@ -66,6 +66,8 @@ class Cluster:
     def topology(self, sources: int, destinations: int, *, colocated: bool) -> Topology:
         """A GPU for every rank, the trainer's nodes first; or destination ranks on the GPUs of the first sources.
 
+        Where cores do the work, engines begin on the trainer's last node if it has room.
+
         Raises UserError where the cluster does not hold the ranks, and where colocated engines have no GPU.
         """
         if colocated and destinations > sources:
@@ -73,7 +75,8 @@ class Cluster:
                 f"the engines' {destinations} ranks do not fit on the trainer's {sources} GPUs; lower --replicas, raise"
                 " --gpus or leave out --colocated"
             )
-        place = Topology.colocated if colocated else Topology.separate
+        apart = Topology.separate if self.cores is None else Topology.in_a_row
+        place = Topology.colocated if colocated else apart
         topology = place(sources, destinations, self.gpus_per_node)
         if self.nodes is not None and topology.nodes > self.nodes:
             raise UserError(

@@ -1,13 +1,15 @@
 """A forecast as tables for people and as facts for programs."""
 
 from collections.abc import Iterator
-from math import prod
+from dataclasses import asdict
+from math import inf, prod
 from typing import Any
 
 from rich.table import Table
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.amounts import say_bytes, say_count
+from megarl.planning.cluster import Cluster
 from megarl.planning.forecast import Forecast
 
 _PORTS = {"nic_out": "NIC out of", "nic_in": "NIC into", "nvlink_out": "NVLink out of", "nvlink_in": "NVLink into"}
@@ -34,7 +36,7 @@ def facts(forecast: Forecast) -> dict[str, Any]:
         "replicas": refit.replicas,
         "colocated": refit.colocated,
         "node_once": refit.node_once,
-        "cluster": {**vars(refit.cluster), "nodes": traffic.topology.nodes},
+        "cluster": _cluster_facts(refit.cluster, traffic.topology.nodes),
         "bytes_needed": int(traffic.needed.sum()),
         "bytes_sent": int(traffic.direct.sum()),
         "bytes_relayed": int(traffic.relayed.sum()),
@@ -52,8 +54,8 @@ def facts(forecast: Forecast) -> dict[str, Any]:
         "transfer_seconds": forecast.transfer_seconds,
         "predicted_seconds": forecast.predicted_seconds,
         "simulated_seconds": forecast.replay.seconds,
-        "transfer_over_lower_bound": forecast.over_lower_bound(forecast.transfer_seconds),
-        "simulated_over_lower_bound": forecast.over_lower_bound(forecast.replay.seconds),
+        "transfer_over_lower_bound": _finite(forecast.over_lower_bound(forecast.transfer_seconds)),
+        "simulated_over_lower_bound": _finite(forecast.over_lower_bound(forecast.replay.seconds)),
         "binding_port": {"kind": port.kind, "gpu": port.gpu, "seconds": port.seconds},
         "bucket_bytes": refit.bucket_bytes,
         "buckets": refit.buckets,
@@ -85,12 +87,7 @@ def _summary(forecast: Forecast) -> Table:
     each = f"{say_count(refit.engine.world_size, 'GPU')}: {_say_sizes(refit.engine)}, {refit.engine_dtype}"
     where = "on the trainer's GPUs" if refit.colocated else "on GPUs of their own"
     table.add_row("engines", f"{refit.replicas} of {each}, {where}")
-    table.add_row(
-        "cluster",
-        f"{say_count(traffic.topology.nodes, 'node')} of {say_count(cluster.gpus_per_node, 'GPU')}; a GPU has"
-        f" {cluster.nic_gbit_per_s:g} Gbit/s of network, {cluster.nvlink_gbyte_per_s:g} GB/s of NVLink,"
-        f" {cluster.memory_gbyte_per_s:g} GB/s of memory",
-    )
+    table.add_row("cluster", _say_cluster(cluster, traffic.topology.nodes))
     sent, relayed = traffic.direct.sum(), traffic.relayed.sum()
     table.add_row(
         "moves",
@@ -108,6 +105,32 @@ def _summary(forecast: Forecast) -> Table:
     )
     table.add_row("connections", words)
     return table
+
+
+def _cluster_facts(cluster: Cluster, nodes: int) -> dict[str, Any]:
+    return {**{name: _finite(value) for name, value in asdict(cluster).items()}, "nodes": nodes}
+
+
+def _finite(value: Any) -> Any:
+    """A value for JSON, which has no number for the rate of what takes no time."""
+    return None if value == inf else value
+
+
+def _say_cluster(cluster: Cluster, nodes: int) -> str:
+    if cluster.cores is None:
+        return (
+            f"{say_count(nodes, 'node')} of {say_count(cluster.gpus_per_node, 'GPU')}; a GPU has"
+            f" {cluster.nic_gbit_per_s:g} Gbit/s of network, {cluster.nvlink_gbyte_per_s:g} GB/s of NVLink,"
+            f" {cluster.memory_gbyte_per_s:g} GB/s of memory"
+        )
+    cores, moves = cluster.cores, f"moves {cluster.nvlink_gbyte_per_s:g} GB/s between ranks of a node"
+    if cluster.nvlink_gbyte_per_s == inf:
+        moves = "moves nothing between ranks of a node, which map each other's memory"
+    of_node = f"{say_count(cores.per_node, 'core')} for {say_count(cluster.gpus_per_node, 'rank')}"
+    return (
+        f"{say_count(nodes, 'node')} of {of_node}; a core packs {cores.pack_gbyte_per_s:g} GB/s, unpacks"
+        f" {cores.unpack_gbyte_per_s:g} GB/s, takes {cores.message_us:g} us for a message at either end, and {moves}"
+    )
 
 
 def _loads(forecast: Forecast) -> Table:
@@ -138,7 +161,8 @@ def _times(forecast: Forecast) -> Table:
         ("all, simulated", forecast.replay.seconds, f"{len(forecast.replay.packed):,} messages replayed"),
     )
     for name, seconds, what in rows:
-        table.add_row(name, f"{seconds:.3f}", f"{forecast.over_lower_bound(seconds):.2f}", what)
+        ratio = forecast.over_lower_bound(seconds)
+        table.add_row(name, f"{seconds:.3f}", "" if ratio == inf else f"{ratio:.2f}", what)
     return table
 
 

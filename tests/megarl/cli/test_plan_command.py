@@ -97,6 +97,59 @@ def test_blocks_of_mxfp8_are_so_small_that_no_cut_goes_through_one(
     assert quantised["bytes_sent"] + quantised["bytes_relayed"] == quantised["bytes_needed"] < 0.6 * 2 * BYTES
 
 
+CORES = ["--cores", "2", "--pack-gbyte", "0.5", "--unpack-gbyte", "0.25"]
+
+
+def test_cores_that_all_ranks_share_do_one_work_after_the_other(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "model.json", "--gpus", "1", "--bucket-bytes", "1MB", "--json"]
+    assert main([*words, *CORES, "--cores", "1", "--message-us", "500"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    # Each byte is packed and unpacked, and each message costs at both ends.
+    assert one["simulated_seconds"] == pytest.approx(BYTES / 0.5e9 + BYTES / 0.25e9 + 2 * one["messages"] * 5e-4)
+    assert one["cluster"]["cores"] == {
+        "per_node": 1,
+        "pack_gbyte_per_s": 0.5,
+        "unpack_gbyte_per_s": 0.25,
+        "message_us": 500,
+    }
+    # Trainer and engine share a node, and what it maps is not moved.
+    assert (one["cluster"]["nodes"], one["cluster"]["gpus_per_node"], one["cluster"]["nvlink_gbyte_per_s"]) == (
+        1,
+        2,
+        None,
+    )
+    assert "step" not in one
+    assert main([*words, *CORES, "--cores", "1", "--nvlink-gbyte", "0.1"]) == 0
+    moved = json.loads(capsys.readouterr().out)
+    assert moved["simulated_seconds"] == pytest.approx(BYTES / 0.5e9 + BYTES / 0.25e9 + BYTES / 0.1e9)
+    assert main([*words[:-1], *CORES]) == 0
+    said = capsys.readouterr().out
+    assert "1 node of 2 cores for 2 ranks; a core packs 0.5 GB/s, unpacks 0.25 GB/s" in " ".join(said.split())
+    assert "Memory of a GPU" not in said
+
+
+def test_nodes_of_cores_hold_as_many_ranks_as_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = planned(capsys, *CORES, "--gpus-per-node", "10", "--engine-tp", "4")
+    assert (facts["cluster"]["nodes"], facts["loads"]["NIC in"]["most"] > 0) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cores", "2"], "--cores 2 needs --pack-gbyte and --unpack-gbyte, what each core does in a second"),
+        (["--cores", "2", "--pack-gbyte", "9"], "--cores 2 needs --unpack-gbyte"),
+        (["--message-us", "9"], "--message-us is of the cores of a machine without GPUs: say how many"),
+        ([*CORES, "--search"], "--search proposes sizes for GPUs, and --cores is of machines without"),
+        ([*CORES, "--cores", "0"], "the cores' per_node is 0; it must be more than 0"),
+    ],
+)
+def test_cores_without_rates_and_rates_without_cores_are_refused(
+    words: list[str], says: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "model.json", *TRAINER, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_what_a_node_needs_often_enters_it_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     once = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8")
     often = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8", "--no-node-once")

@@ -23,6 +23,14 @@ def test_engines_begin_on_a_node_of_their_own_or_lie_on_the_trainer() -> None:
     assert set(together.destination_node) == {0}
 
 
+def test_ranks_that_share_cores_fill_one_node_after_the_other() -> None:
+    cores = Cores(per_node=2, pack_gbyte_per_s=8, unpack_gbyte_per_s=8)
+    topology = Cluster(gpus_per_node=4, cores=cores).topology(6, 3, colocated=False)
+    assert list(topology.source_node) == [0, 0, 0, 0, 1, 1]
+    assert list(topology.destination_gpu) == [6, 7, 8]
+    assert list(topology.destination_node) == [1, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("sources", "destinations", "colocated", "says"),
     [
