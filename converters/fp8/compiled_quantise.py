@@ -1,6 +1,6 @@
 """The rule of `quantise` in machine code: the same bits in a fraction of the time, most of which torch would convert.
 
-The arithmetic is that of the kernel of a GPU (`megarl/resharding/kernels/triton_kernels.py`), on bits.
+The arithmetic is that of the kernel of a GPU (`megarl/resharding/kernels/on_gpu/block_fp8.py`), on bits.
 """
 
 import struct

@@ -17,10 +17,10 @@ from converters.number_formats.compressed_tensors import compressed_tensors_conf
 from converters.number_formats.number_format import WHOLE_ROW, NumberFormat
 from converters.number_formats.row_tiles import row_tiles
 
-_LARGEST_CODE = 127.0
-_LARGEST_WEIGHT = 2.0**127
+LARGEST_CODE = 127.0
+LARGEST_WEIGHT = 2.0**127
 """Below the largest float32, so that no scale times its code lies beyond it."""
-_SMALLEST_MAGNITUDE = 1e-10
+SMALLEST_MAGNITUDE = 1e-10
 """The least that the largest magnitude of a row counts as, so that a row of zeros has a scale."""
 
 
@@ -48,10 +48,10 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     for tile in row_tiles(weight):
         values = weight[tile].to(torch.float32)
         largest = values.abs().amax(dim=1, keepdim=True)
-        if not largest.amax() <= _LARGEST_WEIGHT:
-            row = tile.start + int((~(largest <= _LARGEST_WEIGHT)).nonzero()[0, 0])
+        if not largest.amax() <= LARGEST_WEIGHT:
+            row = tile.start + int((~(largest <= LARGEST_WEIGHT)).nonzero()[0, 0])
             raise ValueError(f"row {row} holds a weight that is NaN, infinite or too large for INT8")
-        scale = largest.clamp_(min=_SMALLEST_MAGNITUDE) / _LARGEST_CODE
+        scale = largest.clamp_(min=SMALLEST_MAGNITUDE) / LARGEST_CODE
         scales[tile].copy_(scale)
         codes[tile].copy_(values.div(scale).round_())
 
@@ -71,8 +71,7 @@ INT8_CHANNEL = NumberFormat(
     engine_config=_engine_config,
     quantise_into=_quantise_into,
     dequantise_into=_dequantise_into,
-    # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
-    # (read), divided (read, written), rounded (read, written), made a code (read, written), and read for the checksum.
-    pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,
+    # One launch reads the weights twice, as many bytes as two codes have, and writes codes.
+    pack_passes=5,
     check=_check,
 )

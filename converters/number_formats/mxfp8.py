@@ -25,6 +25,8 @@ _LARGEST_CODE = 448.0
 _LARGEST_EXPONENT = 8
 _BIAS = 127
 _MANTISSA_BITS = 23
+_NO_SCALE = 255
+"""NaN as a scale."""
 _NOT_FINITE = 255
 """Exponent bits of a float32 that is NaN or infinite."""
 
@@ -67,7 +69,12 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def _dequantise_into(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Write the weights. Raises ValueError, naming the block, for a code or a scale that is NaN."""
     blocks = codes.to(torch.float32).unflatten(1, (-1, _BLOCK))
+    no_numbers = blocks.isnan().any(2) | (scales == _NO_SCALE)
+    if no_numbers.any():
+        row, column = no_numbers.nonzero()[0].tolist()
+        raise ValueError(f"block {row}, {column} has a code or a scale that is NaN")
     weight.copy_(torch.ldexp(blocks, scales.to(torch.int32).unsqueeze(2) - _BIAS).flatten(1))
 
 
@@ -82,8 +89,7 @@ MXFP8 = NumberFormat(
     engine_config=_engine_config,
     quantise_into=_quantise_into,
     dequantise_into=_dequantise_into,
-    # In torch, in bytes for each code: read as 2, written as float32, magnitudes (read, written) and their largest
-    # (read), scaled (read, written), clamped (read, written), made a code (read, written), and read for the checksum.
-    pack_passes=2 + 4 + 8 + 4 + 8 + 8 + 5 + 1,
+    # One launch reads the weights, twice as many bytes, and writes the codes.
+    pack_passes=3,
     check=partial(check_columns, "mxfp8", _BLOCK),
 )

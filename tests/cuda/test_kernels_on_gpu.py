@@ -5,7 +5,7 @@ import torch
 from gpus import needs_gpus, needs_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Matrix, block, boxes, counted, elsewhere, in_all, matrices, weighted_sum
+from kernel_cases import Matrix, block, boxes, counted, elsewhere, in_all, in_block_fp8, in_int8, in_mxfp8, weighted_sum
 
 from converters.number_formats import FP8_BLOCK
 from megarl.resharding.kernels import gather, scatter
@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.cuda, needs_gpus(1), needs_package("triton")]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(boxes(), max_size=6), st.lists(matrices, max_size=2), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(boxes(), max_size=6), st.lists(in_block_fp8 | in_mxfp8 | in_int8, max_size=2), st.integers(0, 2**32 - 1)
+)
 def test_a_gpu_makes_the_bytes_of_the_host(copied, quantised, seed):
     on_gpu, on_host = (block(copied, quantised, seed, device) for device in ("cuda", "cpu"))
     assert gather(on_gpu, seed) == weighted_sum(on_gpu, seed)

@@ -1,5 +1,6 @@
 """Launch table: the boxes of a block as numbers in a tensor, from which one launch of a kernel reads what to move."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -7,7 +8,8 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
-from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8
+from converters.number_formats.number_format import WHOLE_ROW
 from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
 from megarl.resharding.kernels.quantised import Quantised
 
@@ -26,9 +28,24 @@ class Kind(IntEnum):
     QUANTISED_FLOAT32 = auto()
 
 
+class Rule(IntEnum):
+    """How the kernel makes codes of all matrices of a launch."""
+
+    NONE = 0
+    BLOCK_FP8 = auto()
+    MXFP8 = auto()
+    INT8_CHANNEL = auto()
+
+
 _COPIES = {1: Kind.COPY_1, 2: Kind.COPY_2, 4: Kind.COPY_4, 8: Kind.COPY_8}
-_IN_KERNEL = (FP8_BLOCK.name, FP8_BLOCK_UE8M0.name)
-"""The number formats that the kernel knows."""
+_RULES = {
+    FP8_BLOCK.name: Rule.BLOCK_FP8,
+    FP8_BLOCK_UE8M0.name: Rule.BLOCK_FP8,
+    MXFP8.name: Rule.MXFP8,
+    INT8_CHANNEL.name: Rule.INT8_CHANNEL,
+}
+_TILES = {Rule.BLOCK_FP8: (128, 128), Rule.MXFP8: (128, 128), Rule.INT8_CHANNEL: (16, WHOLE_ROW)}
+"""Rows and columns of a matrix on which one program works."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 
 
@@ -69,8 +86,8 @@ class LaunchTable:
     """The planes of a block on its device: one row for each, cut into tiles, of which a program works on one.
 
     A box has fewer than 2^31 elements. `conversions` are pairs, in the bucket and local, of types between which the
-    kernels do not convert, and `in_torch` are in number formats that they do not know: torch does both, and a launch
-    only counts them in the checksum.
+    kernels do not convert, and `in_torch` are matrices that do not become codes by `rule`: torch does both, and a
+    launch only counts them in the checksum.
     """
 
     def __init__(
@@ -79,10 +96,11 @@ class LaunchTable:
         pairs = list(zip(packed, local, strict=True))
         self.conversions = [(there, here) for there, here in pairs if there.dtype != here.dtype]
         self._work = [work for there, here in pairs for work in _copies(there, here)]
-        self.in_torch = [each for each in quantised if each.number_format.name not in _IN_KERNEL]
+        self.rule = next(filter(None, map(_rule, quantised)), Rule.NONE)
+        self.in_torch = [each for each in quantised if _rule(each) != self.rule or not self.rule]
         for each in self.in_torch:
             self._work += [*_copies(each.codes, each.codes), *_copies(each.scales, each.scales)]
-        self._work += [_quantised(each) for each in quantised if each.number_format.name in _IN_KERNEL]
+        self._work += [_quantised(each, self.rule) for each in quantised if self.rule and _rule(each) == self.rule]
         counts = torch.tensor([work.tiles for work in self._work], dtype=torch.int64)
         self._first = (counts.cumsum(0) - counts).tolist()
         self.tiles = int(counts.sum())
@@ -92,13 +110,16 @@ class LaunchTable:
         numbers = torch.arange(len(counts), dtype=torch.int32)
         self.row_of_tile = numbers.repeat_interleave(counts).to(memory.device)
 
-    def block_of_tile(self, tile: int) -> str:
-        """The block of 128 x 128 on which a program works, and its tensor."""
-        number = int(self.row_of_tile[tile])
-        quantised = self._work[number].quantised
+    def matrix_of_tile(self, tile: int) -> Quantised:
+        """The matrix on which a program works."""
+        quantised = self._work[int(self.row_of_tile[tile])].quantised
         assert quantised is not None
-        row, column = divmod(tile - self._first[number], quantised.scales.shape[1])
-        return f"block {row}, {column} of {quantised.name}"
+        return quantised
+
+
+def _rule(matrix: Quantised) -> Rule:
+    known = matrix.local.dtype in _QUANTISED
+    return _RULES.get(matrix.number_format.name, Rule.NONE) if known else Rule.NONE
 
 
 def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
@@ -110,11 +131,12 @@ def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
         yield _Work(_COPIES[cut.unit_bytes], cut, -(-cut.rows * cut.columns // COPY_UNITS))
 
 
-def _quantised(each: Quantised) -> _Work:
+def _quantised(each: Quantised, rule: Rule) -> _Work:
     (rows, columns), (row_stride, column_stride) = each.local.shape, each.local.stride()
     size = each.local.element_size()
     plane = Plane(each.local.data_ptr(), each.codes.data_ptr(), rows, columns, row_stride, column_stride, size)
-    return _Work(_QUANTISED[each.local.dtype], plane, each.scales.numel(), each)
+    tiles = math.prod(-(-length // step) for length, step in zip((rows, columns), _TILES[rule], strict=True))
+    return _Work(_QUANTISED[each.local.dtype], plane, tiles, each)
 
 
 def _row(work: _Work, first_tile: int, memory: int) -> list[int]:

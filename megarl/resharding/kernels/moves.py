@@ -1,4 +1,4 @@
-"""What machine code does between a bucket and this rank's tensors: rows that are moved, matrices that are quantised."""
+"""Rows that machine code moves between a bucket and tensors of this rank, and matrices that it quantises."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, auto

@@ -1,4 +1,4 @@
-"""Compiles the kernel for a GPU, which needs none, and prints the PTX of packing and of unpacking.
+"""Compiles the kernel for a GPU, which needs none, and prints the PTX of packing and of unpacking by each rule.
 
 In a process of its own: at the end of one that has compiled, Triton complains about itself.
 """
@@ -7,12 +7,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.resharding.kernels.triton_kernels import move
+from megarl.resharding.kernels.launch_table import Rule
+from megarl.resharding.kernels.on_gpu.move import move
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-SIGNATURE = dict(zip(move.arg_names, ("*i64", "*i32", "*i64", "constexpr", "constexpr"), strict=True))
+SIGNATURE = dict(zip(move.arg_names, ("*i64", "*i32", "*i64", "constexpr", "constexpr", "constexpr"), strict=True))
 
-for to_bucket in (True, False):
-    source = ASTSource(move, SIGNATURE, constexprs={(3,): to_bucket, (4,): True}, attrs={})
-    print(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])
+for rule in Rule:
+    for to_bucket in (True, False):
+        constants = {(3,): int(rule), (4,): to_bucket, (5,): True}
+        source = ASTSource(move, SIGNATURE, constexprs=constants, attrs={})
+        print(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])

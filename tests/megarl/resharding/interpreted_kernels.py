@@ -8,12 +8,23 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Box, Matrix, block, boxes, counted, elsewhere, in_all, matrices, view, weighted_sum
+from kernel_cases import (
+    Box,
+    Matrix,
+    block,
+    boxes,
+    counted,
+    elsewhere,
+    in_all,
+    in_block_fp8,
+    in_int8,
+    in_mxfp8,
+    weighted_sum,
+)
 
-from converters.boxes import Box as Region
 from converters.fp8 import LARGEST_WEIGHT, quantise
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
-from megarl.resharding.kernels import Block, Quantised, host, on_gpu
+from megarl.resharding.kernels import Block, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
@@ -44,10 +55,14 @@ def test_copies_of_any_strides(copied, seed):
     same_as_on_the_host(copied, [], seed)
 
 
-@settings(max_examples=4, phases=GENERATED)
-@given(st.lists(boxes(), max_size=1), matrices, SEEDS)
-def test_quantised_matrices_of_any_numbers(copied, matrix, seed):
-    same_as_on_the_host(copied, [matrix], seed)
+@pytest.mark.parametrize("matrices", [in_block_fp8, in_mxfp8, in_int8], ids=["block_fp8", "mxfp8", "int8"])
+def test_quantised_matrices_of_any_numbers(matrices):
+    @settings(max_examples=4, phases=GENERATED)
+    @given(st.lists(boxes(), max_size=1), matrices, SEEDS)
+    def are_as_on_the_host(copied, matrix, seed):
+        same_as_on_the_host(copied, [matrix], seed)
+
+    are_as_on_the_host()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -65,29 +80,44 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
 
 
 @pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8], ids=lambda each: each.name)
-def test_formats_that_the_kernel_does_not_know_are_made_in_torch_and_counted(number_format):
-    def made(padding):
-        found = block([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], [], padding=padding)
-        memory = torch.cat([found.memory, torch.full((3 * 64 + 64,), padding, dtype=torch.uint8)])
-        (box,) = found.packed
-        codes = view(memory[64:], number_format.codes, (3, 64))
-        scales = view(memory[256:], number_format.scales, number_format.scales_box(Region.whole((3, 64))).shape)
-        weight = torch.linspace(-3, 3, 3 * 128, dtype=torch.bfloat16).view(3, 128)[:, 64:]
-        each = Quantised("matrix", weight, codes, scales, number_format=number_format)
-        return Block(memory, [view(memory, box.dtype, box.shape)], found.local, found.names, [each])
+def test_a_second_number_format_of_a_block_is_made_in_torch_and_counted(number_format):
+    small = Matrix((3, 64), torch.bfloat16, 64, number_format, 0.02)
+    same_as_on_the_host([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], [PLAIN, small], 5)
 
-    found, expected = made(1), made(2)
-    assert on_gpu.gather(found, 5) == weighted_sum(found, 5)
-    host.gather(expected, None)
-    assert torch.equal(counted(found), counted(expected))
-    codes, scales = number_format.quantise(found.quantised[0].local)
-    decoded = number_format.dequantise(codes, scales, torch.bfloat16)
-    found = elsewhere(found)
-    assert on_gpu.scatter(found, 5) == weighted_sum(found, 5)
-    assert torch.equal(found.quantised[0].local, decoded)
-    found.quantised[0].local[1, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"matrix: (row 1|block 1, 0) holds a weight that is NaN"):
+
+@pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8], ids=lambda each: each.name)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_a_row_or_a_block_cannot_hold_is_named(number_format, value):
+    found = block([], [Matrix((3, 64), torch.bfloat16, 64, number_format, 0.02)])
+    found.quantised[0].local[1, 3] = value
+    with pytest.raises(ValueError, match=r"matrix 0: (row 1|block 1, 0) holds a weight that is NaN"):
         on_gpu.gather(found, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_and_scale_of_mxfp8_is_dequantised_as_on_the_host(dtype):
+    found = block([], [Matrix((255, 256), dtype, 0, MXFP8, 1.0)])
+    (matrix,) = found.quantised
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0
+    matrix.codes.view(torch.uint8).copy_(codes.expand(255, 256))
+    matrix.scales.copy_(torch.arange(255, dtype=torch.uint8)[:, None])
+    one, other = elsewhere(found), elsewhere(found)
+    on_gpu.scatter(one, None)
+    host.scatter(other, None)
+    assert torch.equal(one.quantised[0].local, other.quantised[0].local)
+
+
+@pytest.mark.parametrize(("code", "scale"), [(0x7F, 127), (0xFF, 127), (1, 255)])
+@pytest.mark.parametrize("kernels", [host, on_gpu])
+def test_a_code_or_a_scale_of_mxfp8_that_is_no_number_is_named(kernels, code, scale):
+    found = block([], [Matrix((3, 64), torch.bfloat16, 0, MXFP8, 1.0)])
+    found.quantised[0].codes.view(torch.uint8).fill_(1)
+    found.quantised[0].scales.fill_(127)
+    found.quantised[0].codes.view(torch.uint8)[1, 40] = code
+    found.quantised[0].scales[1, 1] = scale
+    with pytest.raises(ValueError, match=r"matrix 0: block 1, 1 has a code or a scale that is NaN"):
+        kernels.scatter(found, 0)
 
 
 def test_many_tiles_of_a_box_larger_than_a_program_moves():
@@ -110,7 +140,7 @@ def test_codes_and_scales_that_stay_so_are_counted_as_where_they_were_made():
         assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
 
 
-@pytest.mark.parametrize("value", [torch.nan, LARGEST_WEIGHT * 1.01])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, LARGEST_WEIGHT * 1.01])
 @pytest.mark.parametrize("kernels", [host, on_gpu])
 def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(kernels, value):
     found = block([], [PLAIN, PLAIN])

@@ -7,8 +7,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters.fp8 import LARGEST_WEIGHT, scales_shape
-from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, NumberFormat
+from converters.boxes import Box as Region
+from converters.fp8 import LARGEST_WEIGHT
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8, NumberFormat
 from megarl.resharding.kernels import Block, Quantised
 
 ALIGNMENT = 64
@@ -56,25 +57,31 @@ def boxes(draw: st.DrawFn) -> Box:
     )
 
 
-matrices = st.builds(
-    Matrix,
-    st.tuples(st.sampled_from((1, 100, 128, 130)), st.sampled_from((3, 128, 136))),
-    st.sampled_from((torch.bfloat16, torch.float32)),
-    st.sampled_from((0, 1, 8)),
-    st.sampled_from((FP8_BLOCK, FP8_BLOCK_UE8M0)),
-    st.sampled_from((0.0, 1e-42, 1e-9, 0.02, 300.0, 1e30)),
-)
+def matrices_in(formats: Sequence[NumberFormat], columns: Sequence[int]) -> st.SearchStrategy[Matrix]:
+    return st.builds(
+        Matrix,
+        st.tuples(st.sampled_from((1, 100, 128, 130)), st.sampled_from(columns)),
+        st.sampled_from((torch.bfloat16, torch.float32)),
+        st.sampled_from((0, 1, 8)),
+        st.sampled_from(formats),
+        st.sampled_from((0.0, 1e-42, 1e-9, 0.02, 300.0, 1e30)),
+    )
+
+
+in_block_fp8 = matrices_in((FP8_BLOCK, FP8_BLOCK_UE8M0), (3, 128, 136))
+in_mxfp8 = matrices_in((MXFP8,), (32, 128, 160))
+in_int8 = matrices_in((INT8_CHANNEL,), (3, 128, 136))
 
 
 def block(
     copied: Sequence[Box], quantised: Sequence[Matrix], seed: int = 0, device: str = "cpu", padding: int = 0
 ) -> Block:
-    """A block whose local tensors have random bits, or numbers that FP8 holds; gaps of its memory are `padding`."""
+    """A block whose local tensors have random bits, or numbers that formats hold; gaps of its memory are `padding`."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [aligned(torch.Size(box.shape).numel() * box.packed.itemsize) for box in copied]
     for matrix in quantised:
-        rows, columns = scales_shape(matrix.shape)
-        sizes += [aligned(matrix.shape[0] * matrix.shape[1]), aligned(4 * rows * columns)]
+        scales = torch.Size(scales_shape(matrix)).numel() * matrix.number_format.scales.itemsize
+        sizes += [aligned(matrix.shape[0] * matrix.shape[1]), aligned(scales)]
     memory = torch.full((sum(sizes),), padding, dtype=torch.uint8, device=device)
     pieces = iter(memory.split(sizes))
     packed = [view(next(pieces), box.packed, box.shape) for box in copied]
@@ -83,13 +90,17 @@ def block(
         Quantised(
             f"matrix {number}",
             numbers(matrix, generator, device),
-            view(next(pieces), torch.float8_e4m3fn, matrix.shape),
-            view(next(pieces), torch.float32, scales_shape(matrix.shape)),
+            view(next(pieces), matrix.number_format.codes, matrix.shape),
+            view(next(pieces), matrix.number_format.scales, scales_shape(matrix)),
             matrix.number_format,
         )
         for number, matrix in enumerate(quantised)
     ]
     return Block(memory, packed, local, [f"box {number}" for number in range(len(copied))], done)
+
+
+def scales_shape(matrix: Matrix) -> tuple[int, ...]:
+    return matrix.number_format.scales_box(Region.whole(matrix.shape)).shape
 
 
 def elsewhere(source: Block) -> Block:
@@ -152,4 +163,6 @@ def numbers(matrix: Matrix, generator: torch.Generator, device: str) -> Tensor:
     special = torch.tensor(NUMBERS)
     where = torch.rand(values.shape, generator=generator) < (0.0 if matrix.scale else 0.01)
     values[where] = special[torch.randint(len(special), (int(where.sum()),), generator=generator)]
+    if matrix.number_format is INT8_CHANNEL:
+        values.clamp_(-(2.0**127), 2.0**127)
     return values.to(matrix.dtype).to(device)[:, matrix.start :]

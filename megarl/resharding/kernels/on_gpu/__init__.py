@@ -8,7 +8,7 @@ their parts in any order. Bytes between boxes are not counted.
 import torch
 
 from megarl.resharding.kernels.block import Block
-from megarl.resharding.kernels.triton_kernels import SUMS, move
+from megarl.resharding.kernels.on_gpu.move import SUMS, move
 
 _MASK = 2**64 - 1
 # Odd, so that a multiplication loses nothing modulo 2^64; from Knuth's linear congruential generator MMIX.
@@ -41,17 +41,17 @@ def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     results = torch.zeros(SUMS + 1, dtype=torch.int64, device=block.memory.device)
     if table.tiles:
         grid = (table.tiles,)
-        move[grid](
-            table.rows, table.row_of_tile, results, to_bucket, before is not None, num_warps=8, enable_fp_fusion=False
-        )
+        constants = (int(table.rule), to_bucket, before is not None)
+        move[grid](table.rows, table.row_of_tile, results, *constants, num_warps=8, enable_fp_fusion=False)
     if before is None and not block.quantised:
         return None
     *sums, unfailed = results.tolist()
     if unfailed:
-        reason = (
-            "holds a weight that is NaN, infinite or too large for FP8"
-            if to_bucket
-            else "has a code that is NaN, or a scale that is not finite or too large"
-        )
-        raise ValueError(f"{table.block_of_tile(table.tiles - unfailed)} {reason}")
+        matrix = table.matrix_of_tile(table.tiles - unfailed)
+        # Raises, and names the tensor and the block.
+        if to_bucket:
+            matrix.quantise()
+        else:
+            matrix.dequantise()
+        raise AssertionError(f"the kernel refuses numbers of {matrix.name} that its number format takes")
     return None if before is None else (before * _FACTOR + sum(sums)) & _MASK
