@@ -1,18 +1,14 @@
 """Connections between the ranks of a refit: few small messages about the large ones, and the first news of a death.
 
-They are TCP, on loopback where all ranks are on one machine. Both ends prove that they know the key of the rendezvous
-before anything of the other is unpickled. No read and no write waits longer than the deadline that was set when the
-connection was made; the end of a peer's process is seen at once.
+They are TCP, on loopback where all ranks are on one machine. No read and no write waits longer than the deadline that
+was set when the connection was made; the end of a peer's process is seen at once. How ranks get to them: `meeting.py`.
 """
 
 import math
-import socket
-import struct
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias, TypeVar, cast
 
 from megarl.resharding.direct.wire import Failure
@@ -121,51 +117,6 @@ def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
     return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
 
 
-class Listener:
-    """Listens for peers, at any free port of `host`."""
-
-    def __init__(self, host: str) -> None:
-        self._socket = socket.create_server((host, 0), backlog=1024)
-        self.address: Address = self._socket.getsockname()[:2]
-
-    def accept(self, key: bytes, timeout_s: float, others: Collection[Link]) -> Link:
-        """The next peer that knows the key; all else is turned away.
-
-        Raises TransferError if none comes in time, or one of the `others`, which have nothing to say yet, is heard of.
-        """
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            found: list[Any] = wait([self._socket, *cast(list[Connection], list(others))], left)
-            for link in others:
-                if link in found:
-                    link.receive(Failure)
-            if self._socket in found:
-                connection = _connection(self._socket.accept()[0], timeout_s)
-                try:
-                    deliver_challenge(connection, key)
-                    answer_challenge(connection, key)
-                except (AuthenticationError, EOFError, OSError):
-                    connection.close()
-                else:
-                    return Link(connection, "a peer", timeout_s)
-        raise TransferError(f"no peer came to {self.address} within {timeout_s:g} s (refit.timeout_s)")
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._socket.close()
-
-
-def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
-    """Connect to the listener of `peer`. Raises TransferError if it does not answer, or with another key."""
-    try:
-        connection = _connection(socket.create_connection(address, timeout_s), timeout_s)
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
-    except (AuthenticationError, EOFError, OSError) as error:
-        raise TransferError(f"{peer} does not answer at {address}: {error or 'it is gone'}") from error
-    return Link(connection, peer, timeout_s)
-
-
 @contextmanager
 def notify_peers_on_error(links: Mapping[int, Link]) -> Iterator[None]:
     """Tell all peers why if what is done inside fails, so that none of them has to wait for its deadline."""
@@ -193,13 +144,3 @@ def notify_failure(links: Mapping[int, Link], reason: str) -> None:
 def reason_of(error: BaseException) -> str:
     """Reason of an error, worded for peers that have not had it themselves."""
     return str(error) or type(error).__name__
-
-
-def _connection(connected: socket.socket, timeout_s: float) -> Connection:
-    # The kernel keeps the deadline, also in the middle of a message.
-    interval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
-    connected.settimeout(None)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, interval)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(connected.detach())

@@ -12,12 +12,12 @@ from megarl.resharding.direct.connections import (
     Link,
     TransferError,
     as_they_come,
-    connect,
     notify_failure,
     notify_peers_on_error,
     ready,
     ready_now,
 )
+from megarl.resharding.direct.meeting import connect_all
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack
@@ -143,16 +143,15 @@ class Receiver:
 
     def _connect(self) -> None:
         rendezvous, errors = self._rendezvous, []
-        key, timeout_s = rendezvous.key, rendezvous.timeout_s
-        sources = list(self._messages)
-        first = self._rank % max(1, len(sources))
-        # Sources talk to one rank after the other: each rank begins with another one.
-        for source in (*sources[first:], *sources[:first]):
-            # Also after an error: those that wait for this rank are to be told.
+        source_of = {f"{rendezvous.senders} {source}": source for source in self._messages}
+        listeners = {peer: rendezvous.listeners[source] for peer, source in source_of.items()}
+        # Also after an error: those that wait for this rank are to be told.
+        for found in connect_all(listeners, rendezvous.key, rendezvous.timeout_s):
             try:
-                link = connect(rendezvous.listeners[source], key, f"{rendezvous.senders} {source}", timeout_s)
-                self._links[source] = link
-                link.send(Hello(self._rank, digest(self._messages[source])))
+                if isinstance(found, TransferError):
+                    raise found
+                self._links[source_of[found.peer]] = found
+                found.send(Hello(self._rank, digest(self._messages[source_of[found.peer]])))
             except TransferError as error:
                 errors.append(error)
         if errors:

@@ -11,14 +11,13 @@ from megarl.resharding.direct.changes import SentMessages
 from megarl.resharding.direct.connections import (
     Address,
     Link,
-    Listener,
     TransferError,
     as_they_come,
-    connect,
     notify_failure,
     notify_peers_on_error,
     ready,
 )
+from megarl.resharding.direct.meeting import Listener, connect
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, pack
@@ -73,7 +72,7 @@ class Sender:
         with notify_peers_on_error(self._links):
             try:
                 for _ in self._messages:
-                    self._welcome(self._listener.accept(rendezvous.key, rendezvous.timeout_s, self._links.values()))
+                    self._welcome(*self._listener.accept(rendezvous.key, rendezvous.timeout_s))
             finally:
                 # After an error, those that stand before the listener are to know.
                 self._listener.close()
@@ -142,8 +141,7 @@ class Sender:
         if self._endpoint is not None:
             self._endpoint.close()
 
-    def _welcome(self, link: Link) -> None:
-        hello = link.receive(Hello)
+    def _welcome(self, link: Link, hello: Hello) -> None:
         link.peer = f"engine worker {hello.destination}"
         if hello.destination not in self._messages or hello.destination in self._links:
             raise TransferError(f"{self._name} has nothing for {link.peer}")

@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl.resharding.direct.connections import Listener, TransferError, connect, ready, ready_now
-from megarl.resharding.direct.wire import Acknowledgement, Failure
+from megarl.resharding.direct.connections import TransferError, ready, ready_now
+from megarl.resharding.direct.meeting import Listener, connect
+from megarl.resharding.direct.wire import Acknowledgement, Failure, Hello
 from megatron_ext.loopback import LOOPBACK
 
 
@@ -14,9 +15,10 @@ def ends():
     """Both ends of a link."""
     listener = Listener(LOOPBACK)
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(connect, listener.address, b"key", "a source", 5.0)
-        there = listener.accept(b"key", 5.0, ())
-        here = connecting.result()
+        accepting = pool.submit(listener.accept, b"key", 5.0)
+        here = connect(listener.address, b"key", "a source", 5.0)
+        here.send(Hello(0, ""))
+        there, _ = accepting.result()
     yield here, there
     for each in (here, there, listener):
         each.close()

@@ -308,7 +308,7 @@ POINTS = {
     "packed": (sending, "pack", None),
     "announced": (Link, "send", Announcement),
     "came": (receiving.Receiver, "__init__", None),
-    "connected": (receiving, "connect", None),
+    "connected": (receiving, "digest", None),
     "heard": (receiving.Receiver, "_check", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),
