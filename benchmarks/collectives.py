@@ -179,7 +179,8 @@ def _rank(
     from megatron_ext.packing import RaggedBatch
 
     torch.set_num_threads(1)
-    parallel_sizes = ParallelSizes(world_size=ranks, **{CASES[name].field: ranks})
+    cut: dict[str, Any] = {CASES[name].field: ranks}
+    parallel_sizes = ParallelSizes(world_size=ranks, **cut)
     parallel.initialize(parallel_sizes, rank, address)
     # Without the distributed optimizer gradients are all-reduced, and all else of a step is of the model.
     options = MegatronOptions(

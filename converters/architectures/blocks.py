@@ -127,6 +127,7 @@ def mixture_of_experts(
         Kind.REPLICATED,
         layers=layers,
         float32=True,
+        is_buffer=True,
     )
     shared = _gated_mlp(hf + "shared_experts.", _MEGATRON + "mlp.shared_experts.", "shared_expert_ffn", layers)
     router = _linear(

@@ -73,6 +73,8 @@ class Parameter:
     transformer_engine: str | None = None
     float32: bool = False
     """Kept in float32 whatever the type of the other weights."""
+    is_buffer: bool = False
+    """Set by rule; no optimizer trains it and FSDP2 leaves it whole."""
 
     @property
     def is_expert(self) -> bool:

@@ -11,6 +11,7 @@ from converters.errors import UserError, nearest_sizes
 from converters.layout import Layout, Placement, Shape, Shard
 from converters.layouts.cuts import cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
+from converters.layouts.rows import cut_rows
 
 __all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "megatron_layout"]
 
@@ -21,7 +22,8 @@ ModuleNames = Literal["local", "te"]
 def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, module_names: ModuleNames) -> Layout:
     """The layout of the HuggingFace tensors of `architecture` in the GPTModel state of every rank.
 
-    With several model chunks per rank, the names of chunk `i` begin with `model{i}.`.
+    With several model chunks per rank, the names of chunk `i` begin with `model{i}.`. Under FSDP2 the tensors of a rank
+    are the rows that it has.
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
     """
     check_divisible(architecture, parallel)
@@ -134,6 +136,16 @@ class _Cuts:
 
     def shard(self, rank: int, wanted: _Wanted | None = None) -> Shard:
         """The shard of `rank`, or only the `wanted` parts of it."""
+        whole, parallel = self._whole_shard(rank, wanted), self._parallel
+        if not parallel.use_torch_fsdp2:
+            return whole
+        buffers = [
+            parameter.megatron.rpartition(".")[2] for parameter in self._architecture.weight_map if parameter.is_buffer
+        ]
+        kept = {name for name in whole.local_shapes if name.rpartition(".")[2] in buffers}
+        return cut_rows(whole, parallel.weight_copy(rank), parallel.weight_copies, kept)
+
+    def _whole_shard(self, rank: int, wanted: _Wanted | None) -> Shard:
         architecture, parallel = self._architecture, self._parallel
         at = parallel.coordinates(rank)
         shapes: dict[str, Shape] = {}

@@ -1,6 +1,6 @@
 """Parallel sizes: the ways in which Megatron cuts a model, and the part of each cut that a rank has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from converters.errors import UserError, nearest_sizes
@@ -36,11 +36,14 @@ class ParallelSizes:
     """Tensor parallelism of the experts; None is tensor_model_parallel_size."""
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    use_torch_fsdp2: bool = False
+    """Ranks of data and context parallelism have each some rows of every weight, as torch's FSDP2 cuts them."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
+            if value is not None and not isinstance(value, bool) and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
+        self._check_fully_sharded()
         dense_name = "tensor_model_parallel_size x context_parallel_size"
         if self.context_parallel_size == 1:
             dense_name = "tensor_model_parallel_size"
@@ -58,6 +61,26 @@ class ParallelSizes:
                 "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is set with"
                 " pipeline_model_parallel_size 1; they need at least 2 pipeline stages"
             )
+
+    def _check_fully_sharded(self) -> None:
+        expert_tensor = self.expert_tensor_parallel_size
+        reasons = {
+            f"pipeline_model_parallel_size={self.pipeline_model_parallel_size}": (
+                "megatron-core's wrapper frees the weights of a stage between its micro-batches, which overlap",
+                self.pipeline_model_parallel_size > 1,
+            ),
+            f"expert_model_parallel_size={self.expert_model_parallel_size}": (
+                "megatron-core's wrapper cuts experts over ranks that have other ones",
+                self.expert_model_parallel_size > 1,
+            ),
+            f"expert_tensor_parallel_size={expert_tensor}": (
+                "megatron-core's wrapper cuts experts over ranks that have other parts of them",
+                self.expert_tensor_size != self.tensor_model_parallel_size,
+            ),
+        }
+        for setting, (reason, is_refused) in reasons.items():
+            if self.use_torch_fsdp2 and is_refused:
+                raise UserError(f"use_torch_fsdp2 works without {setting} only: {reason}; leave one of the two out")
 
     def _check_world(self, name: str, size: int) -> None:
         if self.world_size % (size * self.pipeline_model_parallel_size):
@@ -99,6 +122,20 @@ class ParallelSizes:
             expert=rank // self.expert_tensor_size % self.expert_model_parallel_size,
             expert_tensor=rank % self.expert_tensor_size,
         )
+
+    @property
+    def weight_copies(self) -> int:
+        """How many ranks of a pipeline stage have the same weights outside experts, or each some rows of them."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    def weight_copy(self, rank: int) -> int:
+        """Which of `weight_copies` `rank` has, in the order of Megatron's data-parallel groups with context ranks."""
+        return rank // self.tensor_model_parallel_size % self.weight_copies
+
+    @property
+    def unsharded(self) -> "ParallelSizes":
+        """The same sizes with whole weights, as they are read before FSDP2 cuts them."""
+        return replace(self, use_torch_fsdp2=False)
 
     def data_parallel_rank(self, rank: int) -> int:
         """Which share of a batch `rank` works on, 0 to data_parallel_size - 1."""

@@ -188,6 +188,33 @@ def test_every_rank_holds_what_megatron_expects_and_gives_it_back(name, case, ma
     assert wrong_tensors(back, model.tensors) == set()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_under_fsdp2_ranks_have_rows_that_add_up(name, parts, make_model):
+    model = make_model(name, vocab_size=17)
+    # Five divide no number of rows; the last have few, padding alone, or none.
+    sizes = ParallelSizes(world_size=5 * parts, tensor_model_parallel_size=parts, use_torch_fsdp2=True)
+    cut, whole = (megatron_layout(model.architecture, each, module_names="local") for each in (sizes, sizes.unsharded))
+    names = set(model.tensors)
+    for number in range(sizes.world_size):
+        check_tiling(cut.shard(number))
+        assert list(cut.placements_of(names)(number)) == list(cut.placements(number))
+        rows, expected = placed(model, cut.shard(number)), placed(model, whole.shard(number % parts))
+        assert rows.keys() == expected.keys()
+        for key, tensor in expected.items():
+            chunks, copy = tensor.chunk(5), number // parts
+            own = chunks[copy] if copy < len(chunks) else tensor[:0]
+            # A buffer is not cut.
+            assert torch.equal(rows[key], tensor if key.endswith("expert_bias") else own), key
+
+
+def placed(model, shard) -> dict[str, Tensor]:
+    tensors = {name: torch.zeros(shape) for name, shape in shard.local_shapes.items()}
+    for each in shard.placements:
+        tensors[each.local_name][each.local_box.slices()] = model.tensors[each.hf_name][each.hf_box.slices()]
+    return tensors
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
