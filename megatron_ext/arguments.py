@@ -8,6 +8,7 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from converters.layouts.parallel_sizes import ParallelSizes
 from megatron_ext.dataclass_fields import DTYPES, FieldType, read_fields
+from megatron_ext.supported_options import FULLY_SHARDED
 
 CLASSES = {
     "transformer": ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
@@ -17,6 +18,7 @@ CLASSES = {
 
 _INTEGER = FieldType(frozenset({"int"}))
 _NUMBER = FieldType(frozenset({"float"}))
+_BOOLEAN = FieldType(frozenset({"bool"}))
 _OPTIONAL_INTEGER = FieldType(frozenset({"int", "None"}))
 # Megatron-LM's argument parser names these; megatron-core's scheduler takes them as plain arguments.
 SCHEDULER_FIELDS = {
@@ -37,6 +39,7 @@ def fields_of_groups() -> dict[str, Mapping[str, FieldType]]:
     """Group -> name -> type, for parallel sizes, the three classes of megatron-core and the scheduler."""
     classes = {group: read_fields(*where) for group, where in CLASSES.items()}
     parallel = {name: classes["transformer"].get(name, _OPTIONAL_INTEGER) for name in PARALLEL_FIELDS}
+    parallel[FULLY_SHARDED] = _BOOLEAN
     transformer = {name: kind for name, kind in classes["transformer"].items() if name not in parallel}
     return {"parallel": parallel, **classes, "transformer": transformer, "scheduler": SCHEDULER_FIELDS}
 

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.models.gpt import GPTModel
 
 from converters.errors import UserError
 from converters.formats.torch_dist import COMMON, StoredObject, TorchDistCheckpoint, unwrapped
@@ -40,8 +41,10 @@ from megatron_ext.checkpoint_state import (
     sharded_model,
     sharded_reference,
     sharded_rng_state,
+    weight_parts,
 )
 from megatron_ext.checkpoint_writer import PendingSave, Plan
+from megatron_ext.fully_sharded import is_cut
 from megatron_ext.host_copies import HostCopies
 from megatron_ext.intact import require_intact
 from megatron_ext.megatron_model import MegatronModel
@@ -128,7 +131,7 @@ def load(engine: MegatronModel, folder: Path) -> None:
     require_intact(folder, weights_only=False)
     compat.prime_optimizer_state(engine.optimizer)
     model, states = sharded_model(engine), main_states(engine.optimizer)
-    wanted: dict[str, Any] = {**model, _TENSORS: _numbered(sharded_states(states, model))}
+    wanted: dict[str, Any] = {**model, _TENSORS: _numbered(sharded_states(states, weight_parts(engine, model)))}
     if _load_common(folder).get(_LAYOUT) == layout(engine.options.parallel):
         wanted[_RNG] = sharded_rng_state()
     reference = engine.reference if _holds_reference(folder) else None
@@ -139,11 +142,9 @@ def load(engine: MegatronModel, folder: Path) -> None:
         # The weights and the optimizer's state are read into the tensors that hold them.
         state = versions.load_checkpoint(wanted, folder, _load_common)
     if reference is not None:
-        reference.refresh(loaded_reference(engine, state))
+        reference.refresh(loaded_reference(engine, reference, state))
     for name, chunk in named_chunks(engine).items():
-        unexpected = chunk.load_state_dict(state[name], strict=engine.adapters is None).unexpected_keys
-        if unexpected:
-            raise ValueError(f"the model has no {unexpected[0]}")
+        _take_weights(chunk, state[name], is_partial=engine.adapters is not None)
     take_over(states)
     # Rates and weight decay follow from the configuration and the position in the schedule.
     engine.scheduler.load_state_dict(state[_SCHEDULER])
@@ -151,6 +152,15 @@ def load(engine: MegatronModel, folder: Path) -> None:
     if _RNG in wanted:
         set_rng_state(state[_RNG])
     engine.residence.count()
+
+
+def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: bool) -> None:
+    """Let `chunk` have what was loaded, but for rows of parameters, which were read to where they are."""
+    cut = any(map(is_cut, chunk.parameters()))
+    values = {name: loaded[name] for name, _ in chunk.named_buffers() if name in loaded} if cut else loaded
+    unexpected = chunk.load_state_dict(values, strict=not cut and not is_partial).unexpected_keys
+    if unexpected:
+        raise ValueError(f"the model has no {unexpected[0]}")
 
 
 @contextmanager
@@ -187,7 +197,7 @@ def _state(engine: MegatronModel) -> dict[str, Any]:
         **megatron_lm_state(engine),
         **model,
         _OPTIMIZER: _parameter_groups(engine),
-        _TENSORS: _numbered(sharded_states(main_states(engine.optimizer), model)),
+        _TENSORS: _numbered(sharded_states(main_states(engine.optimizer), weight_parts(engine, model))),
         _SCHEDULER: engine.scheduler.state_dict(),
         _RNG: sharded_rng_state(),
         _LAYOUT: layout(engine.options.parallel),

@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch import Tensor
 from converters.formats.torch_dist.common_state import CHECKPOINT_VERSION
 from converters.formats.torch_dist.megatron_lm import Vocabulary, megatron_lm_arguments
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext.fully_sharded import first_element, is_cut, outlined, own_rows
 from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.optimizer_shards import shards
 from megatron_ext.reference import ReferenceWeights
 
 REFERENCE = "reference."
@@ -33,13 +36,63 @@ def named_chunks(engine: MegatronModel) -> dict[str, GPTModel]:
 
 
 def sharded_model(engine: MegatronModel) -> dict[str, Any]:
-    """The weights that this rank trains, chunk by chunk, as parts of the whole model's: all of them, or adapters."""
+    """Weights, rows of them, or adapters that this rank trains, chunk by chunk, as parts of the whole model's."""
+    chunks, states = named_chunks(engine), _whole_parts(engine)
+    return {
+        name: {key: part for of_part in _with_own_rows(chunks[name], parts) for key, part in of_part.items()}
+        for name, parts in states.items()
+    }
+
+
+def weight_parts(engine: MegatronModel, model: Mapping[str, Any]) -> dict[int, ShardedBase]:
+    """`id` of each parameter that this rank trains -> what it is saved as, whole; `model` is the `sharded_model`."""
+    if not engine.options.parallel.use_torch_fsdp2:
+        return {id(each.data): each for each in nested_values(model) if isinstance(each, ShardedBase)}
+    chunks, states = named_chunks(engine), _whole_parts(engine)
+    return {id(each): states[name][key] for name, chunk in chunks.items() for key, each in chunk.named_parameters()}
+
+
+def sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
+    """The parts of the model's state with the tensors of the reference, under keys of their own."""
+    chunks, states = named_chunks(engine), _whole_parts(engine)
+    state: dict[str, Any] = {}
+    for name, parts in states.items():
+        prefix, parameters = f"{name}." if len(states) > 1 else "", dict(chunks[name].named_parameters())
+        # The rest is no weights.
+        own = {key: reference.tensors[prefix + key] for key in parts if prefix + key in reference.tensors}
+        state[REFERENCE + name] = {
+            each: part
+            for key, tensor in own.items()
+            for each, part in _own_parts(key, parts[key], tensor, parameters.get(key), REFERENCE).items()
+        }
+    return state
+
+
+def loaded_reference(
+    engine: MegatronModel, reference: ReferenceWeights, state: Mapping[str, Any]
+) -> Mapping[str, Tensor]:
+    """The reference's tensors, by the names that `ReferenceWeights` has for them."""
+    if engine.options.parallel.use_torch_fsdp2:
+        return reference.tensors  # into which the rows were read
+    chunks = named_chunks(engine)
+    return {
+        f"{name}.{key}" if len(chunks) > 1 else key: tensor
+        for name in chunks
+        for key, tensor in state[REFERENCE + name].items()
+    }
+
+
+def _whole_parts(engine: MegatronModel) -> dict[str, Any]:
+    """Weights or adapters as if FSDP2 had not cut them; those that it has are without values."""
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     chunks = named_chunks(engine)
-    states = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in chunks.items()}
+    states = {}
+    for name, chunk in chunks.items():
+        with outlined(chunk):
+            states[name] = chunk.sharded_state_dict(metadata=metadata)
     if engine.adapters is None:
         return states
     trained = engine.adapters.tensors
@@ -49,29 +102,21 @@ def sharded_model(engine: MegatronModel) -> dict[str, Any]:
     }
 
 
-def sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
-    """The parts of the model's state with the tensors of the reference, under keys of their own."""
-    model = sharded_model(engine)
-    state: dict[str, Any] = {}
-    for name, parts in model.items():
-        prefix = f"{name}." if len(model) > 1 else ""
-        state[REFERENCE + name] = {
-            key: replace(part, key=REFERENCE + part.key, data=reference.tensors[prefix + key])
-            for key, part in parts.items()
-            # The rest is no weights.
-            if prefix + key in reference.tensors
-        }
-    return state
+def _with_own_rows(chunk: GPTModel, parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The `parts` of a chunk, with this rank's rows in the place of those that FSDP2 has cut."""
+    cut = {key: each for key, each in chunk.named_parameters() if is_cut(each)}
+    for key, part in parts.items():
+        yield _own_parts(key, part, own_rows(cut[key]), cut[key]) if key in cut else {key: part}
 
 
-def loaded_reference(engine: MegatronModel, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The reference's tensors, by the names that `ReferenceWeights` has for them."""
-    chunks = named_chunks(engine)
-    return {
-        f"{name}.{key}" if len(chunks) > 1 else key: tensor
-        for name in chunks
-        for key, tensor in state[REFERENCE + name].items()
-    }
+def _own_parts(
+    key: str, part: ShardedBase, tensor: Tensor, parameter: Tensor | None, prefix: str = ""
+) -> dict[str, ShardedBase]:
+    """`tensor`, which has what this rank has of `parameter`, as what `part` says of the whole; `prefix` is of keys."""
+    if parameter is None or not is_cut(parameter):
+        return {key: replace(part, key=prefix + part.key, data=tensor)}
+    own = shards(part, first_element(parameter), tensor.view(-1), prefix=prefix, is_own=True)
+    return {f"{key}.{number}": each for number, each in enumerate(own)}
 
 
 def megatron_lm_state(engine: MegatronModel) -> dict[str, Any]:
@@ -95,8 +140,8 @@ def megatron_lm_state(engine: MegatronModel) -> dict[str, Any]:
 
 
 def layout(sizes: ParallelSizes) -> dict[str, Any]:
-    """The parallel sizes, as a checkpoint says at which it was written."""
-    return asdict(sizes)
+    """The parallel sizes, as a checkpoint says at which it was written: those on which random numbers depend."""
+    return {name: size for name, size in asdict(sizes).items() if name != "use_torch_fsdp2"}
 
 
 def sharded_rng_state() -> ShardedObject:

@@ -9,7 +9,7 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_layer, moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import DeviceMesh
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -114,6 +115,15 @@ def config_of_variable_lengths(config_class: type[TransformerConfig], fields: Ma
     config = config_class(**{**fields, "variable_seq_lengths": not gathers})
     config.variable_seq_lengths = True
     return config
+
+
+def shard_on_this_device(wrapper: ModuleType) -> None:
+    """`TorchFullyShardedDataParallel` makes its mesh of CUDA devices, whatever the ranks compute on.
+
+    `wrapper` is the module that defines it.
+    """
+    on_this_device = SimpleNamespace(from_group=lambda group, _kind: DeviceMesh.from_group(group, device.device().type))
+    vars(wrapper)["DeviceMesh"] = on_this_device
 
 
 def load_checkpoints_without_running_their_code() -> None:

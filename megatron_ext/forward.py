@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_ext.backbone import LanguageModel, ValueModel
+from megatron_ext.fully_sharded import free_gathered
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.multi_token_prediction import WithPredictionLayers, look_ahead
 from megatron_ext.objective import Objective
+from megatron_ext.optimizer import Wrapped
 from megatron_ext.overlap import overlapping
 from megatron_ext.packing import MicroBatch, Part, RaggedBatch
 from megatron_ext.prefix_attention import SharedSequences
@@ -73,7 +75,9 @@ def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatc
 
     step = partial(_forward_step, predict=predict, consume=collect)
     with torch.no_grad(), _evaluating(chunks):
-        return _run_schedule(chunks, micro_batches, step, forward_only=True, collect_non_loss_data=True)
+        found = _run_schedule(chunks, micro_batches, step, forward_only=True, collect_non_loss_data=True)
+    free_gathered(chunks)
+    return found
 
 
 @contextmanager
@@ -89,7 +93,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[Wrapped],
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     predict: Predict,
@@ -111,7 +115,7 @@ def forward_backward(
 
 
 def forward_backward_ahead(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[Wrapped],
     micro_batches: Sequence[MicroBatch],
     batch: RaggedBatch,
     objective: Objective,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -28,12 +27,13 @@ from megatron_ext.forward import (
     predict_nothing,
     predict_values,
 )
+from megatron_ext.fully_sharded import all_finite, own_rows
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.multi_token_prediction import prepare_layers
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.offload import Residence, optimizer_tensors
-from megatron_ext.optimizer import build_optimizer, build_scheduler, wrap_distributed
+from megatron_ext.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
 from megatron_ext.overlap import gather_weights, gathers_in_forward
 from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
@@ -80,7 +80,7 @@ class MegatronModel:
         self.adapters: Adapters | None = None
         """Set by `add_adapters`."""
         self._weights_are_complete = True
-        self.chunks: list[DistributedDataParallel] = []
+        self.chunks: Sequence[Wrapped] = []
         """The chunks with their buffers; none before `prepare_training`."""
         self.residence = Residence(self._weight_tensors)
         """Where the state is: all of it on the device, until somebody moves it."""
@@ -163,7 +163,9 @@ class MegatronModel:
         if options.freeze_moe_router:
             freeze_routers(self.bare_chunks)
         prepare_layers(self.bare_chunks, options.mtp_training)
-        self.chunks = wrap_distributed(self.bare_chunks, options.distributed)
+        self.chunks = wrap_distributed(
+            self.bare_chunks, options.distributed, fully_sharded=options.parallel.use_torch_fsdp2
+        )
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
         self.scheduler: OptimizerParamScheduler = build_scheduler(
             self.optimizer, options.optimizer, options.scheduler, total_steps
@@ -261,6 +263,8 @@ class MegatronModel:
             else:
                 predict = predict_values if self.architecture.head == "value" else predict_labels(temperature)
                 metrics, ahead = forward_backward(self.chunks, packed, objective, predict), None
+        if self.options.parallel.use_torch_fsdp2 and not all_finite(self.chunks):
+            raise RuntimeError("a gradient is not a number, or infinite: no weight was changed")
         updated, gradient_norm, _ = self.optimizer.step()
         self._weights_are_complete = not gathers_in_forward(self.chunks)
         if not updated:
@@ -284,6 +288,8 @@ class MegatronModel:
     def keep_reference(self) -> None:
         """Remember the present weights as those of the reference model, which without its adapters it is by itself."""
         if self.adapters is None:
+            if self.options.parallel.use_torch_fsdp2 and not self.chunks:
+                raise RuntimeError("FSDP2 has not cut the weights yet: prepare_training comes before keep_reference")
             self.reference = ReferenceWeights(self.local_tensors())
 
     def refresh_reference(self) -> None:
@@ -305,7 +311,7 @@ class MegatronModel:
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         for chunk in self.bare_chunks:
-            yield from chunk.parameters()
+            yield from map(own_rows, chunk.parameters())
             yield from chunk.buffers()
 
     def _training_tensors(self) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from megatron_ext import compat, device, versions
 from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
+from megatron_ext.fully_sharded import own_rows
 from megatron_ext.rotary import rotate_by_position
 from megatron_ext.router_loss_options import ROUTER_LOSS_OPTIONS
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
@@ -83,10 +84,11 @@ def build_model(
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Every parameter and persistent buffer of this rank by the name it has in the Megatron layout.
 
-    Names are those of `GPTModel.state_dict`, with several chunks prefixed by `model{chunk}.`.
+    Names are those of `GPTModel.state_dict`, with several chunks prefixed by `model{chunk}.`. Parameters that FSDP2
+    has cut are the rows of this rank.
     """
     return {
-        f"model{index}.{name}" if len(chunks) > 1 else name: tensor
+        f"model{index}.{name}" if len(chunks) > 1 else name: own_rows(tensor)
         for index, chunk in enumerate(chunks)
         for name, tensor in chunk.state_dict(keep_vars=True).items()
         # Transformer Engine's FP8 statistics are no weights.
@@ -155,6 +157,8 @@ def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[st
         "params_dtype": params_dtype,
         "pipeline_dtype": params_dtype,
         "bf16": params_dtype == torch.bfloat16,
+        # It adds to Megatron's buffers of gradients, which FSDP2 does not have.
+        **({"gradient_accumulation_fusion": False} if parallel.use_torch_fsdp2 else {}),
     }
 
 

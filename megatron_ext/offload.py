@@ -8,6 +8,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
+from megatron_ext.fully_sharded import gradients, own_rows
+from megatron_ext.optimizer import Wrapped
 from megatron_ext.storages import HostCopy, nbytes_of, storages_of
 
 _NAMES: Mapping[StatePart, str] = {
@@ -27,7 +29,7 @@ class Residence:
         self,
         weights: Callable[[], Iterator[Tensor]],
         training: Callable[[], Iterator[Tensor]] = lambda: iter(()),
-        chunks: Sequence[DistributedDataParallel] = (),
+        chunks: Sequence[Wrapped] = (),
     ) -> None:
         self._weights, self._training, self._chunks = weights, training, chunks
         self._away: dict[StatePart, HostCopy] = {}
@@ -90,11 +92,13 @@ class Residence:
     def _free_gradients(self) -> None:
         self._gradient_bytes = _gradient_bytes(self._chunks)
         for chunk in self._chunks:
-            chunk.offload_grad_buffers(empty_cache=False)
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.offload_grad_buffers(empty_cache=False)
 
     def _make_gradients(self) -> None:
         for chunk in self._chunks:
-            chunk.restore_grad_buffers()
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.restore_grad_buffers()
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -104,11 +108,14 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         if inner is None:  # a rank without a parameter to train
             continue
         for group in inner.param_groups:
-            yield from group["params"]
+            yield from map(own_rows, group["params"])
         for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from (own_rows(value) for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradient_bytes(chunks: Sequence[DistributedDataParallel]) -> int:
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+def _gradient_bytes(chunks: Sequence[Wrapped]) -> int:
+    """Bytes of gradients: of buffers that stay, or under FSDP2 of those that there are from a step to the next."""
+    buffered = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    buffers = [buffer for chunk in buffered for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    others = nbytes_of(storages_of(gradients([chunk for chunk in chunks if chunk not in buffered])))
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers) + others

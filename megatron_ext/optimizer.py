@@ -1,7 +1,7 @@
 """The distributed optimizer and its learning-rate schedule, from fields by Megatron's own names."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -10,10 +10,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from converters.errors import UserError
 from megatron_ext import device
+from megatron_ext.fully_sharded import FullySharded, wrap_fully_sharded
+
+Wrapped: TypeAlias = DistributedDataParallel | FullySharded
 
 
-def wrap_distributed(chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> list[DistributedDataParallel]:
-    """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise."""
+def wrap_distributed(
+    chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any], *, fully_sharded: bool = False
+) -> Sequence[Wrapped]:
+    """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise.
+
+    With `fully_sharded` it is that of torch's FSDP2, which reduces them in the type of the weights.
+    """
+    if fully_sharded:
+        return [wrap_fully_sharded(chunk, fields) for chunk in chunks]
     config = DistributedDataParallelConfig(
         **{
             "grad_reduce_in_fp32": True,
@@ -31,7 +41,7 @@ def wrap_distributed(chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], fields: Mapping[str, Any], params_dtype: torch.dtype
+    chunks: Sequence[Wrapped], fields: Mapping[str, Any], params_dtype: torch.dtype
 ) -> MegatronOptimizer:
     """The optimizer of the wrapped `chunks`; `fields` are those of OptimizerConfig.
 
@@ -55,7 +65,7 @@ def build_optimizer(
             **fields,
         }
     )
-    return get_megatron_optimizer(config, chunks)
+    return get_megatron_optimizer(config, list(chunks))
 
 
 def build_scheduler(

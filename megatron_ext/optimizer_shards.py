@@ -1,14 +1,14 @@
 """The state of an optimizer as boxes of global tensors: saved without gathering it, and read at any layout.
 
 The distributed optimizer keeps, for each weight, a range of its elements: end to end, they are one data-parallel rank's
-part of a buffer. Such a range is a few boxes of the weight, so that a rank writes and reads what it has, where it is.
+part of a buffer; under FSDP2 it is some rows, of the weight itself, too. Such a range is a few boxes of the weight, so
+that a rank writes and reads what it has, where it is.
 megarl's checkpoints have the keys of megatron-core's format "fully_reshardable" (`optimizer.state.exp_avg.KEY`), for
 which megatron-core itself gathers whole buffers first; its other formats are tied to the layout, or gone in 0.16.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from converters.boxes import boxes_of_range
 from megatron_ext import compat, hybrid_optimizer
+from megatron_ext.fully_sharded import first_element, is_cut, own_rows
 
 FORMAT = "fully_reshardable"
 """Megatron's name for a state that has the keys and shapes of the weights."""
@@ -40,21 +41,52 @@ class MainState:
     start: int
     tensors: Mapping[str, Tensor]
     """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat: the optimizer's own, no copies."""
+    is_own: bool
+    """No other data-parallel rank has the state of these elements."""
 
 
 def main_states(optimizer: MegatronOptimizer) -> list[MainState]:
     """State of this rank's weights; the optimizer is primed."""
     return [
-        MainState(part, weight, start, {name: tensor.detach().view(-1) for name, tensor in tensors.items()})
+        MainState(
+            part,
+            weight,
+            start,
+            {name: own_rows(tensor).detach().view(-1) for name, tensor in tensors.items()},
+            is_own=isinstance(part, DistributedOptimizer) or is_cut(weight),
+        )
         for part in compat.parts(optimizer)
         for weight, start, tensors in _main_tensors(part)
     ]
 
 
-def sharded_states(states: Sequence[MainState], model: Mapping[str, Any]) -> list[ShardedTensor]:
-    """The boxes that the `states` are, of tensors beside those of the sharded state dict `model`."""
-    by_weight = {id(each.data): each for each in nested_values(model) if isinstance(each, ShardedBase)}
-    return [shard for state in states for shard in _shards(state, by_weight[id(state.weight)])]
+def sharded_states(states: Sequence[MainState], weights: Mapping[int, ShardedBase]) -> list[ShardedTensor]:
+    """The boxes that the `states` are, of tensors beside those of the weights: `id` of each -> what it is saved as."""
+    return [
+        shard
+        for state in states
+        for name, flat in state.tensors.items()
+        for shard in shards(
+            weights[id(state.weight)], state.start, flat, prefix=f"{PREFIX}{name}.", is_own=state.is_own
+        )
+    ]
+
+
+def shards(
+    weight: ShardedBase, start: int, elements: Tensor, *, prefix: str = "", is_own: bool
+) -> Iterator[ShardedTensor]:
+    """The boxes that `elements`, flat and from number `start` of `weight` on, are of the tensors that it is saved as.
+
+    `prefix` begins their keys. With `is_own` no other data-parallel rank has these elements.
+    """
+    for offset, piece in _pieces(weight):
+        first, end = max(start, offset), min(start + len(elements), offset + piece.data.numel())
+        if first < end:
+            pipeline, tensor, data = piece.replica_id
+            replica = (pipeline, tensor, 0 if is_own else data)
+            yield from _boxes(
+                f"{prefix}{piece.key}", elements[first - start : end - start], first - offset, piece, replica
+            )
 
 
 def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, Tensor]]]:
@@ -68,7 +100,11 @@ def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
         return
     for weight, main in _pairs(part):
         state = part.optimizer.state[main]
-        yield weight, 0, {"param": main, **{name: each for name, each in state.items() if name != "step"}}
+        yield (
+            weight,
+            first_element(weight),
+            {"param": main, **{name: each for name, each in state.items() if name != "step"}},
+        )
 
 
 def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -79,17 +115,6 @@ def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor
             main_of |= {id(main): weight for weight, main in zip(weights, mains, strict=True)}
     for group in part.optimizer.param_groups:
         yield from ((main_of.get(id(main), main), main) for main in group["params"])
-
-
-def _shards(state: MainState, weight: ShardedBase) -> Iterator[ShardedTensor]:
-    count = next(iter(state.tensors.values())).numel()
-    for offset, piece in _pieces(weight):
-        first, end = max(state.start, offset), min(state.start + count, offset + piece.data.numel())
-        if first >= end:
-            continue
-        for name, flat in state.tensors.items():
-            elements = flat[first - state.start : end - state.start]
-            yield from _boxes(f"{PREFIX}{name}.{piece.key}", elements, first - offset, piece, _replica(state, piece))
 
 
 def _boxes(
@@ -130,12 +155,6 @@ def _pieces(weight: ShardedBase) -> list[tuple[int, ShardedTensor]]:
         ):
             raise NotImplementedError(f"{weight.key} is saved as copies, not as parts in one piece, of what it is")
     return [(piece.data.storage_offset() - weight.data.storage_offset(), piece) for piece in pieces]
-
-
-def _replica(state: MainState, piece: ShardedTensor) -> tuple[int, ...]:
-    """Data-parallel ranks have the same weight, but each a range of its own of a distributed optimizer's state."""
-    pipeline, tensor, data = piece.replica_id
-    return (pipeline, tensor, 0 if isinstance(state.part, DistributedOptimizer) else data)
 
 
 def take_over(states: Sequence[MainState]) -> None:

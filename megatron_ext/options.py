@@ -64,6 +64,11 @@ class MegatronOptions:
                 "loop.shared_prefixes needs whole sequences on each rank, and megatron.context_parallel_size="
                 f"{self.parallel.context_parallel_size} cuts them: choose one of the two"
             )
+        if self.adapter is not None and self.parallel.use_torch_fsdp2:
+            raise UserError(
+                "megatron.use_torch_fsdp2=true cuts weights into rows, and an adapter (lora.rank) is merged into whole"
+                " ones: leave one of the two out"
+            )
         if self.freeze_moe_router and (rate := self.transformer.get(_BIAS_RATE)):
             raise UserError(
                 f"model.freeze_moe_router=true keeps the routers as they were loaded, and megatron.{_BIAS_RATE}={rate}"

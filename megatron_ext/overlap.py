@@ -10,9 +10,11 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_ext.optimizer import Wrapped
+
 
 @contextmanager
-def overlapping(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def overlapping(chunks: Sequence[Wrapped]) -> Iterator[None]:
     """Inside, the schedules reduce the gradients of `chunks` in the backward pass of the last micro-batch alone.
 
     Otherwise every backward pass counts, and with `overlap_grad_reduce` the reduction starts at the count of the first
@@ -29,7 +31,7 @@ def overlapping(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _schedule_fields(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+def _schedule_fields(chunks: Sequence[Wrapped]) -> dict[str, Any]:
     """Fields of TransformerConfig through which the schedules are told."""
     distributed = chunks[0].ddp_config
     fields: dict[str, list[Any]] = {}
@@ -42,14 +44,14 @@ def _schedule_fields(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any
     return {name: each[0] if len(chunks) == 1 else each for name, each in fields.items()}
 
 
-def gathers_in_forward(chunks: Sequence[DistributedDataParallel]) -> bool:
+def gathers_in_forward(chunks: Sequence[Wrapped]) -> bool:
     """Whether an optimizer step leaves each rank with its own part of the new weights, for the next forward pass to
     gather the others' (`overlap_param_gather`).
     """
-    return bool(chunks[0].use_forward_hook)
+    return isinstance(chunks[0], DistributedDataParallel) and bool(chunks[0].use_forward_hook)
 
 
-def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+def gather_weights(chunks: Sequence[Wrapped]) -> None:
     """Collective: complete what an optimizer step left to the next forward pass, which then finds nothing to do."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)

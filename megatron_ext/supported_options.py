@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from converters.architectures import Architecture
 
 _OFF = (None, False)
+FULLY_SHARDED = "use_torch_fsdp2"
+"""Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in the place of Megatron's buffers."""
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
 
 
@@ -40,8 +42,9 @@ _OTHER_SCHEDULE = "it belongs to Megatron's combined schedule, whose forward pas
 _WEIGHTS = "the weights must keep the type of model.dtype, in which checkpoints and refits read them"
 _OTHER_PLACES = "its weights lie otherwise than checkpoints and refits know"
 _OTHER_WRAPPER = (
-    "Megatron-FSDP keeps a piece of each weight on a rank, where refits, exports and checkpoints read whole ones, and"
-    " runs on GPUs alone; use_distributed_optimizer cuts the optimizer's state over ranks, TP, PP and EP the weights"
+    "Megatron-FSDP asks for a CUDA device by its number, so that none of it can be run without one, and where it cuts a"
+    " weight follows from others in the same buffer, which refits, exports and checkpoints do not know; use_torch_fsdp2"
+    " cuts weights, gradients and optimizer state over the ranks"
 )
 _LAYOUT = (
     "checkpoints and refits know layers that are dealt evenly, but for num_layers_in_first_pipeline_stage and"
@@ -136,6 +139,25 @@ REFUSED: Mapping[str, Refusal] = {
     **REFUSED_IN_SOME_VERSIONS,
 }
 
+_BUFFERS = "FSDP2 has no gradient buffers of Megatron's"
+_BY_ITSELF = "FSDP2 gathers weights and reduces gradients layer by layer, beside the computation, by itself"
+_EIGHT_BITS = "FSDP2 gathers weights in the type that they have, and recipes of 8 and 4 bits are not tested with it"
+
+BESIDE_FSDP2: Mapping[str, Refusal] = {
+    "use_distributed_optimizer": Refusal("FSDP2 cuts the optimizer's state over the ranks by itself"),
+    "optimizer_cpu_offload": Refusal("it belongs to the distributed optimizer"),
+    "use_precision_aware_optimizer": Refusal("it belongs to the distributed optimizer"),
+    "gradient_accumulation_fusion": Refusal(_BUFFERS),
+    "grad_reduce_in_fp32": Refusal("FSDP2 reduces gradients and adds them up in the type of the weights"),
+    "overlap_grad_reduce": Refusal(_BY_ITSELF),
+    "overlap_param_gather": Refusal(_BY_ITSELF),
+    "align_param_gather": Refusal(_BY_ITSELF),
+    "bucket_size": Refusal(_BUFFERS, (None,)),
+    "fp8": Refusal(_EIGHT_BITS),
+    "fp4": Refusal(_EIGHT_BITS),
+}
+"""Options that work, but not with use_torch_fsdp2."""
+
 NEEDS: Mapping[str, Mapping[str, bool]] = {
     "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
     "align_param_gather": {"overlap_param_gather": False},
@@ -156,6 +178,7 @@ TESTED: Mapping[str, str] = {
     "align_param_gather": "megatron_ext/test_overlap.py",
     "bucket_size": "megatron_ext/test_overlap.py",
     "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
+    "use_torch_fsdp2": "megatron_ext/test_fully_sharded.py",
     "recompute_granularity": "megatron_ext/test_recompute.py",
     "recompute_method": "megatron_ext/test_recompute.py",
     "recompute_num_layers": "megatron_ext/test_recompute.py",
@@ -232,23 +255,26 @@ def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> No
     """Raise UserError for the first of the options with which training would fail or be wrong."""
     refuse(options, REFUSED, prefix)
     RouterLosses.of(options, prefix)
+    is_fully_sharded = options.get(FULLY_SHARDED, False)
+    if is_fully_sharded:
+        refuse(options, BESIDE_FSDP2, prefix, f" with {prefix}{FULLY_SHARDED}=true")
     for name in (name for name in options if options[name]):
         for needed, default in NEEDS.get(name, {}).items():
             if not options.get(needed, default):
                 raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
-    if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", True):
+    if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", not is_fully_sharded):
         raise UserError(f"{prefix}optimizer=sgd works only with {prefix}use_distributed_optimizer=false: set it too")
     group, stages = options.get(_GROUP), options.get(_STAGES, 1)
     if group is not None and group < stages:
         raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")
 
 
-def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str) -> None:
-    """Raise UserError for the first of the options whose value is refused."""
+def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:
+    """Raise UserError for the first of the options whose value is refused, `where` says in which case."""
     for name, value in options.items():
         if name in refused and refused[name].covers(value):
             advice = f"use {refused[name].others}" if refused[name].others else "leave it out"
-            raise UserError(f"{prefix}{name}={value} is not supported: {refused[name].reason}; {advice}")
+            raise UserError(f"{prefix}{name}={value} is not supported{where}: {refused[name].reason}; {advice}")
 
 
 def without_model_fields(architecture: "Architecture", options: Mapping[str, Any]) -> dict[str, Any]:

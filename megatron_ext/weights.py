@@ -38,7 +38,7 @@ def load_huggingface(
     Raises UserError if the checkpoint's tensors are not those of the architecture.
     """
     check_checkpoint(checkpoint, architecture)
-    shard = megatron_layout(architecture, parallel, module_names=module_names()).shard(rank)
+    shard = megatron_layout(architecture, parallel.unsharded, module_names=module_names()).shard(rank)
     tensors = local_tensors(chunks)
     check_tensors(shard.local_shapes, tensors)
     missing = architecture.hf_zero_if_missing - checkpoint.shapes.keys()

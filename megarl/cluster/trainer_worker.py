@@ -75,9 +75,9 @@ class TrainerWorker:
         else:
             self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
         self.model.add_adapters()
+        self.model.prepare_training(total_steps)
         if reference:
             self.model.keep_reference()
-        self.model.prepare_training(total_steps)
         self.saving = checkpoint.Saving(self.model)
         adapter, sent = options.adapter, self.model.architecture
         if adapter is not None and not adapter.merge:

@@ -9,7 +9,7 @@ from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
 from megatron_ext import supported_options
 from megatron_ext.arguments import fields_of_groups
-from megatron_ext.supported_options import NEEDS, Refusal
+from megatron_ext.supported_options import FULLY_SHARDED, NEEDS, Refusal
 
 _HEADER = """# Options of Megatron and of the engine
 
@@ -41,6 +41,10 @@ def _megatron() -> list[str]:
     lines += [
         f"| `{name}` | only with {' and '.join(f'`{each}=true`' for each in needed)} | |"
         for name, needed in NEEDS.items()
+    ]
+    lines += [
+        f"| `{name}` | Not with `{FULLY_SHARDED}`: {each.reason} | {each.others} |"
+        for name, each in supported_options.BESIDE_FSDP2.items()
     ]
     model = sorted({*supported_options.MODEL_FIELDS, *supported_options.LATENT_ATTENTION_FIELDS})
     lines += ["", "## Megatron: follows from the model", "", f"{_names(model)}; and whatever else", ""]

@@ -182,9 +182,8 @@ OWNED: Mapping[str, str] = {
 """Option of Megatron that follows from a key of megarl."""
 
 MEGATRON_LM_ABSENT: Mapping[str, str] = {
-    "use_torch_fsdp2": "a rank of torch's FSDP2 has a piece of each weight, and refits and checkpoints read whole ones:"
-    " leave it out, megatron.use_distributed_optimizer cuts the optimizer's state over the ranks, and TP, PP and EP cut"
-    " the weights",
+    "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass"
+    " with megatron.use_torch_fsdp2: leave it out",
     "use_checkpoint_args": "the arguments that Megatron-LM saved with model.megatron_checkpoint are compared with"
     " config.json in any case: leave it out",
 }

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
@@ -85,6 +86,8 @@ def _destroy_groups() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
+    # torch remembers for operations of DTensors their results' group, too, and would give it to those of a new one.
+    _clear_sharding_prop_cache()
 
 
 def _wait(processes: list[Any], folder: Path, deadline: float) -> None:

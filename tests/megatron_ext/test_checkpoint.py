@@ -46,6 +46,7 @@ TP2_EP2 = ParallelSizes(
 VPP2 = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 DP2 = ParallelSizes(world_size=2)
 CP2 = ParallelSizes(world_size=2, context_parallel_size=2)
+FSDP2 = ParallelSizes(world_size=2, use_torch_fsdp2=True)
 PLAIN = {"distributed": {"use_distributed_optimizer": False}}
 SGD = {"optimizer": {"optimizer": "sgd", "lr": 1e-1}, **PLAIN}
 SETUPS = {
@@ -58,10 +59,11 @@ SETUPS = {
     "DP2": Setup(DP2),
     "CP2": Setup(CP2),
     "DP2 plain": Setup(DP2, PLAIN),
+    "FSDP2": Setup(FSDP2),
     "DP2 SGD": Setup(DP2, SGD),
     "one rank SGD": Setup(options=SGD),
 }
-SAME = ["one rank", "TP2", "EP2", "DP2", "CP2"]
+SAME = ["one rank", "TP2", "EP2", "DP2", "CP2", "FSDP2"]
 OTHER = [
     ("EP2", "one rank"),
     ("DP2 SGD", "one rank SGD"),
@@ -70,6 +72,8 @@ OTHER = [
     ("TP2 EP2", "DP2 plain"),
     ("CP2", "one rank"),
     ("CP2", "TP2"),
+    ("FSDP2", "one rank"),
+    ("TP2", "FSDP2"),
 ]
 """Layout that is saved at -> layout that the run goes on at."""
 FURTHER_SAME = ["PP2", "DP2 plain"]

@@ -65,7 +65,7 @@ def test_a_tested_option_is_in_its_test(name: str) -> None:
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
         ({"num_distributed_optimizer_instances": 2}, "; use 1"),
         ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "over a micro-batch"),
-        ({"data_parallel_sharding_strategy": "optim"}, "a piece of each weight .* use no_shard"),
+        ({"data_parallel_sharding_strategy": "optim"}, "asks for a CUDA device .* use no_shard"),
         ({"overlap_param_gather": True}, "overlap_param_gather works only with megatron.overlap_grad_reduce=true"),
         (
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},

@@ -78,9 +78,8 @@ REFUSED: Mapping[str, str] = {
     "lr_decay_samples": "decay counts optimizer steps here: give --lr-decay-iters in its place",
     "rotary_seq_len_interpolation_factor": "positions are scaled as config.json says: leave it out",
     "spec": "the layers follow from config.json: leave it out",
-    "torch_fsdp2_no_reshard_after_forward": "gradients and optimizer are Megatron's own, not those of FSDP: leave it"
-    " out",
-    "use_torch_fsdp2": "gradients and optimizer are Megatron's own, not those of FSDP: leave it out",
+    "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass:"
+    " leave it out",
 }
 """Argument that would make another model or another optimizer -> why, and what to do."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
@@ -49,7 +50,15 @@ class TrainingOptions:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":
-        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32."""
+        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32.
+
+        Raises UserError for FSDP2, of which neither memory nor time is predicted.
+        """
+        if megatron.get("use_torch_fsdp2"):
+            raise UserError(
+                "megarl plan does not know what megatron.use_torch_fsdp2=true takes of a rank's memory and time: leave"
+                " it out of what is planned"
+            )
         moments = sum(_WIDTHS[_type(megatron.get(name))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
         # The main parameters of a model in float32 are its weights.
         main = 0 if dtype == "fp32" else _WIDTHS[_type(megatron.get("main_params_dtype"))]

@@ -67,7 +67,10 @@ print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
         ("train --config-name quickstart", "leaves model.path open"),
         ("train --config-name quickstart model.path=m --tensor-model-paralel-size 2", "--tensor-model-parallel-size?"),
         ("train --config-name quickstart model.path=m --global-batch-size 2", "here it is loop.prompts_per_step"),
-        ("train --config-name quickstart model.path=m --use-torch-fsdp2", "has a piece of each weight"),
+        (
+            "train --config-name quickstart model.path=m --torch-fsdp2-no-reshard-after-forward",
+            "give the weights that they gathered back",
+        ),
         (
             "train --config-name quickstart model.path=m --use-checkpoint-args",
             "with config.json in any case: leave it out",

@@ -89,6 +89,11 @@ def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
     assert TrainingOptions.of({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 6
 
 
+def test_what_is_not_predicted_is_refused() -> None:
+    with pytest.raises(UserError, match=r"does not know what megatron.use_torch_fsdp2=true takes"):
+        TrainingOptions.of({"use_torch_fsdp2": True})
+
+
 def test_the_knob_that_saves_most_comes_first() -> None:
     step = small_step()
     knobs = turned_knobs(step)
