@@ -14,18 +14,18 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import ray
 import torch
 
-from converters.architectures import Lora, read_architecture
+from converters.architectures import Lora
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat, number_format
 from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.engine_load import load_metrics, work_metrics
+from megarl.cluster.engine_starter import EngineStarter
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.reservation import Seats
-from megarl.cluster.restarts import Restarts
+from megarl.cluster.restarts import Restarts, Start
 from megarl.cluster.router import Router
 from megarl.cluster.streams import results_of
 from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGone, WorkerGroup, wait
@@ -35,10 +35,6 @@ from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout import engine_kind
-from megarl.rollout.adapter_slot import with_adapter_slot
-from megarl.rollout.kind import Arguments
-from megarl.rollout.kv_scales import with_kv_scales
-from megarl.rollout.number_format import in_number_format
 from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMode, Request
 from megarl.schema import RolloutConfig
 from megatron_ext.device_memory import CountedMemory
@@ -80,12 +76,21 @@ class Engines:
         """The engines that have the weights of a version."""
         return self._those(handle for handle in self.handles if handle.is_up and handle.version == version)
 
-    def without_version(self, version: int) -> "Engines":
-        """The engines that are up and have other weights, or none. Where none is up, one is waited for."""
+    @property
+    def are_down(self) -> bool:
+        """Whether none is up."""
+        return not any(handle.is_up for handle in self.handles)
+
+    def wait_for_one(self) -> None:
+        """Wait until one is up, or none can be as they are held off. Raises as `Restarts.begin`."""
         self.restart_dead()
         self._restarts.go_on()
-        while not any(handle.is_up for handle in self.handles):
+        while self.are_down and not self._restarts.is_held_off:
             self._restarts.wait()
+
+    def without_version(self, version: int) -> "Engines":
+        """The engines that are up and have other weights, or none. Where none is up, one is waited for if it can be."""
+        self.wait_for_one()
         return self._those(handle for handle in self.handles if handle.is_up and handle.version != version)
 
     @property
@@ -188,19 +193,22 @@ class Engines:
         self._shared.recomputed.extend(self._tell(Engine.reset_prefix_cache))
 
     def sleep(self) -> None:
-        """Let the engines give the memory of weights and KV cache back; requests go on when they are awake."""
+        """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.
+
+        One that was about to start is waited for, and sleeps, too; one that has died leaves nothing.
+        """
+        self._restarts.hold_off()
         self._router.sleep(self.handles)
         self._tell(Engine.sleep)
+        self.restart_dead()
+        self._restarts.hold_off()
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
-        """Let the engines have these parts back."""
+        """Let the engines have these parts back. When all is awake, those that died may start."""
         self._tell(Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
             self._router.wake_up(self.handles)
-
-    def count_memory(self, memory: CountedMemory) -> None:
-        """Count what the engines hold, from now on, where there is no GPU to do it."""
-        self._tell(Engine.count_memory, memory)
+            self._restarts.let_in()
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
@@ -289,19 +297,16 @@ class EngineGroup(Engines):
 
     def __init__(self, config: RolloutConfig, seats: Seats, logs: Path, restarts: int = 0) -> None:
         """Engines that die are started anew, at most `restarts` times in all."""
-        self._config = config
-        self._kind = engine_kind(config.engine)
-        nodes = self._kind.nodes(config.engine_args)
+        kind = engine_kind(config.engine)
+        nodes = kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
-        at_once = self._kind.at_once(config.engine_args)
+        at_once = kind.at_once(config.engine_args)
         handles = [EngineHandle(workers[start : start + nodes], at_once) for start in range(0, len(workers), nodes)]
-        beginning = Restarts(restarts, self._start_again, up_within_s=seats.timeout_s)
-        shared = SharedByEngines(beginning, Router(handles, beginning), number_format(config.weights))
+        self._starter = EngineStarter(config, kind, self.processes)
+        again = Restarts(restarts, Start(self._starter.prepare, self._starter.load), up_within_s=seats.timeout_s)
+        shared = SharedByEngines(again, Router(handles, again), number_format(config.weights))
         super().__init__(handles, shared)
-        self._start: tuple[Path, Arguments]
-        self._reads_again = False
-        """Whether engines that are started anew read the weights, because refits bring an adapter alone."""
         self._step_began_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -329,17 +334,10 @@ class EngineGroup(Engines):
         Without `load_weights` their first weights come by a refit. With an `adapter` refits bring this alone.
         Raises UserError for a model that does not fit the number format of the engines, or the slot of an adapter.
         """
-        arguments: Arguments = self._config.engine_args
-        self._reads_again = adapter is not None
-        if adapter is not None:
-            arguments = with_adapter_slot(self._config, read_architecture(read_json(model_path / CONFIG)), adapter)
-        elif self.number_format is not None:
-            arguments = in_number_format(self._config, read_json(model_path / CONFIG))
-        arguments = with_kv_scales(self._config, arguments)
-        self._start = model_path, arguments if load_weights else {**arguments, **self._kind.without_weights}
+        self._starter.set_arguments(model_path, load_weights=load_weights, adapter=adapter)
         # First of all there has to be room for them.
         self.nodes()
-        wait(list(chain.from_iterable(handle.begin_make(self._kind, *self._start) for handle in self.handles)))
+        wait(list(chain.from_iterable(self._starter.begin_make(handle) for handle in self.handles)))
         return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
@@ -361,10 +359,13 @@ class EngineGroup(Engines):
 
     def bring_back_with(self, give_weights: Callable[[], object]) -> None:
         """Let engines that were started anew have from `give_weights` all that refits bring, not from the folder."""
-        model_path, arguments = self._start
-        if not self._reads_again:
-            self._start = model_path, {**arguments, **self._kind.without_weights}
+        self._starter.leave_weights_to_refits()
         self._restarts.give_weights = give_weights
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what the engines hold, from now on, where there is no GPU to do it."""
+        self._starter.memory = memory
+        self._tell(Engine.count_memory, memory)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the engines in a checkpoint: their restarts."""
@@ -384,14 +385,3 @@ class EngineGroup(Engines):
             **work_metrics(self.handles, self._shared.recomputed, seconds),
             "engines/tokens_moved": float(self._router.take_moved()),
         }
-
-    def _start_again(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
-        """See `restarts.Start`."""
-        handle.renew([self.processes.renew(process) for process in handle.processes])
-        # Another may not begin while anything of the first has its memory, its ports or its GPUs.
-        yield [process.begin_end_others() for process in handle.processes]
-        yield handle.begin_make(self._kind, *self._start)
-        yield handle.begin_start()
-        version, parts = handle.begin(Engine.version), handle.begin(Engine.worker_parts)
-        yield [version, parts]
-        handle.started(wait([version])[0], wait([parts])[0])

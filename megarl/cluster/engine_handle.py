@@ -97,7 +97,7 @@ class EngineHandle:
     @property
     def death(self) -> WorkerFailed | None:
         """The failure that it has died of, as far as it was heard of."""
-        return next((each.failure for each in self.processes if each.failure and _is_death(each.failure)), None)
+        return next((each.failure for each in self.processes if each.failure and is_death(each.failure)), None)
 
     @property
     def processes(self) -> list[Worker]:
@@ -152,5 +152,6 @@ class EngineHandle:
         self._state, self.version = "serving", version
 
 
-def _is_death(failure: WorkerFailed) -> bool:
+def is_death(failure: WorkerFailed) -> bool:
+    """Whether nothing more can be asked of an engine of which a call has failed so."""
     return isinstance(failure, WorkerGone) or isinstance(failure.error, EngineDiedError)

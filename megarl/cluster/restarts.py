@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ray
 
@@ -15,9 +15,16 @@ from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.signs_of_life import SignsOfLife
 from megarl.cluster.worker_group import LOOK_S, Call, Worker, WorkerFailed, WorkerGone, end_silent, wait
 
-Start: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
-"""Starts an engine step by step: yields the calls that have to end before the next step."""
+Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
+"""Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
 _LOOK_AGAIN_S = 1.0
+
+
+class Start(NamedTuple):
+    """The two halves of the start of an engine that died: only the second one takes memory of its device."""
+
+    prepare: Steps
+    load: Steps
 
 
 class _Cause(NamedTuple):
@@ -33,13 +40,15 @@ class _Restart:
     """One engine on its way back."""
 
     steps: Iterator[Sequence[Call[Any]]]
+    """Steps of this stage that were not begun."""
     died_s: float
     up_until_s: float
     """When its processes have to be up."""
     calls: list[Call[Any]] = field(default_factory=list)
     """Calls that the present step waits for."""
     is_up: bool = False
-    """Whether its processes are up, so that the first step has ended."""
+    """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
+    stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
     signs: SignsOfLife[Worker, Call[Any]] = field(default_factory=lambda: SignsOfLife(LOOK_S))
 
 
@@ -47,7 +56,8 @@ class Restarts:
     """The restarts of a run's engines, at most so `many`, with those before the checkpoint that it goes on from.
 
     Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
-    trainer's ranks are asked for weights only where nothing else is asked of them.
+    trainer's ranks are asked for weights only where nothing else is asked of them. While others have the device, after
+    `hold_off`, an engine is prepared and no more.
     """
 
     def __init__(self, many: int, start: Start, *, up_within_s: float) -> None:
@@ -59,6 +69,7 @@ class Restarts:
         self._many, self._start, self._up_within_s = many, start, up_within_s
         self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
+        self._is_held_off = False
         self._seconds: list[float] = []
         self.lock = RLock()
         """Held by the thread that has to do with restarts: requests are looked after in another than refits."""
@@ -67,6 +78,11 @@ class Restarts:
     def calls(self) -> list[Call[Any]]:
         """The calls of which one has to end before `go_on` has anything to do."""
         return [call for each in self._under_way.values() for call in each.calls]
+
+    @property
+    def is_held_off(self) -> bool:
+        """Whether no engine comes up before others give the device back."""
+        return self._is_held_off
 
     @property
     def is_undisturbed(self) -> bool:
@@ -108,6 +124,22 @@ class Restarts:
             ray.wait([call.reference for call in calls], num_returns=1, timeout=_LOOK_AGAIN_S)
         self.go_on()
 
+    def hold_off(self) -> None:
+        """Let no engine take memory until `let_in`. Raises as `begin`.
+
+        Returns when those that were about to have theirs, and dead ones have left nothing.
+        """
+        with self.lock:
+            self._is_held_off = True
+            while any(each.stage == "load" or not each.is_up for each in self._under_way.values()):
+                self.wait()
+
+    def let_in(self) -> None:
+        """Let engines take memory again. Raises as `begin`."""
+        with self.lock:
+            self._is_held_off = False
+            self.go_on()
+
     def serves(self, handle: EngineHandle) -> None:
         """Take note that an engine has its weights, if it is one that was started anew."""
         with self.lock:
@@ -141,18 +173,17 @@ class Restarts:
             raise _one_too_many(first, self._many, happened)
         self.count += 1
         say(f"{happened}; {handle.name} is started again (restart {self.count} of {self._many}), and the others go on")
-        restart = _Restart(self._start(handle), died_s, up_until_s=time.monotonic() + self._up_within_s)
+        restart = _Restart(self._start.prepare(handle), died_s, up_until_s=time.monotonic() + self._up_within_s)
         self._under_way[handle] = restart
         self._advance(handle, restart)
 
     def _advance(self, handle: EngineHandle, restart: _Restart) -> None:
         try:
             while self._have_ended(handle, restart):
-                restart.is_up = bool(restart.calls)
-                if (step := next(restart.steps, None)) is None:
-                    restart.calls = []
+                restart.is_up |= bool(restart.calls)
+                restart.calls = list(next(restart.steps, ()))
+                if not restart.calls and not self._begins_to_load(handle, restart):
                     break
-                restart.calls = list(step)
         except WorkerFailed as failure:
             self._begin(handle, failure, restart.died_s)
         except UserError as error:
@@ -161,6 +192,17 @@ class Restarts:
         else:
             if handle.state == "serving":
                 self.serves(handle)
+
+    def _begins_to_load(self, handle: EngineHandle, restart: _Restart) -> bool:
+        """Note that the steps of a stage have ended; whether there are more now."""
+        if restart.stage == "load":
+            restart.stage = "loaded"
+        if restart.stage == "prepare":
+            restart.stage = "prepared"
+        if restart.stage != "prepared" or self._is_held_off:
+            return False
+        restart.stage, restart.steps = "load", self._start.load(handle)
+        return True
 
     def _have_ended(self, handle: EngineHandle, restart: _Restart) -> bool:
         """Whether the calls of the present step have; raises as soon as one has failed."""

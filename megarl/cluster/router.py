@@ -10,12 +10,12 @@ from itertools import count
 
 from converters.errors import UserError
 from megarl.cluster.asked import Asked, SoFar
-from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.engine_handle import EngineHandle, is_death
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.partials import Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
-from megarl.cluster.worker_group import Call, unfinished, wait
+from megarl.cluster.worker_group import Call, WorkerFailed, unfinished, wait
 from megarl.data import Turn
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.protocol import Engine, Event, Progress, Request
@@ -126,7 +126,13 @@ class Router:
             for handle in handles:
                 handle.is_asleep = True
             submitted = [call for handle in handles for call in self._submitted.pop(handle, ())]
-        wait(submitted)
+        for call in submitted:
+            try:
+                wait([call])
+            except WorkerFailed as failure:
+                # What a dead one was asked for goes elsewhere.
+                if not is_death(failure):
+                    raise
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:
         """Ask these again."""
@@ -222,7 +228,7 @@ class Router:
             if self._streams:
                 found = next_of(list(self._streams), self._restarts.calls, _TICK_S)
             else:
-                self._is_told.wait(_TICK_S if self._asked else None)
+                self._is_told.wait(_TICK_S if self._asked else INTERVAL_S)
                 self._is_told.clear()
             if self._is_closed:
                 break

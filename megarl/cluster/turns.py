@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.rollout.protocol import EngineMemory
 from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
 
-Group: TypeAlias = TrainerGroup | Engines
+Group: TypeAlias = TrainerGroup | EngineGroup
 Turn: TypeAlias = Literal["engines", "trainers", "refit"]
 
 
@@ -48,7 +48,7 @@ class Turns:
         """Let the ranks of a model, or the engines, have the GPUs that they share, if they share any."""
 
     def begin_refit(self) -> None:
-        """Let ranks and engines have their weights, for these to be copied."""
+        """Let ranks and engines have their weights, for these to be copied; where turns are taken, one engine is up."""
 
     def end_step(self) -> dict[str, float]:
         """Metrics of the turns since the last step."""
@@ -63,7 +63,7 @@ class TurnsOnSharedGpus(Turns):
 
     are_taken = True
 
-    def __init__(self, engines: Engines, sharing: Collection[str], memory: CountedMemory | None) -> None:
+    def __init__(self, engines: EngineGroup, sharing: Collection[str], memory: CountedMemory | None) -> None:
         self._engines, self._sharing, self._memory = engines, frozenset(sharing), memory
         self._trainers: list[TrainerGroup] = []
         self._turn: Turn = "engines"
@@ -88,6 +88,10 @@ class TurnsOnSharedGpus(Turns):
 
     def begin_refit(self) -> None:
         """See `Turns.begin_refit`."""
+        while self._engines.are_down:
+            # A new one takes its memory when it starts, more than a refit leaves.
+            self._change("engines")
+            self._engines.wait_for_one()
         self._change("refit")
 
     def end_step(self) -> dict[str, float]:

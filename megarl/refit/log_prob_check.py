@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
 from megarl.data import Turn
@@ -34,7 +34,7 @@ class LogProbCheck:
     max_tokens: int
     tolerance: float
 
-    def __call__(self, trainer: TrainerGroup, engines: Engines, turns: Turns) -> dict[str, float]:
+    def __call__(self, trainer: TrainerGroup, engines: EngineGroup, turns: Turns) -> dict[str, float]:
         """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """

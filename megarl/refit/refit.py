@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
 from megarl.cluster.worker_group import WorkerFailed
@@ -24,7 +24,7 @@ class Refit:
     def __init__(
         self,
         trainer: TrainerGroup,
-        engines: Engines,
+        engines: EngineGroup,
         path: Path,
         names: Sequence[str],
         *,
@@ -52,7 +52,6 @@ class Refit:
 
     def __call__(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
-        self._turns.begin_refit()
         path, (moved, repeated) = self._path, self._update(version)
         metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated)}
         metrics["refit/bytes"] = moved.size_bytes
@@ -65,8 +64,14 @@ class Refit:
         return metrics
 
     def catch_up(self) -> None:
-        """Give the present version to engines that do not have it; the ranks have it still."""
+        """Give the present version to engines that do not have it; the ranks have it still.
+
+        Where turns are taken that would cut what the others sample: while there are others it waits for the next refit.
+        """
+        if self._turns.are_taken and len(self._engines.with_version(self._version)):
+            return
         self._update(self._version)
+        self._turns.give_to(self._engines)
 
     def _update(self, version: int) -> tuple[Moved, bool]:
         """How much was sent, and whether that had to be repeated."""
@@ -94,9 +99,12 @@ class Refit:
     def _send(self, version: int) -> Moved:
         """A transaction with those engines that are up and do not have the version; how much was sent."""
         moved = Moved()
-        while len(engines := self._engines.without_version(version)):
-            self._path = self._path.to(engines)
-            engines.begin_update(version, self._names, self._timeout_s)
-            moved += self._path.send(version)
-            self._recomputed += engines.commit_update(version, self._timeout_s, self._kv)
-        return moved
+        while True:
+            self._turns.begin_refit()
+            if len(engines := self._engines.without_version(version)):
+                self._path = self._path.to(engines)
+                engines.begin_update(version, self._names, self._timeout_s)
+                moved += self._path.send(version)
+                self._recomputed += engines.commit_update(version, self._timeout_s, self._kv)
+            elif len(self._engines.with_version(version)):
+                return moved

@@ -160,7 +160,7 @@ class Processes:
 
     def engines(self) -> EngineGroup:
         """Engines that are placed, without a model."""
-        restarts = self._config.cluster.engine_restarts
+        restarts = self._config.cluster.max_engine_restarts
         return self._stack.enter_context(
             EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, restarts)
         )

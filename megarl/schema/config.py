@@ -297,17 +297,11 @@ class ClusterConfig:
     """How long the ranks of a model wait for one of them in a collective, in seconds, before that is a failure."""
     max_engine_restarts: int = 3
     """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
-    With 0, and in a shared pool, a death is a failure of the run as any other: see `max_restarts`."""
+    With 0 a death is a failure of the run as any other: see `max_restarts`."""
     max_restarts: int = 10
     """How many times a run whose rank, engine or machine fails goes on by itself from its last checkpoint; the next
     failure ends it, as do three in a row without a checkpoint between them. A cluster of thousands of GPUs has a few
     failures a day, so more than ten want somebody who looks. 0: the first ends it."""
-
-    @property
-    def engine_restarts(self) -> int:
-        """How many restarts of engines there may be."""
-        # A new engine measures how much memory is free, when the trainer may have its own there.
-        return 0 if self.sharing() else self.max_engine_restarts
 
     def sharing(self) -> frozenset[str]:
         """The roles that take turns on the same GPUs."""

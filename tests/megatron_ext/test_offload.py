@@ -1,7 +1,10 @@
 """A rank's state that goes to the host and comes back: its memory is free in between, and no bit is another."""
 
+import multiprocessing
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,28 @@ def moved_within_a_limit(rank: int, sizes: ParallelSizes, folder: Path, counts: 
     other.hold("weights", 0)
     model.reload(ALL_PARTS)
     assert memory.take_peak() == whole
+
+
+def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    counts = tmp_path / "device"
+    memory, context = CountedMemory(counts, limit_bytes=10), multiprocessing.get_context("spawn")
+    holding = context.Event()
+    other = context.Process(target=hold_until_killed, args=(counts, holding))
+    other.start()
+    assert holding.wait(timeout=60)
+    with pytest.raises(DeviceFullError, match="weights, 4 bytes, do not fit beside the 7 that are held"):
+        memory.hold("weights", 4)
+    memory.hold("weights", 3)
+    other.kill()
+    other.join()
+    assert (memory.take_peak(), memory.take_peak()) == (10, 3)
+    memory.hold("weights", 10)
+
+
+def hold_until_killed(counts: Path, holding: Event) -> None:
+    CountedMemory(counts).hold("weights", 7)
+    holding.set()
+    time.sleep(3600)
 
 
 def test_whoever_reads_the_state_is_waited_for_before_it_changes(tiny_models: Mapping[str, Path]) -> None:

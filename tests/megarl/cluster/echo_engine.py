@@ -23,7 +23,9 @@ TELLING = 888
 """One that begins with this token is a `Request`: the engine tells of some tokens and dies, or goes on behind those."""
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
-there: the first engine that comes by takes it away and ends; or stands still as a process, or in what it does."""
+there: the first engine that comes by takes it away and ends; or stands still as a process, or in what it does. One
+called as below is the trainer's memory, beside which no engine may start."""
+TAKEN = "taken"
 
 
 def leave_a_child():
@@ -66,8 +68,10 @@ class EchoEngine:
         self._aborted = set()
         self._taking = 0
         self._is_slow = False
+        self._away = set()
 
     def start(self):
+        assert not (Path(os.environ.get(SCRIPT, os.devnull)) / TAKEN).exists(), "the trainer has the memory"
         pass_by("start")
         leave_a_child()
         if self._has_parts:
@@ -97,15 +101,19 @@ class EchoEngine:
     def sleep(self):
         if self._taking:
             raise RuntimeError("it was put to sleep while it was asked")
+        pass_by("sleep")
+        self._away = {"kv_cache", "weights"}
 
     def wake_up(self, parts):
-        assert parts == ["kv_cache"]
+        pass_by("wake_up")
+        self._away -= set(parts)
 
     def events(self):
         while (asked := self._asked.get()) is not None:
             number, request = asked
             if number in self._aborted:
                 continue
+            assert not self._away, "it sleeps"
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
             if request.prompt_token_ids[0] == TELLING:
@@ -132,6 +140,7 @@ class EchoEngine:
         assert names == ["weight"]
         if version <= self._version:
             raise ValueError("it has this version")
+        assert "weights" not in self._away, "it sleeps"
         pass_by("begin_update")
         self._is_fenced = True
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.restarts import Restarts
+from megarl.cluster.restarts import Restarts, Start
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone
 
 
@@ -29,12 +29,12 @@ class Engine:
         return WorkerGone(f"the process of {self.name} died", f"see why {self.number}", self.log)
 
 
-def start(_: Engine) -> Iterator[Sequence[Call[Any]]]:
+def steps(_: Engine) -> Iterator[Sequence[Call[Any]]]:
     return iter(())
 
 
 def restarts(most: int, state: dict[str, Any] | None = None) -> Restarts:
-    made = Restarts(most, start, up_within_s=60)
+    made = Restarts(most, Start(steps, steps), up_within_s=60)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     return made

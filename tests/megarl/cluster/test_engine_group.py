@@ -111,7 +111,7 @@ def check_that_engines_have_taken_in_all_that_they_were_asked_for_when_they_slee
     engines.sleep()
     asleep = engines.begin_generate([request(4)])
     assert [(handle.is_asleep, handle.has_room) for handle in engines.handles] == [(True, False)] * 2
-    engines.wake_up(["kv_cache"])
+    engines.wake_up(["kv_cache", "weights"])
     for (each,) in (*asked, asleep):
         assert each.answer.result(60)
 

@@ -2,87 +2,20 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import SCRIPT, SLOW, TELLING, ask
-from echo_kind import ECHO
+from echo_engine import SLOW, TELLING, ask
 from eventually import eventually, has_ended
 
-import megarl.rollout
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.worker_group import WorkerGone
 from megarl.data import Turn
 from megarl.process.writers import end_other_writers
-from megarl.refit.refit import Refit
-from megarl.resharding.moved import Moved
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
-
-
-class OnThePath:
-    """A path of the weights to engines that need none."""
-
-    is_direct = True
-    description = "nothing moves"
-
-    def to(self, engines):
-        return self
-
-    def send(self, version):
-        return Moved(1)
-
-    def recover(self, failure):
-        raise failure
-
-    def settle(self, version):
-        return self
-
-
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """`script("start", "start")`: engines die twice when they start."""
-    folder = tmp_path / "script"
-    folder.mkdir()
-    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", ECHO)
-    monkeypatch.setitem(ECHO.loopback_environment, SCRIPT, str(folder))
-
-    def write(*moments, suffix=".death"):
-        for number, moment in enumerate(moments):
-            (folder / f"{moment}.{number}{suffix}").touch()
-
-    yield write
-    for left in folder.glob("*.pid"):
-        with suppress(ProcessLookupError):
-            os.kill(int(left.stem), signal.SIGKILL)
-        left.unlink()
-    assert not list(folder.iterdir()), "a death that nobody died"
-
-
-@pytest.fixture
-def open_group(tmp_path):
-    @contextmanager
-    def make(replicas, restarts, **cluster):
-        config = RolloutConfig(engine="echo", replicas=replicas)
-        with (
-            reserve([engine_role(ClusterConfig(), config)], ClusterConfig(**cluster)) as seats,
-            EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
-        ):
-            engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
-            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60)
-            engines.bring_back_with(refit.catch_up)
-            yield engines, refit
-
-    return make
 
 
 REQUESTS = [ask(prompt, samples=1 + prompt % 3) for prompt in range(8)]
@@ -234,11 +167,6 @@ def test_engines_that_stand_still_are_ended_and_their_requests_go_on(open_group,
         )
         assert re.search(ended, said), said
     assert said.count(" requests: they go on behind the 0 tokens there are\n") >= 1
-
-
-def test_engines_that_take_turns_with_the_trainer_are_not_restarted():
-    shared = ClusterConfig(pools={"all": PoolConfig(["trainer", "engine"], nodes=1, shared=True)})
-    assert (ClusterConfig().engine_restarts, shared.engine_restarts) == (3, 0)
 
 
 def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):

@@ -1,0 +1,74 @@
+"""Engines that echo, and die where a script says so."""
+
+import os
+import signal
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from echo_engine import SCRIPT
+from echo_kind import ECHO
+
+import megarl.rollout
+from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.reservation import reserve
+from megarl.cluster.roles import ENGINE, engine_role
+from megarl.refit.refit import Refit
+from megarl.resharding.moved import Moved
+from megarl.schema import ClusterConfig, RolloutConfig
+
+
+class OnThePath:
+    """A path of the weights to engines that need none."""
+
+    is_direct = True
+    description = "nothing moves"
+
+    def to(self, engines):
+        return self
+
+    def send(self, version):
+        return Moved(1)
+
+    def recover(self, failure):
+        raise failure
+
+    def settle(self, version):
+        return self
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """`script("start", "start")`: engines die twice when they start."""
+    folder = tmp_path / "script"
+    folder.mkdir()
+    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", ECHO)
+    monkeypatch.setitem(ECHO.loopback_environment, SCRIPT, str(folder))
+
+    def write(*moments, suffix=".death"):
+        for number, moment in enumerate(moments):
+            (folder / f"{moment}.{number}{suffix}").touch()
+
+    yield write
+    for left in folder.glob("*.pid"):
+        with suppress(ProcessLookupError):
+            os.kill(int(left.stem), signal.SIGKILL)
+        left.unlink()
+    assert not list(folder.iterdir()), "a death that nobody died"
+
+
+@pytest.fixture
+def open_group(tmp_path):
+    @contextmanager
+    def make(replicas, restarts, turns=lambda _engines: None, **cluster):
+        config = RolloutConfig(engine="echo", replicas=replicas)
+        with (
+            reserve([engine_role(ClusterConfig(), config)], ClusterConfig(**cluster)) as seats,
+            EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
+        ):
+            engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
+            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, turns=turns(engines))
+            engines.bring_back_with(refit.catch_up)
+            yield engines, refit
+
+    return make

@@ -1,0 +1,137 @@
+"""Engines that take turns with the trainer and die, asleep and awake: others take their place, to the same numbers."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from test_colocation import DEVICE_BYTES, MIB, SHARED, STEPS, exported, small, without_times
+
+from megarl.run.job import Job, open_job
+from megarl.run.opening import Start
+from megarl.schema import MegarlConfig
+from megarl.tracking.clock import Clock
+from megarl.train import train_step
+
+pytestmark = pytest.mark.usefixtures("shared_cluster")
+
+REPLICAS = 2
+
+
+@pytest.mark.long
+def test_engines_killed_asleep_and_while_they_sample_come_back_and_no_bit_is_another(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    config = in_turns(tmp_path)
+    with open_job(Start.of(config, "train")) as job:
+        expected = steps(job, Undisturbed())
+        job.export()
+    weights = exported(config)
+    config.output_dir = str(tmp_path / "disturbed")
+    capfd.readouterr()
+    with open_job(Start.of(config, "train")) as job:
+        found = steps(job, Disturbed())
+        job.export()
+    said = capfd.readouterr().err
+    assert "restart 4 of 4" in said
+    # One in whose place another samples, then both in the trainers' turn, then one for which nobody waits.
+    assert said.count(" had not answered ") == 1
+    assert [line["engines/restarts"] for line in found] == [1, 3, 4]
+    for line, own in zip(found, expected, strict=True):
+        assert max(value for name, value in line.items() if name.startswith("memory/")) < DEVICE_BYTES
+        assert numbers(line) == numbers(own)
+    for name, tensor in exported(config).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def in_turns(folder: Path) -> MegarlConfig:
+    config = small(folder)
+    config.rollout.replicas, config.rollout.engine_args["kv_cache_memory_bytes"] = REPLICAS, 3 * MIB
+    config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
+    config.cluster.max_engine_restarts = 4
+    return config
+
+
+class Undisturbed:
+    """Nothing happens, at two moments of each step."""
+
+    def before(self, job: Job) -> None:
+        """Before a step, when the engines have their weights and no keys and values."""
+
+    def asleep(self, job: Job) -> None:
+        """When the trainer has learned, and the engines have nothing."""
+
+
+class Disturbed(Undisturbed):
+    """In the first step an engine is killed that samples, in the second all that sleep, one before the third."""
+
+    def before(self, job: Job) -> None:
+        if job.state.step == 0:
+            run_in(job, 0, die_after_steps, 3)
+        if job.state.step == 2:
+            kill(job, 1)
+
+    def asleep(self, job: Job) -> None:
+        if job.state.step == 2:
+            for number in range(REPLICAS):
+                kill(job, number)
+
+
+def steps(job: Job, disturbance: Undisturbed) -> list[dict[str, Any]]:
+    """The metrics of all steps."""
+
+    def refit(version: int) -> dict[str, float]:
+        disturbance.asleep(job)
+        return job.refit(version)
+
+    disturbed, clock = replace(job, refit=refit), Clock()
+    job.refit(0)
+    metrics = []
+    for _ in range(STEPS):
+        disturbance.before(job)
+        metrics.append(train_step(disturbed, clock))
+    return metrics
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics that are not of the time, nor of what went into the engines."""
+    left_out = ("memory/", "refit/")
+    return {name: value for name, value in without_times(metrics).items() if not name.startswith(left_out)}
+
+
+def kill(job: Job, number: int) -> None:
+    """Kill the process of an engine; that is heard of, or not yet."""
+    with pytest.raises(ray.exceptions.RayActorError):
+        run_in(job, number, os._exit, 7)
+
+
+def run_in(job: Job, number: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in the process of an engine, whose program does not know."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    worker = job.engines.handles[number].worker
+    ray.get(worker.actor.__ray_call__.remote(lambda _: function(*arguments)))
+
+
+def die_after_steps(count: int) -> None:
+    """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
+    from megarl.rollout import telling
+    from megarl.rollout.owned_engine import OwnedEngine
+
+    telling.SECONDS = 0
+    step, left = OwnedEngine._step, iter(range(count))
+
+    def step_or_die(self: OwnedEngine) -> None:
+        if next(left, None) is None and any(each.told for each in self._samples()):
+            # Time for the news to be heard.
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self)
+
+    OwnedEngine._step = step_or_die
