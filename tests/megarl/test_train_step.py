@@ -453,6 +453,55 @@ def test_groups_that_were_dropped_before_a_checkpoint_are_told_of_by_the_batch_b
     assert (of_first, of_second) == ([0, 0], [1, 0])
 
 
+class OfLengths(Answers):
+    """Answers the prompt [n] with n tokens more than one."""
+
+    def turns(self, requests: Sequence[Request]) -> Iterator[list[Turn]]:
+        for request, turns in zip(requests, super().turns(requests), strict=True):
+            (place,) = request.prompt_token_ids
+            zeros = TOKENIZER("0").input_ids * place
+            yield [
+                Turn.of([place], [*zeros, *turn.token_ids.tolist()], [-0.1] * (place + 1), [0] * (place + 1), "stop")
+                for turn in turns
+            ]
+
+
+def test_lengths_and_what_was_dropped_and_why_go_on_from_a_checkpoint(tmp_path) -> None:
+    def job(scorer):
+        # No version is too old: the answers are of version 0.
+        ahead = ScheduleConfig(max_staleness=3)
+        texts = ["01", "00", "01", "xx", "x0", "01", "00", "01", "01", "01"]
+        made = job_of(scorer, OfLengths(*texts), prompts_per_step=2, schedule=ahead, dynamic_sampling=True)
+        made.config.loop.steps = 3
+        return made
+
+    def rest(job):
+        found = []
+        while not found or job.rollouts.metrics()["schedule/groups_waiting"]:
+            ordinals = [group.ordinal for group in sample(job, Clock()).groups]
+            assert eventually(lambda: job.rollouts.metrics()["schedule/groups_in_flight"] == 0)
+            found.append((ordinals, job.rollouts.metrics()))
+        return found
+
+    with Scorer(RewardConfig(function=NUMBER, on_error="drop")) as scorer:
+        before = job(scorer)
+        sample(before, Clock())
+        assert eventually(lambda: before.rollouts.metrics()["schedule/groups_in_flight"] == 0)
+        state = json.loads(json.dumps(before.rollouts.save(tmp_path)))
+        after = job(scorer)
+        after.sampler.load_state_dict(state["sampler"])
+        after.rollouts.load(tmp_path, state)
+        expected = rest(before)
+        assert rest(after) == expected
+    (second, of_second), (third, of_third) = expected
+    # One response to the fifth prompt has a score, and none differs from it.
+    assert (second, third) == ([5, 7], [8, 9])
+    assert [of_second[f"schedule/dropped_{why}"] for why in ("unscored", "equal")] == [1, 2]
+    assert [of_third[f"schedule/dropped_{why}"] for why in ("unscored", "equal")] == [0, 0]
+    assert of_third["schedule/length_sampled"] == sum(range(1, 11)) / 10
+    assert of_third["schedule/length_trained"] == (1 + 3 + 6 + 8 + 9 + 10) / 6
+
+
 def test_too_many_drops_end_a_run_in_the_step_that_they_are_for(scorer) -> None:
     job = ahead_and_dropping(scorer, *["01"] * 4, *["00"] * 6, max_refills=1)
     # While the first batch is trained on there is nothing but drops behind the second.
