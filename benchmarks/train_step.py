@@ -39,10 +39,11 @@ from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.quickstart.smollm2 import write_smollm2  # noqa: E402
 from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
-from megatron_ext.balance import Prefixes, assign  # noqa: E402
+from megatron_ext.balance import assign  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.packing import RaggedBatch  # noqa: E402
+from megatron_ext.prefix_tree import Prefixes  # noqa: E402
 
 VOCABULARY = 50
 LEARNING_RATE = 1e-5
@@ -55,6 +56,12 @@ class Work(NamedTuple):
     batch: RaggedBatch
     prefixes: Prefixes
 
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> "Work":
+        """With what the sequences begin with in common."""
+        tokens = batch.tokens.split(batch.lengths.tolist())
+        return cls(batch, Prefixes.of([each.numpy() for each in tokens]))
+
 
 def groups(prompts: int, prompt: int, response: int, samples: int) -> Work:
     """Responses of `samples` to each prompt; their tokens alone are trained on."""
@@ -66,8 +73,8 @@ def groups(prompts: int, prompt: int, response: int, samples: int) -> Work:
     beginnings = drawn(prompts, prompt).repeat_interleave(samples, 0)
     tokens = torch.cat([beginnings, drawn(prompts * samples, response)], dim=1)
     weights = torch.cat([torch.zeros(prompt), torch.ones(response)]).repeat(len(tokens)) / (len(tokens) * response)
-    batch = RaggedBatch(tokens.flatten(), torch.full((len(tokens),), prompt + response), {"weights": weights})
-    return Work(batch, Prefixes(np.arange(prompts).repeat(samples), np.full(len(tokens), prompt)))
+    lengths = torch.full((len(tokens),), prompt + response)
+    return Work.of(RaggedBatch(tokens.flatten(), lengths, {"weights": weights}))
 
 
 def spread(sequences: int, shortest: int) -> Work:
@@ -77,10 +84,7 @@ def spread(sequences: int, shortest: int) -> Work:
     total = int(lengths.sum())
     tokens = torch.randint(4, VOCABULARY, (total,), generator=generator)
     weights = torch.full((total,), 1 / total).masked_fill_(_first_tokens(lengths), 0)
-    return Work(
-        RaggedBatch(tokens, lengths, {"weights": weights}),
-        Prefixes(np.arange(sequences), np.zeros(sequences, dtype=np.int64)),
-    )
+    return Work.of(RaggedBatch(tokens, lengths, {"weights": weights}))
 
 
 def _first_tokens(lengths: Tensor) -> Tensor:

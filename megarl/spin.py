@@ -27,6 +27,7 @@ from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megarl.sft import exact_match_share
 from megarl.stages.rollout import sampling_parameters
+from megatron_ext.prefix_tree import SHORTEST_PREFIX
 
 
 class Exchange(NamedTuple):
@@ -101,13 +102,19 @@ def _read(start: Start, files: list[str]) -> list[Conversation]:
 def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:
     """Raise UserError if a reply with the longest answer of an opponent beside it has no place in a micro-batch."""
     longest_answer, limit = config.rollout.max_response_tokens, config.loop.max_tokens_per_micro_batch
-    longest = max(2 * len(exchange.prompt) + len(exchange.reply) for exchange in exchanges) + longest_answer
+    longest = max(_tokens_before_answer(exchange, config) for exchange in exchanges) + longest_answer
     if longest > limit:
         raise UserError(
             f"the longest pair of a conversation and an answer of rollout.max_response_tokens={longest_answer} has "
             f"{longest} tokens, more than loop.max_tokens_per_micro_batch={limit}: raise the latter to {longest}, or "
             f"shorten the conversations of preference.train_files"
         )
+
+
+def _tokens_before_answer(exchange: Exchange, config: MegarlConfig) -> int:
+    """Count the tokens that are computed of both replies but for the opponent's own."""
+    is_once = config.loop.shared_prefixes and len(exchange.prompt) >= SHORTEST_PREFIX
+    return (1 if is_once else 2) * len(exchange.prompt) + len(exchange.reply)
 
 
 def draw_iteration(

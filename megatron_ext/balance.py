@@ -1,35 +1,19 @@
 """Which sequences make a micro-batch: the same work for every data-parallel rank, at every moment."""
 
-import heapq
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
-from typing import NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from converters.errors import UserError
-from megatron_ext.shared_prefixes import SHORTEST_PREFIX
+from megatron_ext.longest_processing_time import costliest_first, fill_bins
+from megatron_ext.prefix_families import Counter, Families, sequences_of
+from megatron_ext.prefix_tree import Counted, Prefixes
 
 Cut = list[list[list[int]]]
 """The sequences of each micro-batch of each data-parallel rank."""
-
-
-class Prefixes(NamedTuple):
-    """The beginnings that sequences share, where the trainer computes these once."""
-
-    families: NDArray[np.int64]
-    """Sequences of the same family share a prefix."""
-    lengths: NDArray[np.int64]
-    """Its tokens: the same number for all of a family."""
-
-    def select(self, sequences: NDArray[np.int64]) -> "Prefixes":
-        """The prefixes of some of the sequences."""
-        return Prefixes(self.families[sequences], self.lengths[sequences])
 
 
 def assign(
@@ -51,172 +35,126 @@ def assign(
     micro-batches is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be
     empty when there are fewer sequences than places. Each `unit` sequences in a row stay together.
 
-    With `prefixes` a family stays together, and its prefix counts once, unless it is too large or ranks would wait for
-    the one that has it: families are then cut into 2, 4, 8, ... parts, each with the prefix, until the step is fastest.
+    With `prefixes` what sequences of a micro-batch begin with in common counts once, as it is computed. Families stay
+    together unless they are too large or ranks would wait for the one that has them: they are then cut into 2, 4, 8,
+    ... parts, each with the prefix, until the step is fastest.
 
     Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
     """
-    each = torch.as_tensor(lengths, dtype=torch.long).view(-1, unit)
-    sizes = each.sum(1).tolist()
-    costs = (each + each.double().square() / attention_length).sum(1).tolist()
+    counter = Counter([int(length) for length in lengths], prefixes)
+    units = [sequences_of([number], unit) for number in range(len(lengths) // unit)]
+    _check_sizes([counter(each).tokens for each in units], unit, max_tokens)
+    dealer = _Dealer(counter, attention_length, data_parallel_size, max_tokens, count_multiple)
+    if prefixes is None:
+        return dealer.deal(units)[0]
+    families = Families(len(units), unit, prefixes, counter, max_tokens)
+    best: Cut = []
+    fastest = inf
+    for members in _more_and_more_parts(families, unit):
+        # More parts have more prefixes: none of them is faster any more.
+        if dealer.time_if_even(members, families.shared) >= fastest:
+            break
+        cut, time = dealer.deal(members, families.shared)
+        if time < fastest:
+            best, fastest = cut, time
+    return best
+
+
+def _check_sizes(sizes: Sequence[int], unit: int, max_tokens: int) -> None:
     if sizes and max(sizes) > max_tokens:
         what = "a sequence" if unit == 1 else f"{unit} sequences that belong together,"
         raise UserError(
             f"{what} of {max(sizes)} tokens does not fit a micro-batch of {max_tokens} tokens: "
             "raise loop.max_tokens_per_micro_batch, or limit the prompt and response lengths"
         )
-    alone = _Items(sizes, costs, [[unit * i + k for k in range(unit)] for i in range(len(sizes))])
-    if prefixes is None or unit > 1:
-        return _cut(alone, data_parallel_size, max_tokens, count_multiple)[0]
-    best: Cut = []
-    fastest = inf
-    for items in _families(sizes, prefixes, max_tokens, attention_length):
-        # More parts have more prefixes: none of them can be faster any more.
-        if sum(items.costs) / data_parallel_size >= fastest:
-            break
-        cut, time = _cut(items, data_parallel_size, max_tokens, count_multiple)
-        if time < fastest:
-            best, fastest = cut, time
-    return best
 
 
-@dataclass(frozen=True)
-class _Items:
-    """Sequences that stay together: for each item its tokens, its cost and its sequences."""
-
-    sizes: Sequence[int]
-    costs: Sequence[float]
-    members: Sequence[Sequence[int]]
-
-
-def _families(lengths: Sequence[int], prefixes: Prefixes, max_tokens: int, attention_length: float) -> Iterator[_Items]:
-    """The items of families that are whole, then cut into 2, 4, 8, ... parts or as many as they need."""
-    families, shared = _by_family(range(len(lengths)), prefixes), prefixes.lengths.tolist()
+def _more_and_more_parts(families: Families, unit: int) -> Iterator[list[list[int]]]:
+    """The sequences of families that are whole, then of parts of them: 2, 4, 8, ... or as many as they need."""
     parts = 1
     while True:
-        members = [
-            part
-            for family in families
-            for part in _parts(family, [lengths[i] for i in family], shared[family[0]], parts, max_tokens)
-        ]
-        yield _items(members, lengths, shared, attention_length)
-        if parts >= max(map(len, families), default=0):
+        yield [sequences_of(units, unit) for units in families.parts(parts)]
+        if parts >= families.largest:
             return
         parts *= 2
 
 
-def _by_family(sequences: Sequence[int], prefixes: Prefixes) -> list[list[int]]:
-    """The sequences that share a prefix; one that is too short to be shared holds nothing together."""
-    found: dict[int, list[int]] = {}
-    families, lengths = prefixes.select(np.array(sequences, dtype=np.int64))
-    for index, family, shared in zip(sequences, families.tolist(), lengths.tolist(), strict=True):
-        found.setdefault(family if shared >= SHORTEST_PREFIX else -1 - index, []).append(index)
-    return list(found.values())
+def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None) -> Counted:
+    """How much all micro-batches compute, what sequences of one begin with in common once."""
+    counter = Counter(lengths, prefixes)
+    counted = [counter(each) for each in chain.from_iterable(cut)]
+    return Counted(sum(each.tokens for each in counted), sum(each.squares for each in counted))
 
 
-def _parts(
-    family: Sequence[int], lengths: Sequence[int], shared: int, parts: int, max_tokens: int
-) -> Iterator[list[int]]:
-    """A family in at least `parts` parts of about the same length, each of at most `max_tokens` with its prefix."""
-    own = [length - shared for length in lengths]
-    longest_first = sorted(range(len(own)), key=lambda place: (-own[place], place))
-    count = min(parts, len(own))
-    while (bins := _longest_processing_time(own, own, longest_first, count, max_tokens - shared)) is None:
-        count += 1
-    yield from ([family[place] for place in sorted(each)] for each in bins if each)
+@dataclass(frozen=True)
+class _Dealer:
+    """Deals items, each of sequences that stay together, to micro-batches and ranks."""
 
+    counter: Counter
+    attention_length: float
+    ranks: int
+    max_tokens: int
+    count_multiple: int
 
-def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None) -> tuple[int, int]:
-    """How much all micro-batches compute: tokens, and the squares of lengths that their attention takes.
+    def deal(self, items: Sequence[Sequence[int]], shared: int = 0) -> tuple[Cut, float]:
+        """The sequences of every micro-batch, and how long these take where all ranks meet in each.
 
-    A prefix of several sequences counts once in each micro-batch. Example: for sequences of 30 and 40 tokens with a
-    prefix of 20 in one micro-batch they are 50 tokens, and 30^2 + 40^2 - 20^2.
-    """
-    micro_batches = list(itertools.chain.from_iterable(cut))
-    if prefixes is None:
-        found = [_tokens_and_squares(each, lengths, 0) for each in micro_batches]
-    else:
-        together = [family for each in micro_batches for family in _by_family(each, prefixes)]
-        found = [_tokens_and_squares(family, lengths, int(prefixes.lengths[family[0]])) for family in together]
-    return sum(tokens for tokens, _ in found), sum(squares for _, squares in found)
+        All items begin with `shared` tokens in common.
+        """
+        bins = self._bins(items, shared)
+        costs = [self._cost(self.counter(each)) for each in bins]
+        return _deal(costs, bins, self.ranks), sum(sorted(costs, reverse=True)[:: self.ranks])
 
+    def time_if_even(self, items: Sequence[Sequence[int]], shared: int) -> float:
+        """How long ranks take that have the same to do; the `shared` tokens are left out."""
+        return sum(cost for _, cost in self._beyond(items, shared)) / self.ranks
 
-def _tokens_and_squares(members: Sequence[int], lengths: Sequence[int], shared: int) -> tuple[int, int]:
-    """Tokens, and squares of lengths, of sequences of which several compute a `shared` prefix once."""
-    again = (len(members) - 1) * shared
-    return sum(lengths[i] for i in members) - again, sum(lengths[i] ** 2 for i in members) - again * shared
+    def _bins(self, items: Sequence[Sequence[int]], shared: int) -> list[list[int]]:
+        beyond = self._beyond(items, shared)
+        sizes, costs = [tokens for tokens, _ in beyond], [cost for _, cost in beyond]
+        order, step, room = costliest_first(costs), self.ranks * self.count_multiple, self.max_tokens - shared
+        low = max(1, -(-sum(sizes) // (max(1, room) * step)))
+        most = max(low, -(-len(sizes) // step))  # one item each always fits
 
+        def fill(count: int) -> list[list[int]] | None:
+            filled = fill_bins(sizes, costs, order, count * step, room)
+            return filled and [sorted(chain.from_iterable(items[item] for item in each)) for each in filled]
 
-def _items(
-    members: Sequence[Sequence[int]], lengths: Sequence[int], shared: Sequence[int], attention_length: float
-) -> _Items:
-    sizes, costs = [], []
-    for each in members:
-        tokens, pairs = _tokens_and_squares(each, lengths, shared[each[0]])
-        sizes.append(tokens)
-        costs.append(tokens + pairs / attention_length)
-    return _Items(sizes, costs, members)
+        # The smallest possible number, or one of the next, is nearly always enough.
+        high, further = low, 1
+        while (bins := fill(high)) is None:
+            low, high, further = high + 1, min(high + further, most), 2 * further
+        while low < high:
+            middle = (low + high) // 2
+            tried = fill(middle)
+            if tried is None:
+                low = middle + 1
+            else:
+                high, bins = middle, tried
+        # Stretches of one item may be too short to be shared once those of another lie before them.
+        while high < most and any(self.counter(each).tokens > self.max_tokens for each in bins):
+            high += 1
+            bins = fill(high) or bins
+        return bins
 
+    def _beyond(self, items: Sequence[Sequence[int]], shared: int) -> list[tuple[int, float]]:
+        """The tokens and the cost of each item, without those of what all begin with."""
+        counted = [self.counter(each) for each in items]
+        before = self._cost(Counted(shared, shared * shared))
+        return [(each.tokens - shared, self._cost(each) - before) for each in counted]
 
-def _cut(items: _Items, data_parallel_size: int, max_tokens: int, count_multiple: int) -> tuple[Cut, float]:
-    """The items of every micro-batch, and how long these take where all ranks meet in each."""
-    sizes, costs = items.sizes, items.costs
-    step = data_parallel_size * count_multiple
-    costliest_first = sorted(range(len(sizes)), key=lambda index: (-costs[index], index))
-    low = max(1, -(-sum(sizes) // (max_tokens * step)))
-    most = max(low, -(-len(sizes) // step))  # one item each always fits
-    # The smallest possible number, or one of the next, is nearly always enough.
-    high, further = low, 1
-    while (bins := _longest_processing_time(sizes, costs, costliest_first, high * step, max_tokens)) is None:
-        low, high, further = high + 1, min(high + further, most), 2 * further
-    while low < high:
-        middle = (low + high) // 2
-        tried = _longest_processing_time(sizes, costs, costliest_first, middle * step, max_tokens)
-        if tried is None:
-            low = middle + 1
-        else:
-            high, bins = middle, tried
-    dealt = _deal(costs, bins, data_parallel_size)
-    of_steps = zip(*dealt, strict=True)
-    time = sum(max(sum(costs[index] for index in members) for members in together) for together in of_steps)
-    return [[[i for index in members for i in items.members[index]] for members in rank] for rank in dealt], time
-
-
-def _longest_processing_time(
-    sizes: Sequence[int], costs: Sequence[float], costliest_first: Sequence[int], count: int, max_tokens: int
-) -> list[list[int]] | None:
-    """`count` bins of about the same cost and at most `max_tokens`, or None where the rule finds no room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    cheapest = [(0.0, place) for place in range(count)]
-    smallest = min(sizes, default=0)
-    for index in costliest_first:
-        without_room = []
-        while cheapest and tokens[cheapest[0][1]] + sizes[index] > max_tokens:
-            cost, place = heapq.heappop(cheapest)
-            # One that has no room for any other is not looked at again.
-            if tokens[place] + smallest <= max_tokens:
-                without_room.append((cost, place))
-        if not cheapest:
-            return None
-        cost, place = cheapest[0]
-        bins[place].append(index)
-        tokens[place] += sizes[index]
-        heapq.heapreplace(cheapest, (cost + costs[index], place))
-        for each in without_room:
-            heapq.heappush(cheapest, each)
-    return bins
+    def _cost(self, counted: Counted) -> float:
+        return counted.tokens + counted.squares / self.attention_length
 
 
 def _deal(costs: Sequence[float], bins: Sequence[list[int]], ranks: int) -> Cut:
     """Bins to ranks: those of similar cost at the same time, the costliest of them to the rank that has least."""
-    cost_of = [sum(costs[index] for index in members) for members in bins]
-    costliest_first = sorted(range(len(bins)), key=lambda place: -cost_of[place])
     dealt: Cut = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
+    most_costly_first = sorted(range(len(bins)), key=lambda place: -costs[place])
     for start in range(0, len(bins), ranks):
         least_first = sorted(range(ranks), key=lambda rank: totals[rank])
-        for rank, place in zip(least_first, costliest_first[start : start + ranks], strict=True):
-            dealt[rank].append(sorted(bins[place]))
-            totals[rank] += cost_of[place]
+        for rank, place in zip(least_first, most_costly_first[start : start + ranks], strict=True):
+            dealt[rank].append(bins[place])
+            totals[rank] += costs[place]
     return dealt

@@ -4,8 +4,7 @@ A stretch belongs to all sequences that go through it. Its tokens look at those 
 stretches before it in the tree; all else of a model sees each token of a stretch once.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ext.packing import MicroBatch, Part
-
-SHORTEST_PREFIX = 16
-"""Fewer tokens are not shared: merging two parts of attention costs more than computing them again."""
+from megatron_ext.prefix_tree import Prefixes, Stretch, stretches
 
 
 class Prefix(NamedTuple):
@@ -64,15 +61,18 @@ def share(micro_batch: MicroBatch, align: int) -> SharedPart:
         raise ValueError("a micro-batch with routed experts has no shared prefixes: its sequences are computed whole")
     lengths = micro_batch.lengths.tolist()
     bounds = np.cumsum([0, *lengths])
-    stretches = _tree([each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)])
-    ends = np.cumsum([each.stop - each.start for each in stretches], dtype=np.int64)
-    tokens = int(ends[-1]) if stretches else 0
+    sequences = [each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)]
+    prefixes = Prefixes.of(sequences)
+    in_order = prefixes.order.argsort()
+    tree = list(stretches(micro_batch.lengths.numpy()[in_order].tolist(), prefixes.common.tolist()))
+    ends = np.cumsum([each.stop - each.start for each in tree], dtype=np.int64)
+    tokens = int(ends[-1]) if tree else 0
     places, sources = np.zeros(micro_batch.tokens.shape[1], dtype=np.int64), np.zeros(tokens, dtype=np.int64)
-    for stretch, end in zip(stretches, ends, strict=True):
+    for stretch, end in zip(tree, ends, strict=True):
         own = np.arange(end - (stretch.stop - stretch.start), end)
-        for sequence in stretch.sequences:
+        for sequence in in_order[stretch.first : stretch.last]:
             places[bounds[sequence] + stretch.start : bounds[sequence] + stretch.stop] = own
-        sources[own] = bounds[stretch.sequences[0]] + np.arange(stretch.start, stretch.stop)
+        sources[own] = bounds[in_order[stretch.first]] + np.arange(stretch.start, stretch.stop)
     padding = -tokens % align if tokens else align
     source = torch.from_numpy(sources)
 
@@ -89,63 +89,15 @@ def share(micro_batch: MicroBatch, align: int) -> SharedPart:
         asked=micro_batch.asked,
         routed_experts=None,
         places=torch.from_numpy(places),
-        levels=_levels(stretches, ends),
+        levels=_levels(tree, ends),
     )
 
 
-class _Stretch(NamedTuple):
-    """Tokens [start, stop) of each of `sequences`, the same in all."""
-
-    sequences: list[int]
-    start: int
-    stop: int
-    first: int
-    """Where its sequences begin among all in their order."""
-    depth: int
-    """How many stretches are before it."""
-
-
-def _tree(sequences: Sequence[NDArray[np.int64]]) -> list[_Stretch]:
-    """The stretches, each before those that come after it, which follow at once."""
-    # Big-endian bytes of numbers that are not negative have the order of the numbers.
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
-    in_order = [sequences[index] for index in order]
-    common = [0, *(_common(before, after) for before, after in itertools.pairwise(in_order))]
-    found = []
-    waiting = [(0, len(order), 0, 0)] if order else []
-    while waiting:
-        first, last, start, depth = waiting.pop()
-        stop = min(common[first + 1 : last], default=len(in_order[first]))
-        is_stretch = stop > start if last - first == 1 else stop - start >= SHORTEST_PREFIX
-        if is_stretch:
-            found.append(_Stretch(order[first:last], start, stop, first, depth))
-            start, depth = stop, depth + 1
-        if last - first > 1:
-            waiting += [(*each, start, depth) for each in reversed(list(_parts(common, first, last, stop)))]
-    return found
-
-
-def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """The number of tokens that both begin with."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
-
-
-def _parts(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[tuple[int, int]]:
-    """Cut sequences [first, last) between neighbours that have no more than `depth` tokens in common."""
-    start = first
-    for index in range(first + 1, last + 1):
-        if index == last or common[index] == depth:
-            yield start, index
-            start = index
-
-
-def _levels(stretches: Sequence[_Stretch], ends: NDArray[np.int64]) -> tuple[Level, ...]:
-    firsts = [each.first for each in stretches]
+def _levels(tree: Sequence[Stretch], ends: NDArray[np.int64]) -> tuple[Level, ...]:
+    firsts = [each.first for each in tree]
     levels: dict[int, list[Prefix]] = {}
-    for stretch, end in zip(stretches, ends.tolist(), strict=True):
-        after = int(np.searchsorted(firsts, stretch.first + len(stretch.sequences)))
+    for stretch, end in zip(tree, ends.tolist(), strict=True):
+        after = int(np.searchsorted(firsts, stretch.last))
         stop = int(ends[after - 1])
         if stop > end:
             levels.setdefault(stretch.depth, []).append(Prefix(end - (stretch.stop - stretch.start), end, stop))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
 from megarl.data.stretches import Array, Values, joined, nothing_of, shortened, stored_together
-from megatron_ext.balance import Prefixes
 from megatron_ext.packing import RaggedBatch
+from megatron_ext.prefix_tree import Prefixes
 
 ROUTED_EXPERTS = "routed_experts"
 """The field whose values are records of bytes, `RaggedBatch.routed_experts`."""
@@ -36,7 +36,7 @@ class Batch:
     unit: int = 1
     names: Mapping[str, Array] = field(default_factory=dict)
     prefixes: Prefixes | None = None
-    """Which sequences begin with the same tokens, if it is known."""
+    """Common beginnings of sequences, if it is known."""
     mini_batch: Array | None = None
     """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
 

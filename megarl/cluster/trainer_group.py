@@ -19,6 +19,7 @@ from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.cluster.batch import REFERENCE, ROUTED_EXPERTS, Batch
 from megarl.cluster.model_work import ModelWork
+from megarl.cluster.prefixes import prefixes_of
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
@@ -35,6 +36,7 @@ from megatron_ext.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import ASKED_BY
+from megatron_ext.prefix_tree import Prefixes
 
 
 class TrainerGroup(WorkerGroup):
@@ -89,8 +91,10 @@ class TrainerGroup(WorkerGroup):
     def place(self, batch: Batch) -> Batch:
         """`batch` with the tokens of each data-parallel share in one array of the object store.
 
-        All calls of a step refer to it there.
+        All calls of a step refer to it there. Common beginnings of sequences are found before.
         """
+        if self._options.shared_prefixes:
+            batch = replace(batch, prefixes=prefixes_of(batch.tokens))
         tokens = list(batch.tokens)
         for share in self._cut(batch):
             here = [each for each in chain.from_iterable(share) if not is_away(batch.tokens[each])]
@@ -279,8 +283,7 @@ class TrainerGroup(WorkerGroup):
         The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
         `work`.
         """
-        prefixes = batch.prefixes if self._options.shared_prefixes else None
-        tokens, squares = computed(cut, batch.lengths.tolist(), prefixes)
+        tokens, squares = computed(cut, batch.lengths.tolist(), _prefixes(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
@@ -299,13 +302,19 @@ def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention
     """
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
     cut: Cut = [[] for _ in range(ranks)]
+    known = _prefixes(batch, options)
     for sequences in batch.mini_batches():
         lengths = torch.from_numpy(batch.lengths[sequences])
-        prefixes = batch.prefixes.select(sequences) if batch.prefixes and options.shared_prefixes else None
+        prefixes = known and known.select(sequences)
         of_ranks = assign(lengths, ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
         for share, micro_batches in zip(cut, of_ranks, strict=True):
             share.extend(sequences[each].tolist() for each in micro_batches)
     return cut
+
+
+def _prefixes(batch: Batch, options: MegatronOptions) -> Prefixes | None:
+    """Common beginnings of sequences, where the ranks compute it once."""
+    return (batch.prefixes or prefixes_of(batch.tokens)) if options.shared_prefixes else None
 
 
 def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:

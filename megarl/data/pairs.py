@@ -4,11 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from converters.errors import UserError
 from megarl.data.chat import Message, check_messages
 from megarl.data.conversations import Chat, Conversation, tokenise
 from megarl.data.parquet import read_rows
 from megarl.schema import PreferenceConfig
+from megatron_ext.prefix_families import Counter
+from megatron_ext.prefix_tree import Prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +26,12 @@ class PreferencePair(NamedTuple):
 
 
 def load_pairs(
-    files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", config: PreferenceConfig, max_tokens: int
+    files: Sequence[str | Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: PreferenceConfig,
+    max_tokens: int,
+    *,
+    shared_prefixes: bool = False,
 ) -> list[PreferencePair]:
     """Read, render and tokenise the pairs of parquet `files`.
 
@@ -32,7 +41,8 @@ def load_pairs(
     that the template writes after the end token of a reply is left out, as it is in a rollout.
 
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, an empty reply, two equal ones, a pair of
-    more than `max_tokens` together, and a chat template as `load_conversations` refuses it.
+    more than `max_tokens` together, and a chat template as `load_conversations` refuses it. With `shared_prefixes` what
+    both replies begin with counts once, as it is computed.
     """
     if not files:
         raise UserError(
@@ -47,13 +57,21 @@ def load_pairs(
                 f"{chat.where} and its rejected reply are the same, so that there is nothing to prefer: take the row "
                 f"out"
             )
-        tokens = len(pair.chosen.token_ids) + len(pair.rejected.token_ids)
+        tokens = _tokens(pair, shared_prefixes=shared_prefixes)
         if tokens > max_tokens:
+            prompts = "the prompt once" if shared_prefixes else "prompts included"
             raise UserError(
-                f"{chat.where} and its rejected reply have {tokens} tokens together, prompts included, more than the "
+                f"{chat.where} and its rejected reply have {tokens} tokens together, {prompts}, more than the "
                 f"limit of {max_tokens}; shorten them, take the row out, or raise loop.max_tokens_per_micro_batch"
             )
     return pairs
+
+
+def _tokens(pair: PreferencePair, *, shared_prefixes: bool) -> int:
+    """Count the tokens that are computed of both."""
+    replies = [np.array(each.token_ids) for each in pair]
+    counter = Counter([len(each) for each in replies], Prefixes.of(replies) if shared_prefixes else None)
+    return counter([0, 1]).tokens
 
 
 def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Chat, Chat]]:

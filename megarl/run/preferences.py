@@ -18,9 +18,9 @@ from megatron_ext.packing import RaggedBatch, pack
 def read_pairs(start: Start) -> tuple[list[PreferencePair], list[PreferencePair]]:
     """The pairs to train on, and those held out (which may be none)."""
     config = start.config
-    limit = config.loop.max_tokens_per_micro_batch
+    limit, once = config.loop.max_tokens_per_micro_batch, config.loop.shared_prefixes
     train, held_out = (
-        load_pairs(files, start.model.tokenizer, config.preference, limit) if files else []
+        load_pairs(files, start.model.tokenizer, config.preference, limit, shared_prefixes=once) if files else []
         for files in (config.preference.train_files, config.preference.eval_files)
     )
     return train, held_out

@@ -14,10 +14,9 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, Runs, Stored, Values, here, length_of, shortened
+from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
-from megatron_ext.balance import Prefixes
 
 
 def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
@@ -67,7 +66,7 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
     group = group_of_each(groups).numpy()
     mini_batch = group * config.updates_per_step // len(groups)
-    described = replace(whole(trajectories), names=names, prefixes=_prompts(trajectories), mini_batch=mini_batch)
+    described = replace(whole(trajectories), names=names, mini_batch=mini_batch)
     return with_fields(described, **fields)
 
 
@@ -182,16 +181,6 @@ def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
 def whole(trajectories: Sequence[Trajectory]) -> Batch:
     """Whole conversations."""
     return Batch(np.array([each.length for each in trajectories]), [each.token_ids for each in trajectories])
-
-
-def _prompts(trajectories: Sequence[Trajectory]) -> Prefixes:
-    """The first prompt of each trajectory, which all with the same share."""
-    prompts = [each.turns[0].prompt_ids for each in trajectories]
-    numbers: dict[bytes | Stored, int] = {}
-    families = [
-        numbers.setdefault(each if isinstance(each, Stored) else each.tobytes(), len(numbers)) for each in prompts
-    ]
-    return Prefixes(np.array(families, dtype=np.int64), np.array([len(each) for each in prompts], dtype=np.int64))
 
 
 def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:

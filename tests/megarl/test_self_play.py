@@ -189,6 +189,11 @@ def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
     check_lengths([Exchange([1, 1], [2, 2])], config)
     with pytest.raises(UserError, match=r"has 11 tokens, more than loop.max_tokens_per_micro_batch=10: raise"):
         check_lengths([Exchange([1], [2]), Exchange([1, 1], [2, 2, 2])], config)
+    config.loop.shared_prefixes, config.loop.max_tokens_per_micro_batch = True, 26
+    check_lengths([Exchange([1] * 20, [2, 2])], config)
+    config.loop.shared_prefixes = False
+    with pytest.raises(UserError, match=r"has 46 tokens, more than loop.max_tokens_per_micro_batch=26"):
+        check_lengths([Exchange([1] * 20, [2, 2])], config)
 
 
 def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):

@@ -1,7 +1,7 @@
 """Shared prefixes are computed once: results and gradients are those of whole sequences."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,17 +22,19 @@ from test_model import assert_same_gradients
 from torch import Tensor
 
 from converters.architectures import read_architecture
+from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.attention import packed_causal_attention
-from megatron_ext.balance import Prefixes, assign, computed
+from megatron_ext.balance import Cut, assign, computed
 from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, pack
 from megatron_ext.prefix_attention import SharedSequences, prefix_attention
+from megatron_ext.prefix_tree import SHORTEST_PREFIX, Prefixes
 from megatron_ext.rotary import rotate_by_position
-from megatron_ext.shared_prefixes import SHORTEST_PREFIX, SharedPart, share
+from megatron_ext.shared_prefixes import SharedPart, share
 from megatron_ext.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
 
 SIZES = {
@@ -248,48 +250,101 @@ def test_attention_in_bf16_rounds_as_that_of_whole_sequences() -> None:
         assert float((rounded - expected).norm() / expected.norm()) < 0.01
 
 
-def prefixes_of(families: list[int], lengths: list[int]) -> Prefixes:
-    return Prefixes(np.array(families, dtype=np.int64), np.array(lengths, dtype=np.int64))
+@st.composite
+def steps(draw: st.DrawFn) -> list[list[int]]:
+    """Conversations of a step: what they begin with is often that of another one, and as often long as short."""
+    found: list[list[int]] = []
+    for number in range(draw(st.integers(0, 12))):
+        before = draw(st.sampled_from(found)) if found and draw(st.integers(0, 5)) else []
+        kept = draw(st.integers(0, len(before)))
+        found.append(before[:kept] + [100 + number] * draw(st.integers(not kept, 30)))
+    return found
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=6),
-    st.integers(1, 3),
-    st.integers(70, 200),
-)
-def test_families_are_cut_to_fit_and_their_prefix_counts_once(
-    families: list[tuple[int, list[int]]], ranks: int, max_tokens: int
+def work_of(sequences: Sequence[Sequence[int]], cut: Cut) -> list[tuple[int, int]]:
+    """The tokens that go through the model in each micro-batch, and the squares that their attention takes."""
+    tokens = torch.tensor([token for each in sequences for token in each])
+    batch = RaggedBatch(tokens, torch.tensor([len(each) for each in sequences]))
+    parts = [share(pack(batch, members), 1) for rank in cut for members in rank if members]
+    # The i-th token of a sequence makes its square larger by 2 i + 1.
+    return [(part.tokens.shape[1], int((2 * part.position_ids + 1).sum())) for part in parts]
+
+
+@given(steps(), st.sampled_from([1, 2]), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 150))
+def test_what_is_counted_goes_through_the_model_and_fits(
+    sequences: list[list[int]], unit: int, ranks: int, multiple: int, more: int
 ) -> None:
-    tokens = [
-        torch.cat([torch.arange(prefix) + 1000 * number, torch.arange(own) + 1000 * number + 100 * index + 50])
-        for number, (prefix, responses) in enumerate(families)
-        for index, own in enumerate(responses)
-    ]
-    of_each = [(number, prefix) for number, (prefix, responses) in enumerate(families) for _ in responses]
-    lengths = [len(each) for each in tokens]
-    shared = prefixes_of([number for number, _ in of_each], [prefix for _, prefix in of_each])
-    cut = assign(lengths, ranks, max_tokens, attention_length=100.0, prefixes=shared)
-    assert sorted(index for rank in cut for members in rank for index in members) == list(range(len(tokens)))
+    sequences = sequences[: len(sequences) // unit * unit]
+    lengths = [len(each) for each in sequences]
+    units = [list(range(start, start + unit)) for start in range(0, len(sequences), unit)]
+    max_tokens = more + max((tokens for each in units for tokens, _ in work_of(sequences, [[each]])), default=1)
+    prefixes = Prefixes.of([np.array(each) for each in sequences])
+    cut = assign(lengths, ranks, max_tokens, unit, multiple, attention_length=100.0, prefixes=prefixes)
+    chosen = [members for rank in cut for members in rank]
+    assert sorted(index for members in chosen for index in members) == list(range(len(sequences)))
+    assert all(members[at : at + unit] in units for members in chosen for at in range(0, len(members), unit))
     assert len({len(rank) for rank in cut}) == 1
-    if tokens:
-        batch = RaggedBatch(torch.cat(tokens), torch.tensor(lengths))
-        parts = [share(pack(batch, members), 1) for rank in cut for members in rank if members]
-        assert max(part.tokens.shape[1] for part in parts) <= max_tokens
-        # The i-th token of a sequence makes its square larger by 2 i + 1.
-        positions = torch.cat([part.position_ids[0] for part in parts])
-        assert computed(cut, lengths, shared) == (len(positions), int((2 * positions + 1).sum()))
+    assert len(cut[0]) % multiple == 0
+    work = work_of(sequences, cut)
+    assert all(tokens <= max_tokens for tokens, _ in work)
+    assert computed(cut, lengths, prefixes) == (sum(each for each, _ in work), sum(each for _, each in work))
 
 
-def test_families_stay_whole_unless_ranks_would_wait() -> None:
-    families, lengths = [0] * 8 + [1] * 8, [40] * 16
-    shared = prefixes_of(families, [30] * 16)
-    together = assign(lengths, 2, 1000, prefixes=shared)
-    assert sorted(together) == [[list(range(8))], [list(range(8, 16))]]
-    alone = assign(lengths[:8], 4, 1000, prefixes=prefixes_of(families[:8], [30] * 8))
-    assert [[len(members) for members in rank] for rank in alone] == [[2]] * 4
+def families_of(prefix: int, own: Sequence[Sequence[int]], begin: int = 0) -> list[list[int]]:
+    """Responses to prompts of `prefix` tokens, of so many tokens of their own; all begin with `begin` more."""
+    return [
+        [7] * begin
+        + [1000 * number + token for token in [*range(prefix), *range(100 * index + 50, 100 * index + 50 + length)]]
+        for number, responses in enumerate(own)
+        for index, length in enumerate(responses)
+    ]
+
+
+def dealt(sequences: Sequence[Sequence[int]], ranks: int, max_tokens: int, unit: int = 1) -> Cut:
+    prefixes = Prefixes.of([np.array(each) for each in sequences])
+    return assign([len(each) for each in sequences], ranks, max_tokens, unit, prefixes=prefixes)
+
+
+@pytest.mark.parametrize("begin", [0, 20], ids=["", "a system prompt"])
+def test_families_stay_whole_unless_ranks_would_wait(begin: int) -> None:
+    several = families_of(30, [[10] * 8, [10] * 8], begin)
+    assert sorted(dealt(several, 2, 1000)) == [[list(range(8))], [list(range(8, 16))]]
+    assert sorted(dealt(several, 1, 110 + begin)[0]) == [list(range(8)), list(range(8, 16))]
+    alone = several[:8]
+    assert [[len(members) for members in rank] for rank in dealt(alone, 4, 1000)] == [[2]] * 4
     # Two prefixes of 30 tokens and eight responses of 10 are no more than 140, in two parts of the family.
-    tight = assign(lengths[:8], 1, 80, prefixes=prefixes_of(families[:8], [30] * 8))
-    assert [[len(members) for members in rank] for rank in tight] == [[4, 4]]
+    assert [[len(members) for members in rank] for rank in dealt(alone, 1, 80 + begin)] == [[4, 4]]
+
+
+def test_a_stretch_that_is_too_short_beside_another_item_is_counted_as_often_as_it_is_computed() -> None:
+    """Eight sequences share 36 tokens, of which a ninth has 25 and all have 20: beside it 11 are computed eight times.
+
+    The two are items of which each would fit with what the other is alone, and where there is another family parts.
+    """
+    eight = [[*[1] * 25, *[2] * 11, *[10 + number] * 5] for number in range(8)]
+    sequences = [*eight, [*[1] * 25, *[3] * 5], [*[1] * 20, *[4] * 130]]
+    assert [each for each, _ in work_of(sequences, [[list(range(8))], [list(range(9))]])] == [76, 158]
+    prefixes = Prefixes.of([np.array(each) for each in sequences])
+    cut = assign([len(each) for each in sequences], 2, 150, attention_length=1.0, prefixes=prefixes)
+    assert max(each for each, _ in work_of(sequences, cut)) == 150
+    more = [*sequences, [8] * 30]
+    assert max(each for each, _ in work_of(more, dealt(more, 1, 150))) == 150
+
+
+def test_branches_of_a_conversation_and_pairs_are_counted_as_they_are_packed() -> None:
+    """Two prompts, and after the first two continuations; all in the order in which they were drawn, not in this."""
+    prompts = families_of(0, [[40], [40]])
+    first, second = ([*prompts[0], *[5000 + number] * 50] for number in range(2))
+    own = iter(range(9000, 9008))
+    whole = [[*before, *[next(own)] * 10] for before in (first, second, prompts[1], first, second, prompts[1])]
+    # 90 + 2 * 10 tokens of each continuation, 40 + 2 * 10 of the other prompt.
+    assert sorted(dealt(whole, 1, 110)[0]) == [[0, 3], [1, 4], [2, 5]]
+    assert [each for each, _ in work_of(whole, dealt(whole, 1, 110))] == [110, 110, 60]
+    assert [each for each, _ in work_of(whole, dealt(whole, 1, 180))] == [180, 60]
+    pairs = families_of(40, [[10, 10], [10, 10]])
+    assert dealt(pairs, 1, 60, unit=2) == [[[0, 1], [2, 3]]]
+    with pytest.raises(UserError, match="2 sequences that belong together, of 60 tokens does not fit"):
+        dealt(pairs, 1, 59, unit=2)
 
 
 def test_the_fused_kernel_takes_and_gives_what_the_one_for_cpus_does() -> None:

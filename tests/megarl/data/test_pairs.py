@@ -22,10 +22,10 @@ def say(role, content):
     return {"role": role, "content": content}
 
 
-def load(tokenizer, folder, *rows, max_tokens=1000, config=None):
+def load(tokenizer, folder, *rows, max_tokens=1000, config=None, shared_prefixes=False):
     path = folder / "pairs.parquet"
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return load_pairs([path], tokenizer, config or PreferenceConfig(), max_tokens)
+    return load_pairs([path], tokenizer, config or PreferenceConfig(), max_tokens, shared_prefixes=shared_prefixes)
 
 
 def row(chosen, rejected, prompt="1+1="):
@@ -93,6 +93,15 @@ def test_a_bad_row_is_named(tmp_path, bad, says):
     good = row("2", "3")
     with pytest.raises(UserError, match=rf"^row 1 \(from 0\) of .*pairs\.parquet, .*{says}"):
         load(make_tokenizer(), tmp_path, good, bad, max_tokens=24)
+
+
+def test_a_prompt_that_is_computed_once_counts_once(tmp_path):
+    pair = row("22222", "333333", prompt="1+1=" * 5)
+    with pytest.raises(UserError, match=r"have 57 tokens together, prompts included, .*the limit of 56"):
+        load(make_tokenizer(), tmp_path, pair, max_tokens=56)
+    assert load(make_tokenizer(), tmp_path, pair, max_tokens=35, shared_prefixes=True)
+    with pytest.raises(UserError, match=r"have 35 tokens together, the prompt once, .*the limit of 34"):
+        load(make_tokenizer(), tmp_path, pair, max_tokens=34, shared_prefixes=True)
 
 
 @pytest.mark.parametrize(
