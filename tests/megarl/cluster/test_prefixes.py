@@ -27,7 +27,7 @@ def test_what_is_away_is_the_same_where_it_is_of_the_same_array() -> None:
         (array(5, 6), away("b", 40), array(7, 8)),
         (array(5), array(6), away("a", 40), array(7, 9)),
         (array(5, 6), away("a", 30), array(1)),
-        (array(5, 6), away("a", 40, start=1)),
+        (array(5, 6), away("b", 40, start=1)),
         (array(5, 6, 7),),
         (array(1),),
     ]
