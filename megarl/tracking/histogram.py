@@ -41,6 +41,13 @@ class Histogram:
         """The middle of each bin."""
         return tuple((low + high) / 2 for low, high in pairwise(self.edges))
 
+    def with_at_most(self, bins: int) -> "Histogram":
+        """The same values in at most so many bins, each of equally many neighbours; the last has the rest."""
+        each = -(-len(self.counts) // bins)
+        starts = range(0, len(self.counts), each)
+        counts = tuple(sum(self.counts[start : start + each]) for start in starts)
+        return Histogram((*(self.edges[start] for start in starts), self.edges[-1]), counts)
+
     def quantile(self, share: float) -> float:
         """The value below which `share` of the values lie, read as if a bin's values were spread evenly over it.
 

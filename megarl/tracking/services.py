@@ -11,6 +11,8 @@ from converters.errors import UserError
 from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.tracker import Run
 
+_WANDB_BINS = 512
+"""As many bins as wandb takes in a histogram; it raises ValueError for more."""
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 
@@ -75,14 +77,15 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Log all metrics at once, histograms as wandb's own."""
+        """Log all metrics at once, histograms as wandb's own: where it takes fewer bins, neighbours are joined."""
         values = {name: self._of_wandb(value) for name, value in metrics.items()}
         self._run.log({**values, "step": step})
 
     def _of_wandb(self, value: MetricValue) -> Any:
         if not isinstance(value, Histogram):
             return value
-        return self._wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
+        shown = value.with_at_most(_WANDB_BINS)
+        return self._wandb.Histogram(np_histogram=(list(shown.counts), list(shown.edges)))
 
     def close(self) -> None:
         """Finish the run."""

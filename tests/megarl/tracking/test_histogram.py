@@ -40,6 +40,14 @@ def test_quantiles_are_read_within_a_bin():
     assert np.isnan(Histogram((0, 1), (0,)).quantile(0.5))
 
 
+def test_neighbours_are_joined_until_there_are_few_enough_bins():
+    five = Histogram((0, 1, 2, 3, 4, 6), (1, 2, 3, 4, 5))
+    assert five.with_at_most(5) == five == five.with_at_most(9)
+    assert five.with_at_most(4) == five.with_at_most(3) == Histogram((0, 2, 4, 6), (3, 7, 5))
+    assert five.with_at_most(2) == Histogram((0, 3, 6), (6, 9))
+    assert five.with_at_most(1) == Histogram((0, 6), (15,))
+
+
 @pytest.mark.parametrize(
     ("edges", "counts"), [((0,), ()), ((0, 1), (1, 2)), ((1, 1), (1,)), ((2, 1), (1,)), ((0, float("inf")), (1,))]
 )

@@ -12,7 +12,13 @@ from megarl.tracking import LOGGERS, Histogram, Run
 WANDB = """
 runs = {}
 class Histogram:
-    def __init__(self, np_histogram): self.counts, self.edges = np_histogram
+    MAX_LENGTH = 512
+    def __init__(self, np_histogram):
+        self.counts, self.edges = np_histogram
+        if len(self.counts) > self.MAX_LENGTH:
+            raise ValueError("The maximum length of a histogram is %i" % self.MAX_LENGTH)
+        if len(self.counts) + 1 != len(self.edges):
+            raise ValueError("len(bins) must be len(histogram) + 1")
 class Run:
     def __init__(self, id): self.id, self.lines, self.axis, self.finished = id, [], {}, False
     def define_metric(self, name, step_metric): self.axis[name] = step_metric
@@ -142,6 +148,16 @@ def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
     drawn = line.pop("response_length/histogram")
     assert (drawn.counts, drawn.edges) == ([3, 1], [0.5, 2.5, 4.5])
     assert line == {"reward/mean": 0.5, "step": 4}
+
+
+def test_wandb_gets_the_load_of_more_experts_than_it_takes_bins(tmp_path, installed):
+    wandb = installed("wandb", WANDB)
+    load = Histogram(tuple(expert - 0.5 for expert in range(601)), tuple(range(600)))
+    LOGGERS["wandb"].make(Run(tmp_path, 0, 9)).log(4, {"experts/load/layer_3": load})
+    (line,) = wandb.runs["run0"].lines
+    drawn = line["experts/load/layer_3"]
+    assert drawn.counts == [2 * (2 * pair) + 1 for pair in range(300)]
+    assert drawn.edges == [2 * pair - 0.5 for pair in range(301)]
 
 
 def test_mlflow_gets_quantiles_and_names_that_it_takes(tmp_path, installed):
