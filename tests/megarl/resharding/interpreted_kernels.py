@@ -6,9 +6,11 @@ process of its own.
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    NO_CODES,
+    NOT_HELD,
     Box,
     Matrix,
     block,
@@ -19,6 +21,8 @@ from kernel_cases import (
     in_block_fp8,
     in_int8,
     in_mxfp8,
+    places,
+    put,
     weighted_sum,
 )
 
@@ -30,6 +34,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
 """Not shrunk: an example takes the interpreter long."""
 PLAIN = Matrix((1, 136), torch.bfloat16, 0, FP8_BLOCK, 1.0)
+CORNER = [(0.0, 0.0)]
 
 
 def same_as_on_the_host(copied, quantised, seed):
@@ -63,6 +68,38 @@ def test_quantised_matrices_of_any_numbers(matrices):
         same_as_on_the_host(copied, [matrix], seed)
 
     are_as_on_the_host()
+
+
+def refusal(move, found):
+    """The words in which the second matrix is refused."""
+    with pytest.raises(ValueError, match="matrix 1") as error:
+        move(found, 3)
+    return str(error.value)
+
+
+@settings(max_examples=4, phases=GENERATED)
+@given(in_block_fp8, places, st.permutations(NOT_HELD), SEEDS)
+@example(PLAIN, CORNER, [-torch.inf], 0)
+def test_weights_that_no_code_holds_are_refused_as_on_the_host_and_by_torch(matrix, where, values, seed):
+    found = block([], [PLAIN, matrix], seed)
+    (_, bad) = found.quantised
+    put(bad.local, where, values)
+    with pytest.raises(ValueError, match="NaN, infinite or too large") as of_torch:
+        bad.number_format.quantise(bad.local)
+    assert refusal(on_gpu.gather, found) == refusal(host.gather, found) == f"matrix 1: {of_torch.value}"
+
+
+@settings(max_examples=4, phases=GENERATED)
+@given(in_block_fp8, places, st.permutations((*NO_CODES, torch.nan, torch.inf, -torch.inf)), SEEDS)
+@example(PLAIN, CORNER, [-torch.inf], 0)
+@example(PLAIN, CORNER, [NO_CODES[1]], 0)
+def test_codes_and_scales_that_are_no_numbers_are_refused_as_on_the_host(matrix, where, values, seed):
+    found = block([], [PLAIN, matrix], seed)
+    host.gather(found, None)
+    (_, bad) = found.quantised
+    for place, value in zip(where, values, strict=False):
+        put(bad.codes.view(torch.uint8) if value in NO_CODES else bad.scales, [place], [value])
+    assert refusal(on_gpu.scatter, elsewhere(found)) == refusal(host.scatter, elsewhere(found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

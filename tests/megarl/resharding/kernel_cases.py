@@ -17,6 +17,12 @@ TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float16, torc
 NUMBERS = (0.0, -0.0, 1e-45, -1e-40, 1e-12, 0.3, -1.0, 447.0, 449.0, -1e6, LARGEST_WEIGHT)
 
 
+NOT_HELD = (torch.nan, torch.inf, -torch.inf, 1.01 * LARGEST_WEIGHT, -torch.finfo(torch.float32).max)
+"""Weights that FP8 cannot hold, whatever the scale."""
+NO_CODES = (0x7F, 0xFF)
+"""The codes of e4m3 that are no numbers."""
+
+
 @dataclass(frozen=True)
 class Box:
     """Every `step`-th column of a box of `shape` that begins in row and column `start` of a tensor."""
@@ -71,6 +77,17 @@ def matrices_in(formats: Sequence[NumberFormat], columns: Sequence[int]) -> st.S
 in_block_fp8 = matrices_in((FP8_BLOCK, FP8_BLOCK_UE8M0), (3, 128, 136))
 in_mxfp8 = matrices_in((MXFP8,), (32, 128, 160))
 in_int8 = matrices_in((INT8_CHANNEL,), (3, 128, 136))
+
+places = st.lists(
+    st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)), min_size=1, max_size=3
+)
+"""Places in any matrix, as shares of its rows and columns."""
+
+
+def put(tensor: Tensor, where: Sequence[tuple[float, float]], values: Sequence[float]) -> None:
+    """Write values to places of a matrix."""
+    for (row, column), value in zip(where, values, strict=False):
+        tensor[int(row * tensor.shape[0]), int(column * tensor.shape[1])] = value
 
 
 def block(
@@ -161,7 +178,7 @@ def numbers(matrix: Matrix, generator: torch.Generator, device: str) -> Tensor:
     rows, columns = matrix.shape
     values = torch.randn(rows, columns + matrix.start, generator=generator) * matrix.scale
     special = torch.tensor(NUMBERS)
-    where = torch.rand(values.shape, generator=generator) < (0.0 if matrix.scale else 0.01)
+    where = torch.rand(values.shape, generator=generator) < 0.01
     values[where] = special[torch.randint(len(special), (int(where.sum()),), generator=generator)]
     if matrix.number_format is INT8_CHANNEL:
         values.clamp_(-(2.0**127), 2.0**127)
