@@ -14,6 +14,7 @@ from megarl.rollout.sglang.calls import LOAD_FORMAT
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 
@@ -24,6 +25,7 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
+    HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
 
 
 def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
@@ -59,3 +61,11 @@ def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> Non
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if all(seed is not None for seed in seeds):
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)
+
+
+def cut_by_top_k_first(original: Callable[..., Any], probs: Tensor, top_ks: Tensor, *rest: Any, **named: Any) -> Any:
+    """Have `top_p` be a share of what `top_k` keeps, as in other engines; SGLang 0.5.23 has it be one of all tokens."""
+    last = top_ks.clamp(max=probs.shape[-1]).long().view(-1, 1) - 1
+    least = probs.sort(-1, descending=True).values.gather(-1, last)
+    kept = probs.masked_fill(probs < least, 0)
+    return original(kept / kept.sum(-1, keepdim=True), top_ks, *rest, **named)

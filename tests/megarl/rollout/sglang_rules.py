@@ -151,6 +151,14 @@ def log_probs_after_top_k_come_beside_those_before(client):
 
 
 @rule
+def top_p_is_a_share_of_what_top_k_keeps(client):
+    (answer,) = ask(client, top_k=2, top_p=0.5).result(60)
+    # The likelier of two has half of what they have together, and not half of all.
+    assert answer["meta_info"]["output_token_sampling_logprobs"] == [0.0] * 12
+    assert all(entry[0] < -1 for entry in answer["meta_info"]["output_token_logprobs"])
+
+
+@rule
 def a_response_that_does_not_fit_is_cut_without_a_word(client):
     limit = client.get("/server_info")["max_req_input_len"]
     with refused("exceeds the maximum allowed length"):

@@ -16,10 +16,12 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from megarl.rollout.protocol import SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
 from megarl.rollout.sglang.parent import end_with_parent
+from megarl.rollout.transformers.sampling import kept_log_probs
 
 STEP_S = 0.002
 
@@ -68,8 +70,7 @@ class Sample:
         log_probs = (logits if greedy else logits / self.sampling["temperature"]).log_softmax(-1)
         kept = log_probs
         if self.asked["return_sampling_mask"]:
-            least = log_probs.topk(self.sampling["top_k"]).values[-1]
-            kept = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
+            kept = kept_log_probs(log_probs[None], SamplingParameters(**self._cut()))[0]
         noise = np.random.default_rng((self.sampling["sampling_seed"], len(self.prompt) + len(self.token_ids)))
         gumbel = 0 if greedy else torch.from_numpy(noise.gumbel(size=len(kept)))
         token = int((kept + gumbel).argmax())
@@ -81,6 +82,9 @@ class Sample:
             self.reason = "stop"
         elif len(self.token_ids) >= self.most:
             self.reason = "length"
+
+    def _cut(self):
+        return {name: self.sampling[name] for name in ("top_k", "top_p")}
 
     def experts(self):
         """[all tokens but the last, layers, top-k]: those that follow the token."""

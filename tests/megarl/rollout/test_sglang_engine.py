@@ -13,6 +13,7 @@ import pytest
 import sglang_stand_in
 import torch
 from engine_host import END_ID, PROMPTS, Served, Weights
+from safetensors.torch import load_file
 from sglang_rules import RULES
 
 from converters.errors import UserError
@@ -25,6 +26,7 @@ from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.kind import SGLANG, VERSIONS
 from megarl.rollout.sglang.samples import Limits, question
+from megarl.rollout.transformers.sampling import kept_log_probs
 
 LIMIT = 512
 USUAL = {"context_length": LIMIT, "max_total_tokens": 16384}
@@ -220,6 +222,20 @@ def test_an_abort_while_weights_change_comes_back(served, endless):
     assert generating.result(60)[0][0].finish_reason == "abort"
     served.engine.resume()
     served.update(served.first, new)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, -1, 1.0), (0.7, -1, 0.6), (0.7, 6, 0.6)])
+def test_log_probs_are_those_of_the_distribution_that_is_sampled_from(served, temperature, top_k, top_p):
+    sampling = SamplingParameters(
+        samples=3, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=8, seed=1, stop_token_ids=()
+    )
+    (turns,) = served.engine.generate([Request(PROMPTS[0], sampling)])
+    tensors = load_file(served.folders[0] / "model.safetensors")
+    for turn in turns:
+        before = torch.tensor([PROMPTS[0][-1], *turn.token_ids.tolist()[:-1]])
+        logits = tensors["model.embed_tokens.weight"][before] @ tensors["lm_head.weight"].T
+        expected = kept_log_probs(logits, sampling).gather(1, torch.from_numpy(turn.token_ids).long()[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(turn.log_probs), expected, atol=1e-4, rtol=0)
 
 
 def test_log_probs_are_those_after_top_k(served):

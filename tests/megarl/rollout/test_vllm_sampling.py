@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.transformers.sampling import kept_log_probs
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 pytestmark = pytest.mark.parametrize("kind", ["vllm", SGLANG, "transformers"])
@@ -29,18 +30,20 @@ def test_what_is_streamed_comes_in_pieces_and_is_the_answer(served):
         list(served.engine.generate_stream(Request(PROMPTS[0], SamplingParameters(samples=2, max_tokens=4))))
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.7, -1), (1.0, 3)])
-def test_samples_are_of_the_distribution_whose_log_probs_they_carry(served, reference_log_probs, temperature, top_k):
-    sampling = SamplingParameters(samples=6, temperature=temperature, top_k=top_k, max_tokens=12, seed=3)
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, -1, 1.0), (1.0, 3, 1.0), (0.7, -1, 0.6), (0.7, 6, 0.6)]
+)
+def test_samples_are_of_the_distribution_whose_log_probs_they_carry(
+    served, reference_log_probs, temperature, top_k, top_p
+):
+    sampling = SamplingParameters(samples=6, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=12, seed=3)
     requests = [Request(prompt, sampling) for prompt in PROMPTS]
     for prompt, generations in zip(PROMPTS, served.engine.generate(requests), strict=True):
         assert len({tuple(generation.token_ids.tolist()) for generation in generations}) > 3
         for generation in generations:
-            log_probs = reference_log_probs(served.folders[0], prompt + generation.token_ids.tolist(), temperature)
-            log_probs = log_probs[len(prompt) - 1 : -1]
-            if top_k > 0:
-                kept = log_probs >= log_probs.topk(top_k).values[:, -1:]
-                log_probs = log_probs.masked_fill(~kept, -torch.inf).log_softmax(-1)
+            log_probs = reference_log_probs(served.folders[0], prompt + generation.token_ids.tolist())
+            # Its rule is compared with a loop over the tokens where that engine is tested.
+            log_probs = kept_log_probs(log_probs[len(prompt) - 1 : -1], sampling)
             expected = log_probs.gather(1, torch.tensor(generation.token_ids).long()[:, None])[:, 0]
             assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
 
