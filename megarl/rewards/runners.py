@@ -17,10 +17,7 @@ from megarl.rewards.scoring import (
     Score,
     as_score,
 )
-from megarl.rewards.worker import WorkerKilled, WorkerLost, WorkerPool
-
-MOST_TRIES = 3
-"""How many processes a sample may cost."""
+from megarl.rewards.worker import MOST_TRIES, WorkerKilled, WorkerLost, WorkerPool
 
 
 class TimeLeft:

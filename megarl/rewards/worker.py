@@ -20,6 +20,8 @@ from megarl.rewards.printed import Printed
 from megarl.rewards.registry import Calling, Source
 from megarl.rewards.worker_main import CONNECTION_LOST, LONGEST_REPLY_BYTES
 
+MOST_TRIES = 3
+"""How many processes a sample, or the start of one, may cost."""
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _MEMORY_BYTES = 4 * 1024**3
 _LOAD_TIMEOUT_S = 300.0
@@ -69,10 +71,14 @@ class Worker:
         return self._process.poll() is None
 
     async def load(self, sources: Sequence[Source], timeout_s: float) -> list[Calling]:
-        """Load the functions, which are then asked by their places. Raises UserError for one that cannot be loaded."""
+        """Load the functions, which are then asked by their places.
+
+        Raises UserError for one that cannot be loaded, and WorkerKilled, which is no fault of theirs.
+        """
         self._streams = await asyncio.open_connection(sock=self._channel, limit=2 * LONGEST_REPLY_BYTES)
         self._printed.begin()
-        await self._send({"path": sys.path})
+        with suppress(ConnectionError):  # it died; whoever asks it next hears how
+            await self._send({"path": sys.path})
         return [await self._load(source, timeout_s) for source in sources]
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +119,8 @@ class Worker:
             reply = await asyncio.wait_for(self.ask({"load": source}), timeout_s)
         except TimeoutError as error:
             raise UserError(f"{where}: loading it takes longer than {timeout_s:.0f} s") from error
+        except WorkerKilled as error:
+            raise WorkerKilled(f"{where}: while it was loaded, {error}") from error
         except WorkerLost as error:
             raise UserError(f"{where}: while it was loaded, {error}") from error
         if "error" in reply:
@@ -184,13 +192,19 @@ class WorkerPool:
         await asyncio.gather(*(self.end(worker) for worker in list(self._all)))
 
     async def _start(self) -> tuple[Worker, list[Calling]]:
-        worker = Worker()
-        self._all.add(worker)
-        try:
-            return worker, await worker.load(self._sources, self._load_timeout_s)
-        except BaseException:
-            await self.end(worker)
-            raise
+        """A new worker, or another where it was killed while it loaded. Raises UserError where all were."""
+        for _ in range(MOST_TRIES):
+            worker = Worker()
+            self._all.add(worker)
+            try:
+                return worker, await worker.load(self._sources, self._load_timeout_s)
+            except WorkerKilled as error:
+                killed = error
+                await self.end(worker)
+            except BaseException:
+                await self.end(worker)
+                raise
+        raise UserError(f"{killed}, {MOST_TRIES} times") from killed
 
 
 def _reply(line: bytes, number: int) -> dict[str, Any]:

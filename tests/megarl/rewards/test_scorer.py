@@ -13,8 +13,8 @@ from outcomes import failures, values
 
 from converters.errors import UserError
 from megarl.rewards import RewardFailed, RewardLost, RewardTimedOut, Score, Scorer, reward_arguments
-from megarl.rewards.runners import MOST_TRIES
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
+from megarl.rewards.worker import MOST_TRIES
 from megarl.schema import RewardConfig
 
 ROOT = Path(__file__).parents[3]
@@ -158,6 +158,24 @@ def test_a_sample_whose_process_is_killed_is_scored_by_another(victim, file, tmp
     assert values(scored) == [1.5, 2.5, None]
     assert isinstance(scored[2], RewardLost)
     assert "SIGKILL, 3 times" in scored[2].reason
+    assert processes() == {}
+
+
+@pytest.mark.parametrize(("kills", "said"), [(MOST_TRIES - 1, None), (MOST_TRIES, "ended by SIGKILL, 3 times")])
+def test_a_process_that_is_killed_while_it_loads_is_started_again(kills, said, tmp_path):
+    path, tried = tmp_path / "reward.py", str(tmp_path / "tried")
+    path.write_text(
+        f"import os\nwith open({tried!r}, 'a') as tried:\n    tried.write('x')\n"
+        f"if os.path.getsize({tried!r}) <= {kills}:\n    os.kill(os.getpid(), 9)\n"
+        "def act(data_source, solution_str, ground_truth, extra_info):\n    return 1.5\n"
+    )
+    if said is None:
+        with scorer_of(path, "act") as scorer:
+            assert values(scorer.score([sample("")])) == [1.5]
+    else:
+        with pytest.raises(UserError, match=said), scorer_of(path, "act"):
+            pass
+    assert (tmp_path / "tried").read_text() == "x" * MOST_TRIES
     assert processes() == {}
 
 
