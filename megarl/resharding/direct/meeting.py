@@ -36,7 +36,7 @@ class Listener:
         self._selector = DefaultSelector()
         self._selector.register(self._socket, EVENT_READ)
         self._coming: set[_Handshake | Link] = set()
-        """Those that have not proved yet that they know the key, or not said who they are since."""
+        """Peers that have not proved yet that they know the key, or not said who they are since."""
 
     def accept(self, key: bytes, timeout_s: float) -> tuple[Link, Hello]:
         """The next peer that knows the key and has said who it is; all else is turned away.
