@@ -7,14 +7,14 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
 
 from machine import at_least_one, describe
-from resharding.contenders.table import CONTENDERS
+from resharding.contenders.table import CONTENDERS, IN_FP8
 from resharding.models import ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
 from resharding.report import page
 from resharding.rounds import measure
@@ -40,21 +40,29 @@ def main() -> None:
     facts = _facts(options)
     for name, fact in facts.items():
         console.print(f"{name}: {fact}", soft_wrap=True)
-    traces: Sequence[Sequence[LoadTrace] | None] = [None] * len(options.models)
-    if options.engine == "vllm":
-        traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[options.workers].world_size)
     results: dict[str, Results] = {}
-    for model, traced in zip(options.models, traces, strict=True):
-        scenario = Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, options.workers)
-        found = measure(scenario, options.only, options.rounds, partial(console.print, soft_wrap=True))
-        results[model] = Results(scenario.model_bytes(), scenario.needed_bytes(scenario.engine), *found)
-        console.print(table(results[model]))
-        for sentence in sentences(results[model]):
-            console.print(sentence)
+    for workers in options.workers:
+        for scenario, model in _scenarios(options, workers):
+            contenders = [name for name in options.only if scenario.fp8 is not None or name not in IN_FP8]
+            found = measure(scenario, contenders, options.rounds, partial(console.print, soft_wrap=True))
+            name = f"{model} to {workers}"
+            results[name] = Results(scenario.model_bytes(), scenario.needed_bytes(scenario.engine), *found)
+            console.print(name, table(results[name]), sep="\n")
+            for sentence in sentences(results[name]):
+                console.print(sentence)
     if options.markdown is not None:
         options.markdown.write_text(page(facts, results))
     if options.json is not None:
         _write_json(options.json, facts, results)
+
+
+def _scenarios(options: argparse.Namespace, workers: str) -> Iterator[tuple[Scenario, str]]:
+    """Each model, moved into an engine that so many workers cut, with its name."""
+    traces: Sequence[Sequence[LoadTrace] | None] = [None] * len(options.models)
+    if options.engine == "vllm":
+        traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[workers].world_size)
+    for model, traced in zip(options.models, traces, strict=True):
+        yield Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, workers), model
 
 
 def _facts(options: argparse.Namespace) -> dict[str, str]:
@@ -64,7 +72,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
         "Machine": describe(Path("/dev/shm")),
         "Versions": ", ".join(f"{name} {version}" for name, version in ours.items()),
         "Engine's layout": _LAYOUTS[options.engine],
-        "Ranks": f"a trainer at {options.trainer}, an engine at {options.workers}",
+        "Ranks": f"a trainer at {options.trainer}, an engine at {', '.join(options.workers)}",
         "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
         **({} if options.gbit is None else {"Network": f"loopback, held to {options.gbit:g} Gbit/s by tc"}),
         "Command": f"`python {shlex.join(sys.argv)}`",
@@ -82,7 +90,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, default=16, metavar="MB", help="10^6 bytes, of each bucket")
     parser.add_argument("--engine", choices=_LAYOUTS, default="vllm", help="where the engine's layout comes from")
     parser.add_argument("--trainer", choices=TRAINERS, default=TRAINER, help="how the trainer cuts the model")
-    parser.add_argument("--workers", choices=ENGINES, default=ENGINE, help="how the engine does")
+    parser.add_argument("--workers", choices=ENGINES, nargs="+", default=[ENGINE], help="how the engine does")
     parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="which to run")
     parser.add_argument("--gbit", type=float, metavar="RATE", help="let so many Gbit/s through loopback")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")

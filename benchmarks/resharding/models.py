@@ -63,7 +63,9 @@ _QWEN3_MOE: Mapping[str, Any] = {
 MODELS: Mapping[str, Mapping[str, Any]] = {
     # The widths of Qwen3-30B-A3B: 2 of its 48 layers, 16 of its 128 experts, 4,096 of its words.
     "qwen3_moe": _QWEN3_MOE,
-    # The same at half the hidden size, with 6 experts and 2,048 words.
+    # The same elements in 12 experts: of their 1,024 rows each of four workers has whole blocks of FP8.
+    "qwen3_moe_wide": {**_QWEN3_MOE, "moe_intermediate_size": 1024, "num_experts": 12},
+    # The first at half the hidden size, with 6 experts and 2,048 words.
     "qwen3_moe_100mb": {
         **_QWEN3_MOE,
         "hidden_size": 1024,

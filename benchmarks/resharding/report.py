@@ -10,7 +10,8 @@ _NOTES = """\
 - A trainer with whole experts (ETP1) gives its weights to an engine, which cuts them. Every rank and every worker is a
   process of its own, with one thread for tensors; the values are bf16 (a router's bias fp32).
 - The models have the widths of Qwen3-30B-A3B and of Moonlight-16B-A3B (DeepSeek-V3's architecture, here with its latent
-  queries too), and few layers, experts and words. There are no layers of multi-token prediction.
+  queries too), and few layers, experts and words; `qwen3_moe_wide` has experts of 1,024 rows, whole blocks of FP8 for
+  each of four workers. There are no layers of multi-token prediction.
 - All contenders run in the same processes and take turns, each round beginning with another. Seconds go from the
   moment at which all ranks begin to the one at which the last has ended; CPU seconds are those of all ranks.
   Connections, plans and views are made before, once, as they are in a training run.

@@ -56,6 +56,15 @@ def test_an_engine_in_fp8_gets_half_the_bytes_where_its_cuts_leave_blocks_whole(
     assert Scenario(MODELS["qwen3_moe_100mb"], None, 16_000_000, "one rank", "TP4").fp8_engine is None
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wide_model_has_whole_blocks_for_each_of_the_workers(engine):
+    scenario = Scenario(MODELS["qwen3_moe_wide"], None, 16_000_000, "TP2 x EP2 x PP2", engine)
+    came = [scenario.incoming(scenario.fp8_engine, rank) for rank in range(ENGINES[engine].world_size)]
+    received = sum(message.size_bytes for of_rank in came for each in of_rank.values() for message in each)
+    assert received == pytest.approx(scenario.needed_bytes(scenario.fp8_engine), rel=1e-3)
+    assert received < 0.56 * scenario.needed_bytes(scenario.engine)
+
+
 def test_a_forecast_has_no_numbers_but_the_measured_ones():
     rates = CoreRates(4e9, 3e9, 2e9, 1e9, 4e9, 3e9, 8e9)
     twice = CoreRates(**{name: 2 * rate for name, rate in vars(rates).items()})

@@ -44,6 +44,8 @@ FP8 = "direct, FP8"
 FP8_GLOO = "direct, FP8 (gloo)"
 FP8_RDMA = "direct, FP8 (rdma)"
 FP8_RDMA_SOCKETS = "direct, FP8 (rdma, sockets)"
+IN_FP8 = (FP8, FP8_GLOO, FP8_RDMA, FP8_RDMA_SOCKETS)
+"""Contenders for engines whose cuts leave blocks whole."""
 CHANGES = "direct, changes"
 CHANGES_GLOO = "direct, changes (gloo)"
 CHANGES_RDMA_SOCKETS = "direct, changes (rdma, sockets)"
