@@ -74,24 +74,29 @@ class Engines:
 
     def with_version(self, version: int) -> "Engines":
         """The engines that have the weights of a version."""
-        return self._those(handle for handle in self.handles if handle.is_up and handle.version == version)
+        return self._those(handle for handle in self.up if handle.version == version)
 
     @property
-    def are_down(self) -> bool:
-        """Whether none is up."""
-        return not any(handle.is_up for handle in self.handles)
+    def up(self) -> list[EngineHandle]:
+        """The engines that are up, as far as deaths were heard of."""
+        return [handle for handle in self.handles if handle.is_up]
 
     def wait_for_one(self) -> None:
         """Wait until one is up, or none can be as they are held off. Raises as `Restarts.begin`."""
         self.restart_dead()
         self._restarts.go_on()
-        while self.are_down and not self._restarts.is_held_off:
+        while not self.up and not self._restarts.is_held_off:
+            self._restarts.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait until all are up that were started anew. Raises as `Restarts.begin`."""
+        while len(self.up) < len(self):
             self._restarts.wait()
 
     def without_version(self, version: int) -> "Engines":
         """The engines that are up and have other weights, or none. Where none is up, one is waited for if it can be."""
         self.wait_for_one()
-        return self._those(handle for handle in self.handles if handle.is_up and handle.version != version)
+        return self._those(handle for handle in self.up if handle.version != version)
 
     @property
     def number_format(self) -> NumberFormat | None:
@@ -162,9 +167,8 @@ class Engines:
 
         One that dies meanwhile is left out and started anew.
         """
-        return self._answers(
-            [handle for handle in self.handles if handle.state == "serving"], Engine.generate, requests
-        )
+        serving = [handle for handle in self.handles if handle.state == "serving"]
+        return self._answers(serving, Engine.generate, requests)
 
     def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
         """The turns that there are of each of these requests, also if it is answered."""
@@ -277,7 +281,7 @@ class Engines:
 
     def _tell(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of the engines that are up."""
-        return self._answers([handle for handle in self.handles if handle.is_up], method, *arguments)
+        return self._answers(self.up, method, *arguments)
 
     def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of these; the results of those that do not die."""
@@ -320,8 +324,7 @@ class EngineGroup(Engines):
         self._router.close()
         if kind is None:
             # One that is down, or just starting, has nothing that would not end with its process.
-            up = chain.from_iterable(handle.processes for handle in self.handles if handle.is_up)
-            wait([process.begin("close") for process in up])
+            wait([process.begin("close") for handle in self.up for process in handle.processes])
         self.processes.kill()
 
     def nodes(self) -> list[str]:
@@ -335,27 +338,37 @@ class EngineGroup(Engines):
         Raises UserError for a model that does not fit the number format of the engines, or the slot of an adapter.
         """
         self._starter.set_arguments(model_path, load_weights=load_weights, adapter=adapter)
-        # First of all there has to be room for them.
-        self.nodes()
-        wait(list(chain.from_iterable(self._starter.begin_make(handle) for handle in self.handles)))
-        return list(chain.from_iterable(handle.begin_start() for handle in self.handles))
+        self.nodes()  # first of all there has to be room for them
+        self._wait_beginning([call for handle in self.handles for call in self._starter.begin_make(handle)])
+        return [call for handle in self.up for call in handle.begin_start()]
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for what `begin_start` began.
+        """Wait for what `begin_start` began. One whose process dies is started anew: raises as `Restarts.begin`.
 
-        Raises UserError with the end of the log if an engine does not start, and WorkerGone if its process dies.
+        Raises UserError with the end of the log if an engine does not start.
         """
         try:
-            wait(calls)
+            self._wait_beginning(calls)
         except WorkerGone:
             raise  # whoever ended it, it was not the configuration
         except WorkerFailed as error:
             raise UserError(
                 f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details
             ) from error
+        self.wait_for_all()
         versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))
         for handle, version, worker_parts in zip(self.handles, versions, parts, strict=True):
             handle.started(version, worker_parts)
+
+    def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
+        """Wait for calls of engines that start; those of one that dies are left, and it is started anew."""
+        while left := [call for call in calls if call.worker in self.processes.workers]:
+            try:
+                wait(left)
+                return
+            except WorkerGone:
+                if not self.restart_dead():
+                    raise
 
     def bring_back_with(self, give_weights: Callable[[], object]) -> None:
         """Let engines that were started anew have from `give_weights` all that refits bring, not from the folder."""

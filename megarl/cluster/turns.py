@@ -88,7 +88,7 @@ class TurnsOnSharedGpus(Turns):
 
     def begin_refit(self) -> None:
         """See `Turns.begin_refit`."""
-        while self._engines.are_down:
+        while not self._engines.up:
             # A new one takes its memory when it starts, more than a refit leaves.
             self._change("engines")
             self._engines.wait_for_one()

@@ -1,12 +1,13 @@
 """Engines and ranks start side by side: with a large model, both take minutes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from converters.architectures import Architecture, adapter_architecture
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
+from megarl.cluster.worker_group import WorkerFailed
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
@@ -65,18 +66,14 @@ class EngineStart:
         """Check that engines and ranks begin with the same weights, if both have read them."""
         if self._is_apart and self._refit is None:
             self._wait_for_engines()
-            self._turns.begin_refit()
-            self._refit = self._make_refit(direct_path(*self._parties))
+            self._refit = self._make_refit(direct_path)
 
     def finish(self) -> Refit:
         """Wait for the engines. How their weights come from now on."""
         self.compare()
         if self._refit is None:
             self._wait_for_engines()
-            # Where engines keep their weights is traced with these in place.
-            self._turns.begin_refit()
-            path = loader_path if self._adapter is None else adapter_path
-            self._refit = self._make_refit(path(*self._parties))
+            self._refit = self._make_refit(loader_path if self._adapter is None else adapter_path)
         return self._refit
 
     def _wait_for_engines(self) -> None:
@@ -98,11 +95,11 @@ class EngineStart:
         drafts = engine_kind(rollout.engine).drafts(rollout.engine_args)
         return self._model.architecture if drafts else self._model.without_prediction_layers
 
-    def _make_refit(self, path: Path) -> Refit:
+    def _make_refit(self, make_path: Callable[[TrainerGroup, EngineGroup, Architecture, RefitConfig], Path]) -> Refit:
         refit = Refit(
             self._trainer,
             self._engines,
-            path,
+            self._with_all_engines(lambda: make_path(*self._parties)),
             list(self._sent.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
             kv="keep" if self._config.schedule.in_flight == "keep" else "recompute",
@@ -111,6 +108,20 @@ class EngineStart:
         )
         self._engines.bring_back_with(refit.catch_up)
         return refit
+
+    def _with_all_engines(self, make_path: Callable[[], Path]) -> Path:
+        """A path to engines that are all up; made once more where one dies and another has taken its place."""
+        while True:
+            # Where engines keep their weights is traced with these in place.
+            self._turns.begin_refit()
+            try:
+                if len(self._engines.up) == len(self._engines):
+                    return make_path()
+            except WorkerFailed:
+                if not self._engines.restart_dead():
+                    raise
+            self._turns.give_to(self._engines)
+            self._engines.wait_for_all()
 
     def _log_prob_check(self) -> LogProbCheck | None:
         if self._config.refit.verify != "logprobs":

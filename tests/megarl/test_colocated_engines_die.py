@@ -14,6 +14,9 @@ import ray
 import torch
 from test_colocation import DEVICE_BYTES, MIB, SHARED, STEPS, exported, small, without_times
 
+from megarl.cluster.engine_group import EngineGroup
+from megarl.refit.engine_start import EngineStart
+from megarl.refit.refit import Refit
 from megarl.run.job import Job, open_job
 from megarl.run.opening import Start
 from megarl.schema import MegarlConfig
@@ -26,8 +29,9 @@ REPLICAS = 2
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_engines_killed_asleep_and_while_they_sample_come_back_and_no_bit_is_another(
-    tmp_path: Path, capfd: pytest.CaptureFixture
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = in_turns(tmp_path)
     with open_job(Start.of(config, "train")) as job:
@@ -36,14 +40,22 @@ def test_engines_killed_asleep_and_while_they_sample_come_back_and_no_bit_is_ano
     weights = exported(config)
     config.output_dir = str(tmp_path / "disturbed")
     capfd.readouterr()
+    finish = EngineStart.finish
+
+    def kill_and_finish(start: EngineStart) -> Refit:
+        kill(start._engines, 1)
+        return finish(start)
+
+    # In the start of the run, when the trainer reads its weights.
+    monkeypatch.setattr(EngineStart, "finish", kill_and_finish)
     with open_job(Start.of(config, "train")) as job:
         found = steps(job, Disturbed())
         job.export()
     said = capfd.readouterr().err
-    assert "restart 4 of 4" in said
+    assert "restart 5 of 5" in said
     # One in whose place another samples, then both in the trainers' turn, then one for which nobody waits.
     assert said.count(" had not answered ") == 1
-    assert [line["engines/restarts"] for line in found] == [1, 3, 4]
+    assert [line["engines/restarts"] for line in found] == [2, 4, 5]
     for line, own in zip(found, expected, strict=True):
         assert max(value for name, value in line.items() if name.startswith("memory/")) < DEVICE_BYTES
         assert numbers(line) == numbers(own)
@@ -55,7 +67,7 @@ def in_turns(folder: Path) -> MegarlConfig:
     config = small(folder)
     config.rollout.replicas, config.rollout.engine_args["kv_cache_memory_bytes"] = REPLICAS, 3 * MIB
     config.cluster.pools, config.cluster.device_memory_bytes = {"all": SHARED}, DEVICE_BYTES
-    config.cluster.max_engine_restarts = 4
+    config.cluster.max_engine_restarts = 5
     return config
 
 
@@ -74,14 +86,14 @@ class Disturbed(Undisturbed):
 
     def before(self, job: Job) -> None:
         if job.state.step == 0:
-            run_in(job, 0, die_after_steps, 3)
+            run_in(job.engines, 0, die_after_steps, 3)
         if job.state.step == 2:
-            kill(job, 1)
+            kill(job.engines, 1)
 
     def asleep(self, job: Job) -> None:
         if job.state.step == 2:
             for number in range(REPLICAS):
-                kill(job, number)
+                kill(job.engines, number)
 
 
 def steps(job: Job, disturbance: Undisturbed) -> list[dict[str, Any]]:
@@ -106,16 +118,16 @@ def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in without_times(metrics).items() if not name.startswith(left_out)}
 
 
-def kill(job: Job, number: int) -> None:
+def kill(engines: EngineGroup, number: int) -> None:
     """Kill the process of an engine; that is heard of, or not yet."""
     with pytest.raises(ray.exceptions.RayActorError):
-        run_in(job, number, os._exit, 7)
+        run_in(engines, number, os._exit, 7)
 
 
-def run_in(job: Job, number: int, function: Callable[..., None], *arguments: Any) -> None:
+def run_in(engines: EngineGroup, number: int, function: Callable[..., None], *arguments: Any) -> None:
     """Run a function in the process of an engine, whose program does not know."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    worker = job.engines.handles[number].worker
+    worker = engines.handles[number].worker
     ray.get(worker.actor.__ray_call__.remote(lambda _: function(*arguments)))
 
 

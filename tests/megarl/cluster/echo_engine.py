@@ -60,6 +60,7 @@ def taken(moment):
 
 class EchoEngine:
     def __init__(self, model_path, arguments):
+        pass_by("make")
         self._version = arguments.get("version", 0)
         self._has_parts = "number" in arguments
         self._is_fenced = False

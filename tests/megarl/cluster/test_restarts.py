@@ -143,6 +143,16 @@ def check_a_death_between_rollouts(engines, refit, script):
 
 
 @pytest.mark.long
+def test_engines_that_die_in_the_start_of_a_run_are_started_again(open_group, script, capsys):
+    script("make", "start", "start")
+    with open_group(2, restarts=3) as (engines, refit):
+        assert states(engines) == [("starting", -1, 0)] * 2
+        refit(0)
+        assert answered(engines) == EXPECTED
+    assert "(restart 3 of 3), and the others go on" in capsys.readouterr().err
+
+
+@pytest.mark.long
 def test_engines_that_stand_still_are_ended_and_their_requests_go_on(open_group, script, capsys, monkeypatch):
     monkeypatch.setattr("megarl.cluster.restarts.LOOK_S", 0.5)
     monkeypatch.setattr("megarl.cluster.worker_group.LOOK_S", 0.5)
