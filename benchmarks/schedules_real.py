@@ -4,6 +4,10 @@ Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the sc
 of its own; what is counted are the steps after the first ones. At most as many times the steps can be made as a step
 of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice, where the two are equal, which
 the table and the limits here make them, nearly. "In turns" one rests while the other works, as on GPUs that they share.
+
+A larger model, where there are GPUs (settings are those of any run):
+
+    python benchmarks/schedules_real.py --model dense_1b --dtype bf16 --schedules "S=0" "S=1" "S=1, keep"
 """
 
 import argparse
@@ -15,13 +19,13 @@ from pathlib import Path
 from statistics import median
 
 from machine import at_least_one, describe
+from models_by_size import LARGE, TINY, write_model
 from observation import Window, observe
 from schedules_run import tokens_of
 from transformers.utils import logging
 from workload import environment
 
 from megarl.quickstart.arithmetic import write_arithmetic
-from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.tracking import read_history
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +34,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "S=0": (),
     "S=1, wait": ("schedule.max_staleness=1", "schedule.in_flight=wait"),
     "S=1": ("schedule.max_staleness=1", "schedule.in_flight=recompute"),
+    "S=1, keep": ("schedule.max_staleness=1", "schedule.in_flight=keep"),
     "S=2": ("schedule.max_staleness=2", "schedule.in_flight=recompute"),
     "S=0, in turns": (IN_TURNS,),
     "S=1, in turns": (IN_TURNS, "schedule.max_staleness=1", "schedule.in_flight=recompute"),
@@ -38,19 +43,22 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 LONGEST, PROMPTS = 288, 16
 
 
-def workload(folder: Path, engine: str) -> list[str]:
+def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The command line of a run, but for its schedule, length and folder."""
     logging.disable_progress_bar()
-    model = endless(write_tiny_model("qwen3", folder / "model", fields={"vocab_size": 63, "num_hidden_layers": 4}))
+    layers = {"num_hidden_layers": 4} if arguments.model in TINY else {}
+    model = endless(write_model(arguments.model, folder / "model", vocab_size=63, **layers))
     files = write_arithmetic(folder / "data", held_out=16)
     return [
         *(sys.executable, str(Path(__file__).with_name("schedules_run.py")), "train", "--config-name", "quickstart"),
         *(f"model.path={model}", f"data.train_files=[{files.train}]", "megatron.expert_model_parallel_size=1"),
-        *("cluster.trainer_ranks=1", "cluster.engine_threads=1", f"rollout.engine={engine}"),
+        *("cluster.trainer_ranks=1", "cluster.engine_threads=1", f"rollout.engine={arguments.engine}"),
         *(f"rollout.max_response_tokens={LONGEST}", "rollout.engine_args.max_model_len=320"),
         *(f"loop.prompts_per_step={PROMPTS}", "loop.samples_per_prompt=4", "loop.max_tokens_per_micro_batch=1024"),
         *("checkpoint.every=0", "tracking.loggers=[jsonl]", "algorithm.train_on_truncated_responses=true"),
         f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
+        *([f"model.dtype={arguments.dtype}"] if arguments.dtype else []),
+        *arguments.settings,
     ]
 
 
@@ -66,6 +74,13 @@ def endless(model: Path) -> Path:
     return model
 
 
+def mean_of(name: str, output: Path, window: Window) -> float:
+    """The mean of a metric over the steps in which there is one, 0 if there is none."""
+    lines = read_history(output)[window.warm_up : window.warm_up + window.steps]
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return sum(values) / max(1, len(values))
+
+
 def mean_seconds(output: Path, window: Window) -> dict[str, float]:
     """Seconds that each stage takes in a step: the mean, as a few have responses of many times the usual length."""
     lines = read_history(output)[window.warm_up : window.warm_up + window.steps]
@@ -79,16 +94,22 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least_one, default=16, help="that are counted")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    parser.add_argument("--model", choices=(*TINY, *LARGE), default="qwen3")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights; else that of the quickstart")
+    parser.add_argument("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of all runs")
     arguments = parser.parse_args()
     window = Window(4, arguments.steps)
     drawn = sorted(tokens_of(ordinal, LONGEST) for ordinal in range(PROMPTS * arguments.steps))
     middle, tail = drawn[len(drawn) // 2], drawn[-len(drawn) // 20]
     print(f"{describe(ROOT)}; {middle} tokens at the median, {tail} at the 95th percentile, {drawn[-1]} at most\n")
-    print("| round | schedule | s a step | CPU s | steps/s, of S=0 | at most | rollout s | update s | refit s |")
-    print("|---:|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(
+        "| round | schedule | s a step | CPU s | steps/s, of S=0 | at most | rollout s | update s | refit s"
+        " | prefilled again | gap of kept keys and values, nats |"
+    )
+    print(f"|---:|---|{'---:|' * 9}", flush=True)
     gains: dict[str, list[float]] = {name: [] for name in arguments.schedules}
     with tempfile.TemporaryDirectory() as scratch:
-        command = workload(Path(scratch), arguments.engine)
+        command = workload(Path(scratch), arguments)
         for number in range(arguments.rounds):
             first = most = 0.0
             for name in arguments.schedules:
@@ -102,7 +123,10 @@ def main() -> None:
                 gains[name].append(first / seen.wall_seconds_per_step)
                 measured = seen.wall_seconds_per_step, seen.cpu_seconds_per_step, gains[name][-1], most
                 seconds = (*measured, *(stages[stage] for stage in ("rollout", "update", "refit")))
-                print(f"| {number} | {name} | {' | '.join(f'{each:.2f}' for each in seconds)} |", flush=True)
+                again = mean_of("refit/tokens_recomputed", output, window)
+                gap = mean_of("staleness/kept_kv_gap", output, window)
+                figures = f"{' | '.join(f'{each:.2f}' for each in seconds)} | {again:.0f} | {gap:.4f}"
+                print(f"| {number} | {name} | {figures} |", flush=True)
     medians = ", ".join(f"{name} {median(each):.2f}" for name, each in gains.items())
     print(f"\nMedians of {arguments.rounds} rounds: {medians}", flush=True)
 

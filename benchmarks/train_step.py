@@ -2,8 +2,12 @@
 
 The first table has a group of responses to each prompt, whose tokens count as often as a plain computation meets them.
 The second has sequences of a spread of lengths, 1 to 8, on this project's rank and on the same model in transformers
-with AdamW, where rows are padded to the longest. Runs alternate, figures are medians; what is measured is CPU time or,
-on a GPU, wall time. Writes Markdown.
+with AdamW, where rows are padded to the longest, and beside it the most memory that a process has with one of the two
+alone, and the share of the device's peak in bf16. Runs alternate, figures are medians; what is measured is CPU time or,
+on a GPU, wall time. Writes Markdown. A GPU is used where there is one:
+
+    python benchmarks/train_step.py --dtype bf16 --models dense_1b moe_2b --prefix-model dense_1b --response 512 \
+        --max-tokens 32768
 """
 
 import argparse
@@ -11,12 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from machine import at_least_one, describe, give_out
+from models_by_size import LARGE, MODELS, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,13 +39,12 @@ import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from converters.architectures import read_architecture  # noqa: E402
-from converters.cost.compute import forward_flops  # noqa: E402
+from converters.cost.compute import forward_flops, update_flops  # noqa: E402
+from converters.cost.devices import peak_bf16_flops  # noqa: E402
 from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.algorithms.supervised import SftObjective  # noqa: E402
 from megarl.cluster.runtime import free_port  # noqa: E402
-from megarl.quickstart.smollm2 import write_smollm2  # noqa: E402
-from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
 from megatron_ext.balance import assign  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
@@ -47,6 +54,9 @@ from megatron_ext.prefix_tree import Prefixes  # noqa: E402
 
 VOCABULARY = 50
 LEARNING_RATE = 1e-5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CLOSE_ENOUGH = {"fp32": 1e-3, "bf16": 0.05}
+"""Of log-probs and gradient norms, what contenders may differ by."""
 OPTIMIZER = {"lr": LEARNING_RATE, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -96,12 +106,12 @@ def _first_tokens(lengths: Tensor) -> Tensor:
 class MegatronRank:
     """This project's model on one rank."""
 
-    def __init__(self, folder: Path, max_tokens: int, *, shared: bool = False) -> None:
+    def __init__(self, folder: Path, max_tokens: int, dtype: torch.dtype, *, shared: bool = False) -> None:
         checkpoint = HuggingFaceCheckpoint(folder)
         architecture = read_architecture(checkpoint.config)
         options = MegatronOptions(
             ParallelSizes(),
-            torch.float32,
+            dtype,
             optimizer=OPTIMIZER,
             distributed={"use_distributed_optimizer": False},
             shared_prefixes=shared,
@@ -131,9 +141,9 @@ class MegatronRank:
 class PaddedTransformers:
     """The same model in transformers: rows in the order in which they come, padded to the longest of a micro-batch."""
 
-    def __init__(self, folder: Path, max_tokens: int, *, by_mkl: bool = False) -> None:
+    def __init__(self, folder: Path, max_tokens: int, dtype: torch.dtype, *, by_mkl: bool = False) -> None:
         self._by_mkl = by_mkl
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.device())
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
         )
@@ -152,7 +162,8 @@ class PaddedTransformers:
             found.append((pad(tokens[chosen], batch_first=True), mask, pad(weights[chosen], batch_first=True)))
         return found
 
-    def _weighted(self, tokens: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    def _weighted(self, *on_host: Tensor) -> Tensor:
+        tokens, mask, weights = (each.to(device.device()) for each in on_host)
         logits = self._model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
         log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         return (log_probs * weights[:, 1:]).sum()
@@ -189,7 +200,12 @@ def _multiplying(*, by_mkl: bool) -> Iterator[None]:
         matmul.fp32_precision = chosen
 
 
-def compare(contenders: Mapping[str, MegatronRank | PaddedTransformers], work: Work, repeats: int) -> dict[str, float]:
+Contender = MegatronRank | PaddedTransformers
+
+
+def compare(
+    contenders: Mapping[str, Contender], work: Work, repeats: int, close_enough: float = CLOSE_ENOUGH["fp32"]
+) -> dict[str, float]:
     """Seconds, by contender and stage, the median of alternating runs after one that does not count.
 
     Raises ValueError where they compute something else.
@@ -210,7 +226,7 @@ def compare(contenders: Mapping[str, MegatronRank | PaddedTransformers], work: W
                 seconds[key].append(_clock() - start)
     for stage in ("log_probs", "update"):
         values = [results[f"{name} {stage}"] for name in contenders]
-        if not np.allclose(values, values[0], rtol=1e-3):
+        if not np.allclose(values, values[0], rtol=close_enough):
             raise ValueError(f"the contenders' {stage} differ: {results}")
     return {key: median(each) for key, each in seconds.items()}
 
@@ -219,11 +235,29 @@ def _clock() -> float:
     return time.process_time() if device.device().type == "cpu" else time.perf_counter()
 
 
+def _peak_memory(contender: Callable[[], Contender], work: Work) -> int:
+    """The most memory of this process, which is a new one."""
+    torch.set_num_threads(1)
+    parallel.initialize(ParallelSizes(), 0, f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}")
+    one = contender()
+    one.log_probs(work)
+    one.update(work)
+    parallel.shutdown()
+    return device.peak_memory_bytes()
+
+
+def memory_alone(contender: Callable[[], Contender], work: Work) -> int:
+    """The most memory of a process with nothing else, in log-probs and an update."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_peak_memory, contender, work).result()
+
+
 def shared_prefixes(folder: Path, options: argparse.Namespace) -> list[str]:
     """A row for each shape of a group."""
-    write_tiny_model("qwen3_moe", folder)
+    write_model(options.prefix_model, folder)
     contenders = {
-        name: MegatronRank(folder, options.max_tokens, shared=name == "shared") for name in ("plain", "shared")
+        name: MegatronRank(folder, options.max_tokens, DTYPES[options.dtype], shared=name == "shared")
+        for name in ("plain", "shared")
     }
     lines = [
         "| P | R | G | arithmetic gain | log-probs, plain | shared | gain | of the arithmetic | update, plain | shared"
@@ -234,7 +268,7 @@ def shared_prefixes(folder: Path, options: argparse.Namespace) -> list[str]:
         for samples in options.samples:
             prompt = ratio * options.response
             work = groups(options.prompts, prompt, options.response, samples)
-            seconds = compare(contenders, work, options.repeats)
+            seconds = compare(contenders, work, options.repeats, CLOSE_ENOUGH[options.dtype])
             gain = (prompt + options.response) * samples / (prompt + options.response * samples)
             row = f"| {prompt} | {options.response} | {samples} | {gain:.2f} "
             for stage in ("log_probs", "update"):
@@ -251,30 +285,43 @@ def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
     """A row for each model."""
     lines = [
         "| model | sequences | tokens | log-probs, megarl | transformers | ratio | update, megarl | transformers"
-        " | ratio |",
-        "|---|" + "---:|" * 8,
+        " | ratio | GB, megarl | transformers | MFU of log-probs, megarl | of an update |",
+        "|---|" + "---:|" * 12,
     ]
     for model in options.models:
-        place = folder / model
-        if model == "smollm2":
-            write_smollm2(place, dtype=torch.float32)
-        else:
-            write_tiny_model(model, place)
-        sequences, shortest, limit = options.real_size if model == "smollm2" else options.tiny_size
-        work = spread(sequences, shortest)
-        contenders: dict[str, MegatronRank | PaddedTransformers] = {
-            "megarl": MegatronRank(place, limit),
-            "transformers": PaddedTransformers(place, limit, by_mkl=options.by_mkl),
+        place = write_model(model, folder / model)
+        sizes = {"smollm2": options.real_size, **dict.fromkeys(LARGE, options.large_size)}
+        sequences, shortest, limit = sizes.get(model, options.tiny_size)
+        work, dtype = spread(sequences, shortest), DTYPES[options.dtype]
+        makers: dict[str, Callable[[], Contender]] = {
+            "megarl": partial(MegatronRank, place, limit, dtype),
+            "transformers": partial(PaddedTransformers, place, limit, dtype, by_mkl=options.by_mkl),
         }
-        seconds = compare(contenders, work, options.repeats)
+        memory = [memory_alone(maker, work) / 1e9 for maker in makers.values()]
+        contenders = {name: maker() for name, maker in makers.items()}
+        seconds = compare(contenders, work, options.repeats, CLOSE_ENOUGH[options.dtype])
         tokens = len(work.batch.tokens)
         row = f"| {model} | {sequences} | {tokens:,} "
         for stage in ("log_probs", "update"):
             ours, theirs = (seconds[f"{name} {stage}"] for name in contenders)
             row += f"| {tokens / ours:,.0f} | {tokens / theirs:,.0f} | {theirs / ours:.2f} "
-        lines.append(row + "|")
-        print(lines[-1], file=sys.stderr, flush=True)
+        row += f"| {memory[0]:.2f} | {memory[1]:.2f} | {' | '.join(_mfu(place, work, seconds, options.peak_tflops))} |"
+        lines.append(row)
+        print(row, file=sys.stderr, flush=True)
     return lines
+
+
+def _mfu(folder: Path, work: Work, seconds: Mapping[str, float], peak_tflops: float | None) -> list[str]:
+    """The share of the peak that log-probs and an update reach; a dash where no peak is known."""
+    peak = 1e12 * peak_tflops if peak_tflops else peak_bf16_flops(device.name())
+    if peak is None:
+        return ["-", "-"]
+    architecture, lengths = read_architecture(HuggingFaceCheckpoint(folder).config), work.batch.lengths
+    work_of = {"log_probs": forward_flops(architecture), "update": update_flops(architecture)}
+    return [
+        f"{each.of(int(lengths.sum()), int(lengths.square().sum())) / seconds[f'megarl {stage}'] / peak:.3g}"
+        for stage, each in work_of.items()
+    ]
 
 
 def report(options: argparse.Namespace) -> str:
@@ -283,7 +330,7 @@ def report(options: argparse.Namespace) -> str:
     lines = [
         f"# Tokens a {unit} of log-probs and an update, on one rank",
         f"Date: {time.strftime('%Y-%m-%d')}",
-        f"Machine: {describe(ROOT)}; {torch.get_num_threads()} thread(s)",
+        f"Machine: {describe(ROOT)}; {torch.get_num_threads()} thread(s); {device.name()}",
         f"Versions: torch {torch.__version__}, transformers {transformers.__version__}",
         "Command: `python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "`",
     ]
@@ -292,7 +339,8 @@ def report(options: argparse.Namespace) -> str:
         if "prefixes" in options.parts:
             lines += [
                 "## Shared prefixes",
-                f"The tiny Qwen3-MoE in fp32, {options.prompts} prompts of P tokens with G responses of R tokens each,"
+                f"The model {options.prefix_model} in {options.dtype}, {options.prompts} prompts of P tokens with G"
+                " responses of R tokens each,"
                 f" in micro-batches of at most {options.max_tokens:,} tokens. Tokens are those of the plain"
                 " computation, in which every response brings its prompt. The arithmetic gain is"
                 " (P + R) G / (P + R G).",
@@ -301,7 +349,10 @@ def report(options: argparse.Namespace) -> str:
         if "transformers" in options.parts:
             lines += [
                 "## Beside transformers with padding",
-                "The same model, batch and fp32, AdamW, lengths spread evenly from 1 to 8. Tokens are without padding.",
+                f"The same model, batch and {options.dtype}, AdamW, lengths spread evenly from 1 to 8. Tokens are"
+                " without padding. GB are the most that a process with one of the two alone holds, of a GPU's memory"
+                " or resident; transformers has its optimizer in the type of its weights, megarl in fp32. MFU is"
+                " without recomputation.",
                 "\n".join(beside_transformers(Path(folder), options)),
             ]
     parallel.shutdown()
@@ -319,13 +370,18 @@ def main() -> None:
     parser.add_argument("--samples", nargs="+", type=at_least_one, default=[8, 16], help="G")
     parser.add_argument("--prompts", type=at_least_one, default=16)
     parser.add_argument("--max-tokens", type=at_least_one, default=8192, help="of a micro-batch of the first table")
-    parser.add_argument("--models", nargs="+", choices=["qwen3_moe", "smollm2"], default=["qwen3_moe", "smollm2"])
+    parser.add_argument("--prefix-model", choices=MODELS, default="qwen3_moe", help="of the first table")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3_moe", "smollm2"], help="of the second")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights; main parameters are in fp32")
+    parser.add_argument("--peak-tflops", type=float, help="in bf16, where the device is not a GPU that is known")
     parser.add_argument("--by-mkl", action="store_true", help="transformers multiplies by MKL, torch's own choice")
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
     size = "sequences, tokens of the shortest and of a micro-batch, of the second table"
     parser.add_argument("--tiny-size", nargs=3, type=at_least_one, default=[64, 32, 4096], help=size)
     parser.add_argument("--real-size", nargs=3, type=at_least_one, default=[16, 24, 1024], help="the same of smollm2")
+    large = "the same of the models for a GPU"
+    parser.add_argument("--large-size", nargs=3, type=at_least_one, default=[64, 512, 16384], help=large)
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = report(options)
