@@ -40,8 +40,6 @@ def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Ful
         # The weights of the loss hold the denominator of the global batch: gradients are summed.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A rank whose tokens do not reach a parameter takes part in the reduction nevertheless.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
     # The output layer, and the embedding tied to it, are read by the loss, after the forward pass of the model.
     read_later = [chunk, chunk.embedding] if chunk.share_embeddings_and_output_weights else [chunk]
     for kept in read_later:
