@@ -133,7 +133,7 @@ class Worker:
         with ways(ucx_tls):
             if self._is_source:
                 endpoint = made.send_endpoint(*arguments)
-                self._pipe.send(endpoint.offer())
+                self._pipe.send(endpoint.offer(self._pair))
                 hear(self._pipe)
             else:
                 endpoint = made.recv_endpoint(*arguments, lambda: None)

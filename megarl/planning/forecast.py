@@ -58,6 +58,14 @@ class Forecast:
         of_workers = np.count_nonzero(self.traffic.direct, axis=0) + relays
         return int(np.count_nonzero(self.traffic.direct, axis=1).max()), int(of_workers.max())
 
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """How many pairs of a trainer's rank and a worker go through memory of their node, and through the network."""
+        topology = self.traffic.topology
+        are_near = np.equal.outer(np.asarray(topology.source_node), np.asarray(topology.destination_node))
+        near = np.count_nonzero(self.traffic.direct[are_near])
+        return int(near), int(np.count_nonzero(self.traffic.direct) - near)
+
     @classmethod
     def of(cls, refit: PlannedRefit, traffic: Traffic) -> "Forecast":
         """Predict and replay `traffic`."""

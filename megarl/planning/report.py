@@ -44,6 +44,7 @@ def facts(forecast: Forecast) -> dict[str, Any]:
         "relays": traffic.relays,
         "messages": len(forecast.replay.messages.nbytes),
         "peers": dict(zip(("trainer", "engine"), forecast.peers, strict=True)),
+        "pairs": dict(zip(("memory", "network"), forecast.pairs, strict=True)),
         "loads": {
             load.name: {"most": load.most, load.place: load.busiest, "mean": round(load.mean)}
             for load in forecast.loads
@@ -100,10 +101,12 @@ def _summary(forecast: Forecast) -> Table:
         " for each rank on it",
     )
     of_trainer, of_engine = forecast.peers
-    words = (
-        f"a trainer's rank meets {say_count(of_trainer, 'worker')}, a worker {say_count(of_engine, 'rank')}, at most"
+    near, far = forecast.pairs
+    table.add_row(
+        "connections",
+        f"a trainer's rank meets {say_count(of_trainer, 'worker')}, a worker {say_count(of_engine, 'rank')}, at most;"
+        f" {say_count(near + far, 'pair')}, {near:,} of them through memory of their node",
     )
-    table.add_row("connections", words)
     return table
 
 

@@ -55,11 +55,12 @@ class DirectPath:
         self._workers = engines.workers()
         self._trainer_nodes = trainer_nodes = trainer.nodes()
         worker_nodes = engines.worker_nodes()
-        are_apart = len({*trainer_nodes, *worker_nodes}) > 1
-        usual = between_machines() if are_apart else MAPPED[trainer.backend]
+        self._are_apart = len({*trainer_nodes, *worker_nodes}) > 1
+        self._within = MAPPED[trainer.backend]
+        usual = between_machines() if self._are_apart else self._within
         self._transport = usual if config.transport == "auto" else config.transport
         self._restriction = ""
-        if are_apart and self._transport == "rdma":
+        if self._are_apart and self._transport == "rdma":
             self._restriction = restriction(trainer.rdma_ports(), engines.rdma_ports())
         self._spec = TransferSpec(
             architecture,
@@ -93,14 +94,19 @@ class DirectPath:
     @property
     def description(self) -> str:
         """The path, what its buckets are, and whether they go a slower way than the transport is for."""
-        return f"direct, through {self._transport}{self._restriction}"
+        topology, within = self._spec.topology, ""
+        if self._are_apart and {*topology.source_node} & {*topology.destination_node}:
+            within = f"{self._within} on one machine and, between two, "
+        return f"direct, through {within}{self._transport}{self._restriction}"
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._spec.traces)
         rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
-        rendezvous = replace(rendezvous, relay_listeners=self._engines.open_transfer(self._spec))
+        topology = self._spec.topology if self._are_apart else None
+        relay_listeners = self._engines.open_transfer(self._spec)
+        rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners)
         connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: call_off(rendezvous, _news(failure)))

@@ -89,6 +89,9 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
         check_that_the_workers_of_the_engine_are_apart(job)
         assert "\n127.0.0.1   trainer 0, engine 0\n127.0.0.2   engine 1\n" in capsys.readouterr().err
         metrics = job.refit(1)
+        assert job.refit.description.startswith(
+            "direct, through shared_memory on one machine and, between two, rdma, but by way of sockets: "
+        )
         assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
         assert metrics["refit/bytes"] > 0
         check_step(train_step(job, Clock()))

@@ -144,6 +144,7 @@ def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:
         transport=MAPPED[device.backend()],
         listeners=rendezvous.relay_listeners,
         store=None,
+        topology=None,
         relay_listeners=(),
         senders="engine worker",
     )

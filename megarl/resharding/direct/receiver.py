@@ -22,7 +22,7 @@ from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack
 from megarl.resharding.direct.straight import straight_pieces
-from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports import transport_of
 from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, Straight, new_bucket
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.kernels import Block
@@ -80,8 +80,7 @@ class Receiver:
             if self._aborted:
                 raise TransferError(self._aborted)
             largest = largest_bytes(self._messages)
-            make = TRANSPORTS[rendezvous.transport].recv_endpoint
-            self._endpoint = make(rendezvous, self._rank, largest, self._check_on_all)
+            self._endpoint = transport_of(rendezvous).recv_endpoint(rendezvous, self._rank, largest, self._check_on_all)
             source_of = {link: source for source, link in self._links.items()}
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
                 self._endpoint.connect(source_of[link], offer)

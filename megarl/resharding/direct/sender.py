@@ -23,7 +23,7 @@ from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer,
 from megarl.resharding.direct.packing import addresses, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
 from megarl.resharding.direct.straight import shared_tensors
-from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports import transport_of
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
 from megarl.resharding.kernels import Block
@@ -77,12 +77,12 @@ class Sender:
                 # After an error, those that stand before the listener are to know.
                 self._listener.close()
             largest = largest_bytes(self._messages)
-            self._endpoint = TRANSPORTS[rendezvous.transport].send_endpoint(rendezvous, self._rank, largest)
+            self._endpoint = transport_of(rendezvous).send_endpoint(rendezvous, self._rank, largest)
             shared = shared_tensors(self._messages, self._tensors)
             self._endpoint.share(shared)
             self._shared = {name: tensor.data_ptr() for name, tensor in shared.items()}
-            for link in self._links.values():
-                link.send(self._endpoint.offer())
+            for destination, link in self._links.items():
+                link.send(self._endpoint.offer(destination))
             destination_of = {link: destination for destination, link in self._links.items()}
             for link, connected in as_they_come(destination_of, Connected, rendezvous.timeout_s):
                 self._straight[destination_of[link]] = connected.straight

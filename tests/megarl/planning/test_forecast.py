@@ -50,6 +50,13 @@ def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", repli
     return Forecast.of(refit, traffic_of(topology, direct, relayed))
 
 
+def test_pairs_of_one_node_are_told_from_those_of_two() -> None:
+    # Sources on nodes 0 and 1, workers on nodes 1, 0 and 2; one pair of a node has nothing for each other.
+    forecast = forecast_of(Topology([0, 1], [0, 1], [1, 0, 2], [2, 3, 4]), [[GB, GB, GB], [0, GB, GB]])
+    assert forecast.pairs == (1, 4)
+    assert facts(forecast)["pairs"] == {"memory": 1, "network": 4}
+
+
 def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
     # Source 0 sends 4 and 2 GB to the two GPUs of node 1, source 1 sends 3 GB; 1 GB goes on from one to the other.
     topology = Topology([0, 0], [0, 1], [1, 1], [2, 3])

@@ -21,7 +21,7 @@ def ends():
     """A source and a destination that has taken up its offer."""
     source = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE)
     destination = RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE, lambda: None)
-    destination.connect(3, source.offer())
+    destination.connect(3, source.offer(0))
     destination.all_connected()
     yield source, destination
     destination.close()
@@ -45,7 +45,7 @@ def test_nothing_is_read_beyond_a_bucket(ends):
     agent = destination._agent
     agent.register([own])
     with pytest.raises(TransferError, match=r"^reading from trainer rank 3 failed: NIXL_ERR_NOT_FOUND"):
-        agent.begin_read(own, source.offer().memory, 0, "trainer rank 3", "trainer rank 3")
+        agent.begin_read(own, source.offer(0).memory, 0, "trainer rank 3", "trainer rank 3")
 
 
 def test_a_rank_between_two_refits_computes_nothing(ends):

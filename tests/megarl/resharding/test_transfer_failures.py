@@ -9,6 +9,7 @@ from small_configs import make_config
 from transfer_ranks import NO_END, Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
+from converters.topology import Topology
 from megarl.resharding.direct.calling_off import call_off
 from megarl.resharding.direct.straight import SMALLEST_BYTES
 
@@ -26,6 +27,13 @@ WAYS = {
     "rdma": replace(SCENE, transport="rdma"),
     # Reads take time here, and the help of NIXL's thread in the process of the source.
     "rdma by way of sockets": replace(SCENE, transport="rdma", ucx_tls="tcp,self"),
+    # A source and a worker on each, which go through memory.
+    "rdma between two machines": replace(
+        SCENE,
+        source=ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+        transport="rdma",
+        topology=Topology.colocated(2, 2, gpus_per_node=1),
+    ),
 }
 
 
@@ -74,7 +82,7 @@ def test_a_death_while_the_weights_move(set_up, side, point, count):
 
 
 @pytest.mark.parametrize(("side", "point"), [("sources", "announced"), ("destinations", "unpacked")])
-@pytest.mark.parametrize("way", ["tcp", "rdma", "rdma by way of sockets"])
+@pytest.mark.parametrize("way", ["tcp", "rdma", "rdma by way of sockets", "rdma between two machines"])
 def test_a_death_while_the_weights_move_between_machines(set_up, way, side, point):
     stage = set_up(WAYS[way])
     stage.connect()
@@ -185,7 +193,7 @@ def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma", "rdma between two machines"])
 def test_an_engine_that_was_started_again_meets_the_ranks(set_up, way):
     stage = set_up(WAYS[way])
     stage.connect()
@@ -214,7 +222,7 @@ def test_after_an_error_the_same_ranks_meet_again(set_up, way, side, point, coun
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma", "rdma between two machines"])
 def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, way):
     stage = set_up(WAYS[way])
     stage.connect()

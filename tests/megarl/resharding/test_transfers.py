@@ -9,6 +9,7 @@ from small_configs import make_config
 from transfer_ranks import STEP, Scene, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
+from converters.topology import Topology
 from megarl.resharding.direct.messages_by_peer import incoming, outgoing
 
 EVERY_CUT = ParallelSizes(
@@ -20,8 +21,16 @@ EVERY_CUT = ParallelSizes(
 )
 MOE = Scene(make_config("qwen3_moe"), EVERY_CUT)
 SMALL = Scene(make_config("qwen3"), ParallelSizes(world_size=2, tensor_model_parallel_size=2))
+# A source and a worker of the engine on each; both sources have something for both workers.
+TWO_MACHINES = Scene(
+    make_config("qwen3"),
+    ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+    topology=Topology.colocated(2, 2, gpus_per_node=1),
+)
 SCENES = {
     "qwen3_moe": MOE,
+    "on two machines, over gloo": replace(TWO_MACHINES, transport="tcp"),
+    "on two machines, by one-sided reads": replace(TWO_MACHINES, transport="rdma"),
     "over gloo": replace(MOE, transport="tcp"),
     "by one-sided reads": replace(MOE, transport="rdma"),
     # Each replica of the trainer's weights serves a replica of the engine; nothing is converted.
@@ -51,6 +60,19 @@ def test_every_refit_brings_the_weights_of_its_version(set_up, name):
         assert stage.bytes_of_refit(version, delta=True) <= share * whole
     # What was sent without being kept cannot be compared with.
     assert stage.bytes_of_refit(1) == stage.bytes_of_refit(1 + STEP, delta=True) == whole
+
+
+@pytest.mark.parametrize("way", ["tcp", "rdma"])
+def test_ranks_of_one_machine_go_through_memory_whatever_the_others_use(set_up, way):
+    stage = set_up(replace(TWO_MACHINES, transport=way))
+    stage.connect()
+    outside = f"{way.capitalize()}RecvEndpoint"
+    assert stage.call(stage.destinations, "sources_by_way") == [
+        {"MappedRecvEndpoint": [0], outside: [1]},
+        {"MappedRecvEndpoint": [1], outside: [0]},
+    ]
+    stage.bytes_of_refit(1)
+    assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 4
 
 
 @pytest.mark.parametrize("name", SCENES)

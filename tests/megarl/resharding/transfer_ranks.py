@@ -11,7 +11,7 @@ import time
 import zlib
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.managers import BaseManager
 from pathlib import Path
@@ -32,7 +32,7 @@ from megarl.resharding.direct.connections import Link, TransferError
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.messages_by_peer import incoming, outgoing
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports import MAPPED, TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Acknowledgement, Announcement
 from megatron_ext.loopback import open_store
@@ -208,6 +208,13 @@ class DestinationRank:
         """How many pieces skip the buckets."""
         return sum(len(places) for of in self._destination._from_sources._straight.values() for places in of.values())
 
+    def sources_by_way(self):
+        """By the name of the class of an endpoint, the sources that this rank reaches by it."""
+        endpoint, found = self._destination._from_sources._endpoint, {}
+        for source in self._messages.direct:
+            found.setdefault(type(endpoint._way(source)).__name__, []).append(source)
+        return found
+
     def read_when_still(self, pid):
         """Let it read the first message when a process stands still."""
         ACTIONS["wait"] = functools.partial(_wait_until_still, pid)
@@ -376,9 +383,10 @@ class Stage:
         listeners = self.call(self.sources, "open")
         key = key or secrets.token_bytes(16)
         relay_listeners = self.call(self.destinations, "open")
-        return Rendezvous(
+        rendezvous = Rendezvous(
             scene.transport, key, listeners, store, len(self.destinations), scene.timeout_s, relay_listeners
         )
+        return rendezvous if scene.transport in MAPPED.values() else replace(rendezvous, topology=scene.topology)
 
     def begin_connect(self, rendezvous=None):
         rendezvous = rendezvous or self.rendezvous()

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from megarl.resharding.direct.transports.endpoint import Transport
+from megarl.resharding.direct.transports.endpoint import Rendezvous, Transport
 from megarl.resharding.direct.transports.mapped import CUDA_IPC, SHARED_MEMORY
 from megarl.resharding.direct.transports.nixl_agent import is_installed
+from megarl.resharding.direct.transports.per_pair import per_pair
 from megarl.resharding.direct.transports.rdma import RDMA
 from megarl.resharding.direct.transports.tcp import TCP
+from megatron_ext import device
 
 TRANSPORTS: Mapping[str, Transport] = {
     "shared_memory": SHARED_MEMORY,
@@ -17,6 +19,12 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 MAPPED: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
 """Name of the transport through memory that the ranks of one host map, by the collective backend of their device."""
+
+
+def transport_of(rendezvous: Rendezvous) -> Transport:
+    """The transport of all ranks that meet there."""
+    between = TRANSPORTS[rendezvous.transport]
+    return between if rendezvous.topology is None else per_pair(TRANSPORTS[MAPPED[device.backend()]], between)
 
 
 def between_machines() -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from converters.layout import Shape
+from converters.topology import Topology
 from megarl.resharding.direct.connections import Address
 from megatron_ext import device
 
@@ -24,7 +25,8 @@ class Rendezvous:
 
     `listeners` are those of the ranks that send, and `senders` is how errors call one; `relay_listeners` are those of
     the destination ranks, where they relay something. `store` is the address of torch's key-value store, where one is
-    needed. `timeout_s` is how long a rank waits for any sign of another.
+    needed. `timeout_s` is how long a rank waits for any sign of another. With a `topology`, `transport` is that between
+    its nodes, and ranks of one node go through memory that both map.
 
     Example: two trainer ranks and four workers on one host: `Rendezvous("shared_memory", key, [("10.0.0.1", 40001),
     ("10.0.0.1", 40002)], store=None, destinations=4, timeout_s=600.0)`.
@@ -38,6 +40,7 @@ class Rendezvous:
     timeout_s: float
     relay_listeners: Sequence[Address] = ()
     senders: str = "trainer rank"
+    topology: Topology | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class SendEndpoint(Protocol):
     def share(self, tensors: Mapping[str, Tensor]) -> None:
         """Let destinations read these contiguous tensors where they are, if the transport can; before any `offer`."""
 
-    def offer(self) -> Any:
-        """Information for one receiving endpoint, of a type that pickles."""
+    def offer(self, destination: int) -> Any:
+        """Information for the endpoint of one destination, of a type that pickles."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
@@ -135,10 +138,11 @@ class OnlyBuckets:
 class Transport:
     """Makers of both ends: (rendezvous, rank, bytes of a bucket).
 
-    The receiving end also gets what it calls now and then while it waits, which raises what is to end that.
+    A sending end that goes between machines also gets its buckets, where there are some. A receiving end also gets what
+    it calls now and then while it waits, which raises what is to end that.
     """
 
-    send_endpoint: Callable[[Rendezvous, int, int], SendEndpoint]
+    send_endpoint: Callable[..., SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int, Callable[[], None]], RecvEndpoint]
     call_off: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
     """Lets ranks that meet by the transport itself, and not over links, give up for a reason."""

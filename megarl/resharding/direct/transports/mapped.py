@@ -63,7 +63,7 @@ class MappedSendEndpoint(OnlyBuckets):
         self._segments = segments
         self.buckets: Sequence[Tensor] = [segment.memory for segment in segments]
 
-    def offer(self) -> Any:
+    def offer(self, destination: int) -> Any:  # noqa: ARG002
         """The segments' size and handles."""
         return len(self.buckets[0]), [segment.handle() for segment in self._segments]
 
@@ -116,7 +116,8 @@ class MappedRecvEndpoint(OnlyBuckets):
 
 def _mapped(create: Callable[[int], Segment | CudaSegment], map_memory: Callable[[Any, int], Tensor]) -> Transport:
     def send_endpoint(_rendezvous: Rendezvous, _rank: int, bucket_bytes: int) -> MappedSendEndpoint:
-        return MappedSendEndpoint([create(bucket_bytes) for _ in range(BUCKETS)])
+        # There is no memory of no bytes, which a rank has that sends nothing.
+        return MappedSendEndpoint([create(max(bucket_bytes, 1)) for _ in range(BUCKETS)])
 
     def recv_endpoint(
         _rendezvous: Rendezvous, _rank: int, _bucket_bytes: int, _check: Callable[[], None]

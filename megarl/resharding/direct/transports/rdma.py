@@ -37,9 +37,9 @@ class RdmaOffer:
 class RdmaSendEndpoint:
     """Two buckets that destinations read."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
         self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True)
-        self.buckets: Sequence[Tensor] = new_buckets(max(bucket_bytes, _FIRST_BYTES))
+        self.buckets = buckets or new_buckets(max(bucket_bytes, _FIRST_BYTES))
         self._memory = self._agent.register(self.buckets)
         self._tensors: Mapping[str, Readable] = {}
 
@@ -56,7 +56,7 @@ class RdmaSendEndpoint:
                 name: Readable(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype) for name, tensor in on_host.items()
             }
 
-    def offer(self) -> RdmaOffer:
+    def offer(self, destination: int) -> RdmaOffer:  # noqa: ARG002
         """See `SendEndpoint.offer`."""
         return RdmaOffer(self._memory, self._tensors)
 

@@ -36,15 +36,15 @@ _ANSWER = timedelta(seconds=5)
 class TcpSendEndpoint(OnlyBuckets):
     """Two buckets, and the sends that are under way from them."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
         self._timeout_s = rendezvous.timeout_s
         self._sources = len(rendezvous.listeners)
         self._group = _join(rendezvous, rank)
-        self.buckets: Sequence[Tensor] = new_buckets(bucket_bytes)
+        self.buckets = buckets or new_buckets(bucket_bytes)
         self._wires = [Wire.of(bucket) for bucket in self.buckets]
         self._under_way: list[Any] = [None] * BUCKETS
 
-    def offer(self) -> Any:
+    def offer(self, destination: int) -> Any:
         """Offer nothing: the group is known."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
