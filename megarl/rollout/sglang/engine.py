@@ -77,6 +77,18 @@ class SglangEngine(OwnedEngine):
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
+    def version(self) -> int:
+        """See `Generator.version`. Answered when the server's scheduler has answered, too: HTTP goes on without it."""
+        version, server = super().version(), self._server
+        # Not in the owner's thread: a scheduler that is busy would hold up what is asked of the engine meanwhile.
+        if server is not None:
+            try:
+                server.client.get("/server_info")
+            except ServerGoneError as error:
+                self._fails(error)
+                raise EngineDiedError(str(error)) from error
+        return version
+
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
         """See `LayoutSource.trace_layout` and `tracing.trace_model`."""

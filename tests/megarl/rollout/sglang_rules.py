@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import aiohttp
+import psutil
 import pytest
 import torch
+from sglang_stand_in import SCHEDULER
 
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.rollout.sglang.calls import LOAD_FORMAT
@@ -113,6 +115,35 @@ def a_draw_follows_seed_and_place(client):
     # One place later every draw is another.
     (later,) = tokens_of(ask(client, seeds=(5,), prompt=[PROMPT[0], *PROMPT]))
     assert later != whole
+
+
+@contextmanager
+def stopped_scheduler(engine):
+    """The process that steps stands still, and others of the server do not."""
+    family = psutil.Process(engine._server._process.pid).children(recursive=True)
+    (scheduler,) = [each for each in family if SCHEDULER in each.cmdline()[0]]
+    scheduler.suspend()
+    try:
+        yield
+    finally:
+        scheduler.resume()
+
+
+@rule_of_workers
+def a_scheduler_that_stands_still_does_not_say_how_it_is(engine):
+    client = engine._server.client
+    with stopped_scheduler(engine):
+        asked = client.begin(client._ask("GET", "/server_info", None))
+        client.get("/model_info")
+        time.sleep(1)
+        assert not asked.done()
+    assert asked.result(60)
+    # It does whatever else stands still.
+    client.post("/begin_weight_update")
+    for mode in ("in_place", "retract"):
+        with paused(client, mode):
+            assert client.get("/server_info")
+    client.post("/end_weight_update")
 
 
 @rule_of_workers

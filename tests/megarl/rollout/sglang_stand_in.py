@@ -24,6 +24,8 @@ from megarl.rollout.sglang.parent import end_with_parent
 from megarl.rollout.transformers.sampling import kept_log_probs
 
 STEP_S = 0.002
+SCHEDULER = "sglang::scheduler"
+"""The name of the process that steps, in SGLang; here one that is asked for the state of the server alone."""
 
 
 class Model:
@@ -138,11 +140,14 @@ class StandIn:
         self._is_retracted = False
         self._in_session = False
         self._running = set()
+        self._scheduler = None
+        self._scheduler_asked = asyncio.Lock()
 
     def app(self):
         app = web.Application(middlewares=[self._guard], client_max_size=2**30)
         app.router.add_get("/model_info", self._reply(lambda: {"weight_version": self._version}))
-        app.router.add_get("/server_info", self._reply(self._about))
+        app.router.add_get("/server_info", self._about)
+        app.on_startup.append(self._start_scheduler)
         for path in ("pause_generation", "continue_generation", "abort_request", "flush_cache", "begin_weight_update"):
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
         for path in ("end_weight_update", "update_weights_from_tensor", "update_weight_version"):
@@ -166,8 +171,16 @@ class StandIn:
         except RefusedError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
 
-    def _about(self):
-        return {"max_req_input_len": self._limit - 5}
+    async def _start_scheduler(self, _app):
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        # It ends with the pipe, and so with the server.
+        self._scheduler = await asyncio.create_subprocess_exec(SCHEDULER, executable="/bin/cat", **pipes)
+
+    async def _about(self, _request):
+        async with self._scheduler_asked:
+            self._scheduler.stdin.write(b"\n")
+            await self._scheduler.stdout.readline()
+        return web.json_response({"max_req_input_len": self._limit - 5})
 
     def _pause_generation(self, mode):
         self._goes_on.clear()

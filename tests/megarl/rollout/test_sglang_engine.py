@@ -14,7 +14,7 @@ import sglang_stand_in
 import torch
 from engine_host import END_ID, PROMPTS, Served, Weights
 from safetensors.torch import load_file
-from sglang_rules import RULES
+from sglang_rules import RULES, stopped_scheduler
 
 from converters.errors import UserError
 from megarl.data.stretches import here, joined
@@ -91,6 +91,16 @@ def engine(request):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_server_keeps_the_rules(engine, rule):
     RULES[rule](engine)
+
+
+def test_a_scheduler_that_stands_still_gives_no_sign_of_life(served, pool):
+    with stopped_scheduler(served.engine):
+        asked = pool.submit(served.engine.version)
+        time.sleep(1)
+        assert not asked.done()
+        # Whatever else is asked of the engine does not wait behind that.
+        assert served.engine.load() is None
+    assert asked.result(60) == served.engine.version()
 
 
 def expected(weights, prompt, tokens=16):
