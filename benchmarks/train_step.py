@@ -56,7 +56,7 @@ VOCABULARY = 50
 LEARNING_RATE = 1e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOSE_ENOUGH = {"fp32": 1e-3, "bf16": 0.05}
-"""Of log-probs and gradient norms, what contenders may differ by."""
+"""Relative difference of log-probs and of gradient norms that contenders may have."""
 OPTIMIZER = {"lr": LEARNING_RATE, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.01}
 
 
