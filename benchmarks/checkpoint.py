@@ -7,6 +7,7 @@ copied beside the rollout that follows; a train step, or another turn on shared 
 
 import argparse
 import multiprocessing
+import resource
 import shutil
 import tempfile
 import time
@@ -49,7 +50,7 @@ CONFIG = {
 
 
 class Saves(NamedTuple):
-    """Seconds of each save of one rank, and the bytes of a checkpoint."""
+    """Seconds of each save of one rank, the bytes of a checkpoint, and of memory."""
 
     waiting: list[float]
     """A save that the run waits for."""
@@ -60,10 +61,12 @@ class Saves(NamedTuple):
     written: list[float]
     """From the beginning of a save in the background until it is written."""
     nbytes: int
+    more_memory: int
+    """How much more is resident at most than with saves that the run waits for alone."""
 
 
 def measure(rank: int, sizes: ParallelSizes, init_method: str, repeats: int, folder: Path) -> Saves:
-    """Save in turn, `repeats` times each way, after one save of each kind that does not count."""
+    """Save in turn, `repeats` times each way, after saves of each kind that do not count."""
     torch.set_num_threads(1)
     parallel.initialize(sizes, rank, init_method)
     model = MegatronModel(
@@ -73,7 +76,9 @@ def measure(rank: int, sizes: ParallelSizes, init_method: str, repeats: int, fol
         tensor.data.normal_(std=0.02)
     model.prepare_training(1)
     compat.prime_optimizer_state(model.optimizer)
-    saving, saves = checkpoint.Saving(model), Saves([], [], [], [], 0)
+    saving, saves = checkpoint.Saving(model), Saves([], [], [], [], 0, 0)
+    _timed_save(saving, model, folder, in_background=False)
+    before = _peak_resident()
     for number in range(repeats + 1):
         waiting = _timed_save(saving, model, folder, in_background=False).written
         found = _timed_save(saving, model, folder, in_background=True)
@@ -84,7 +89,11 @@ def measure(rank: int, sizes: ParallelSizes, init_method: str, repeats: int, fol
             saves.written.append(found.written)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     parallel.shutdown()
-    return saves._replace(nbytes=nbytes)
+    return saves._replace(nbytes=nbytes, more_memory=_peak_resident() - before)
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _Save(NamedTuple):
@@ -149,8 +158,9 @@ def report(options: argparse.Namespace) -> str:
         f"`make benchmark-checkpoint`, {date.today()}, {describe(options.folder)}. Medians of {options.repeats}"
         " alternating saves, of the slowest rank; seconds.",
         "",
-        "| ranks | GB | the run waits | in the background: the run waits | copied after | written after | share |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        "| ranks | GB | the run waits | in the background: the run waits | copied after | written after | share"
+        " | more resident, GB |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -160,7 +170,7 @@ def report(options: argparse.Namespace) -> str:
         )
         lines.append(
             f"| {ranks} | {saves.nbytes / 1e9:.2f} | {waiting:.2f} | {blocked:.3f} | {copied:.2f} | {written:.2f} |"
-            f" {blocked / waiting:.3f} |"
+            f" {blocked / waiting:.3f} | {saves.more_memory / 1e9:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
