@@ -287,7 +287,8 @@ _NOTES = """\
   busiest worker of that plan would meet all of them in 0.2 to 0.5 s by tcp or memory, on a core of its own.
 - Seconds to join go from the first rank that begins to the last that has met all others, medians of the rounds. The
   ranks share the cores of this machine, so that the seconds grow with the pairs; on machines of their own, with those
-  of one rank. CPU ms a pair are those of all ranks together, the start of an agent of NIXL in each among them.
+  of one rank. A rank meets all its peers at the same time: what it waits for is the slowest of them, and what adds up
+  is CPU time. CPU ms a pair are those of all ranks together, the start of an agent of NIXL in each among them.
 - By rdma all pairs together, an agent in each rank among them, take 3.2 ms of CPU time a pair and 47 ms an agent (least
   squares: within 9 % of each row), sockets are 5 + 2 for each destination at a source, 6 + 2 for each source at a
   destination, and memory grows by about 0.014 MB for each destination and 0.006 MB for each source. So of 256 sources
