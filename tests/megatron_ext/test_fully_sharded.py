@@ -25,7 +25,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
-from megatron_ext import device
+from megatron_ext import checkpoint, device
 from megatron_ext.fully_sharded import own_rows
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.offload import optimizer_tensors
@@ -124,6 +124,50 @@ def train_in_trouble(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str,
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_has_the_refreshed_reference_and_main_parameters(
+    dtype: torch.dtype, folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    saved = run_ranks(save_with_reference, LAYOUTS["DP2"], folders["deepseek_v3"], tmp_path, dtype)
+    for sizes in (LAYOUTS["DP2"], ParallelSizes()):
+        for loaded in run_ranks(load_with_reference, sizes, folders["deepseek_v3"], tmp_path, dtype):
+            for what in ("policy", "reference"):
+                expected = {place: each for rank in saved for place, each in rank[what].items()}
+                for place, found in loaded[what].items():
+                    torch.testing.assert_close(found, expected[place], rtol=0, atol=1e-5)
+            assert loaded["norm"] == pytest.approx(saved[0]["norm"], rel=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def save_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
+    model = make_model(rank, sizes, folder, dtype=dtype)
+    model.keep_reference()
+    batch, places = own_batch(sizes)
+    for _ in range(2):
+        model.train_step(batch, micro_batches(len(places)), SftObjective())
+        if model.reference is not None and not model.reference.refreshed:
+            model.refresh_reference()
+    torch.distributed.barrier()
+    checkpoint.save(model, target)
+    return of_both(model)
+
+
+def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
+    model = make_model(rank, sizes, folder, dtype=dtype)
+    model.keep_reference()
+    checkpoint.load(model, target)
+    return of_both(model)
+
+
+def of_both(model: MegatronModel) -> dict[str, Any]:
+    policy = log_probs(model)
+    with model.reference_weights():
+        reference = log_probs(model)
+    batch, places = own_batch(model.options.parallel)
+    norm = model.train_step(batch, micro_batches(len(places)), SftObjective()).gradient_norm
+    assert any(not torch.equal(policy[place], reference[place]) for place in places)
+    return {"policy": policy, "reference": reference, "norm": norm}
+
+
 def copies(model: MegatronModel) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.local_tensors().items()}
 
@@ -204,9 +248,9 @@ def make_model(
     # SGD: where a gradient is next to nothing, Adam would make a whole step of its rounding.
     optimizer = {"lr": 1e-2, "optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 1.0}
     distributed = {} if sizes.use_torch_fsdp2 else {"use_distributed_optimizer": False}
-    checkpoint = HuggingFaceCheckpoint(folder)
+    released = HuggingFaceCheckpoint(folder)
     model = MegatronModel(
-        read_architecture(checkpoint.config),
+        read_architecture(released.config),
         MegatronOptions(
             sizes,
             options.pop("dtype", torch.float32),
@@ -217,7 +261,7 @@ def make_model(
         ),
         rank,
     )
-    model.load_huggingface(checkpoint)
+    model.load_huggingface(released)
     model.prepare_training(4)
     return model
 
