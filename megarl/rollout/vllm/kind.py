@@ -174,6 +174,8 @@ _BESIDE_A_SLOT: Mapping[str, Sequence[str | int | None]] = {
 """Argument -> values of it with which engines with an adapter in their slot were compared."""
 
 
+_UP_PROJECTION = "kv_b_proj"
+"""The matrix of latent attention that becomes W_UK and W_UV, by which decoding multiplies queries and values."""
 _EXPERTS = "experts"
 """vLLM's one module for all experts of a layer."""
 
@@ -181,6 +183,11 @@ _EXPERTS = "experts"
 def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
     model_type = adapter.model_type
     alone = "lora.merge=false, where the adapter goes into a LoRA slot of vLLM,"
+    if adapter.multi_latent_attention and _UP_PROJECTION in modules:
+        raise UserError(
+            f"{alone} would leave out that of {_UP_PROJECTION}: vLLM decodes with matrices that it makes of this weight"
+            f" when it loads it, and no adapter is in these: set lora.merge=true"
+        )
     if model_type not in _ADAPTED_MODELS:
         raise UserError(
             f"{alone} has been compared for {', '.join(_ADAPTED_MODELS)}, and this is a {model_type} model: set"

@@ -189,7 +189,13 @@ REFUSED = {
     "sglang": ("qwen3", RolloutConfig(engine="sglang"), LORA, r"merge=false is not for rollout\.engine=sglang"),
     "transformers": ("qwen3", RolloutConfig(engine="transformers"), LORA, r"is not for rollout\.engine=transformers"),
     "codes": ("qwen3", RolloutConfig(weights="fp8_block"), LORA, r"rollout\.weights=fp8_block holds others"),
-    "latent attention": ("deepseek_v3", RolloutConfig(), LORA, "qwen3, qwen3_moe, and this is a deepseek_v3 model"),
+    "latent attention": ("deepseek_v3", RolloutConfig(), LORA, r"leave out that of kv_b_proj: vLLM decodes with"),
+    "its other matrices": (
+        "deepseek_v3",
+        RolloutConfig(),
+        Lora(3, 12.0, ("o_proj",)),
+        "qwen3, qwen3_moe, and this is a deepseek_v3 model",
+    ),
     "rank": ("qwen3", RolloutConfig(), Lora(513, 1.0), "takes a rank of at most 512, and it is 513"),
     "stages": (
         "qwen3",
