@@ -188,7 +188,8 @@ def _errors(action: str, rank: int) -> Iterator[None]:
     except TransferError:
         raise
     except RuntimeError as error:  # all that gloo raises
-        raise TransferError(f"{action} rank {rank} failed: {error}") from error
+        advice = " (refit.timeout_s)" if "Timed out" in str(error) else ""
+        raise TransferError(f"{action} rank {rank} failed{advice}: {error}") from error
 
 
 TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, _call_off, needs_store=True)
