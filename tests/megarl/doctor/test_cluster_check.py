@@ -53,17 +53,31 @@ def address():
             shutil.rmtree(folder)
 
 
+def reports(address, folder, capsys):
+    for _ in range(4):
+        assert main(["doctor", "--cluster", address, "--json", "--folders", str(folder)]) == 1
+        yield json.loads(capsys.readouterr().out)
+
+
+def of_other(report):
+    """All that the second node is named for."""
+    return {fault["what"] for fault in report["faults"] if fault["node"] == "node-2"}
+
+
 def test_the_other_node_is_named_for_what_is_other(address, tmp_path, capsys):
-    assert main(["doctor", "--cluster", address, "--json", "--folders", str(tmp_path)]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = next(reports(address, tmp_path, capsys))
     assert [node["name"] for node in report["nodes"]] == ["node-1", "node-2", "node-3"]
     assert all(compute["is_right"] for node in report["nodes"] for compute in node["compute"])
     assert len(report["links"]) == 6
     assert all(link["gbyte_per_s"] > 0 and not link["failure"] for link in report["links"])
-    said = {fault["what"] for fault in report["faults"] if fault["node"] == "node-2"}
-    assert any(what.startswith("safetensors 0.5.0 is installed, and ") for what in said)
-    assert any(what.startswith("cpu multiplies at ") for what in said)
+    assert any(what.startswith("safetensors 0.5.0 is installed, and ") for what in of_other(report))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_multiplies_slowly_is_named(address, tmp_path, capsys):
+    # Not each time: what else this machine does makes the other nodes as slow at times.
+    said = (what for report in reports(address, tmp_path, capsys) for what in of_other(report))
+    assert any(what.startswith("cpu multiplies at ") for what in said)
 
 
 def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
