@@ -8,6 +8,7 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
+from converters.fp8 import BLOCK
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8
 from converters.number_formats.number_format import WHOLE_ROW
 from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
@@ -15,6 +16,8 @@ from megarl.resharding.kernels.quantised import Quantised
 
 COPY_UNITS = 2048
 """Units that one program of a launch copies: 16 KiB of the largest."""
+SLAB_ROWS = 16
+"""Rows of a matrix that a program has in its registers at once."""
 
 
 class Kind(IntEnum):
@@ -44,7 +47,7 @@ _RULES = {
     MXFP8.name: Rule.MXFP8,
     INT8_CHANNEL.name: Rule.INT8_CHANNEL,
 }
-_TILES = {Rule.BLOCK_FP8: (128, 128), Rule.MXFP8: (128, 128), Rule.INT8_CHANNEL: (16, WHOLE_ROW)}
+_TILES = {Rule.BLOCK_FP8: (BLOCK, BLOCK), Rule.MXFP8: (BLOCK, BLOCK), Rule.INT8_CHANNEL: (SLAB_ROWS, WHOLE_ROW)}
 """Rows and columns of a matrix on which one program works."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from converters.fp8.compiled_quantise import knows
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 from megarl.resharding.kernels.planes import planes
 from megarl.resharding.kernels.quantised import Quantised
 
 _POWERS_OF_TWO = {FP8_BLOCK.name: False, FP8_BLOCK_UE8M0.name: True}
 """The number formats that are known, and whether their scales are powers of two."""
-_WEIGHTS = (torch.bfloat16, torch.float32)
 NO_SCALES = -1
 
 
@@ -54,10 +54,10 @@ def is_known(dtype: torch.dtype, local: Tensor) -> bool:
 
 def rule_of(matrix: Quantised) -> Rule | None:
     """How machine code quantises a matrix; None if it does not: in another format or type, or with gaps in a row."""
-    power_of_two, local = _POWERS_OF_TWO.get(matrix.number_format.name), matrix.local
-    if power_of_two is None or not local.is_cpu or local.dtype not in _WEIGHTS or local.stride(1) != 1:
+    power_of_two = _POWERS_OF_TWO.get(matrix.number_format.name)
+    if power_of_two is None or not knows(matrix.local, matrix.codes, matrix.scales):
         return None
-    return Rule(local.dtype, power_of_two)
+    return Rule(matrix.local.dtype, power_of_two)
 
 
 def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor]) -> np.ndarray:

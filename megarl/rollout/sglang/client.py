@@ -62,9 +62,7 @@ class Client:
                             raise CallRefusedError(f"{path}: {_message(answer)}")
                         yield answer
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerGoneError(
-                f"the server of the SGLang engine does not answer: {type(error).__name__} {error}"
-            ) from error
+            raise _gone(error) from error
 
     def close(self) -> None:
         """End what is under way, and the thread."""
@@ -79,9 +77,7 @@ class Client:
                 await _check(path, response)
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerGoneError(
-                f"the server of the SGLang engine does not answer: {type(error).__name__} {error}"
-            ) from error
+            raise _gone(error) from error
         return json.loads(text) if text.startswith(("{", "[")) else text
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from converters.fp8.blocks import BLOCK
-from megarl.resharding.kernels.launch_table import Column
+from megarl.resharding.kernels.launch_table import SLAB_ROWS, Column
 
 ROW = tl.constexpr(len(Column))
 KIND = tl.constexpr(int(Column.KIND))
@@ -20,7 +20,7 @@ SCALES = tl.constexpr(int(Column.SCALES))
 SCALES_OFFSET_BYTES = tl.constexpr(int(Column.SCALES_OFFSET_BYTES))
 SQUARE = tl.constexpr(BLOCK)
 """Rows and columns on which one program works."""
-SLAB = tl.constexpr(16)
+SLAB = tl.constexpr(SLAB_ROWS)
 """Rows of them that it has in its registers at once."""
 
 
