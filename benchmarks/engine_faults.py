@@ -21,8 +21,8 @@ import ray
 from machine import at_least_one, describe, give_out
 
 from megarl.cluster.asked import Asked
-from megarl.cluster.engine_group import Engines
 from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.engines import Engines
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic

@@ -2,7 +2,7 @@
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.loader import LoaderPath

@@ -14,7 +14,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.topology import Topology
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait, wait_together
 from megarl.resharding.direct.calling_off import call_off

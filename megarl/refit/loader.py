@@ -4,7 +4,7 @@ from copy import copy
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker_group import Call, WorkerFailed, wait
 from megarl.refit.direct import DirectPath, NoDirectPathError

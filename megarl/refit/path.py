@@ -2,7 +2,7 @@
 
 from typing import Protocol, Self
 
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.cluster.worker_group import WorkerFailed
 from megarl.resharding.moved import Moved
 

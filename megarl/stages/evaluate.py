@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.data import Prompt, PromptGroup
 from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.validation import Answers, by_source

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.cluster.engine_group import Engines
+from megarl.cluster.engines import Engines
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
