@@ -141,20 +141,21 @@ class Receiver:
             link.check()
 
     def _connect(self) -> None:
-        rendezvous, errors = self._rendezvous, []
+        rendezvous, reasons = self._rendezvous, []
         source_of = {f"{rendezvous.senders} {source}": source for source in self._messages}
         listeners = {peer: rendezvous.listeners[source] for peer, source in source_of.items()}
         # Also after an error: those that wait for this rank are to be told.
         for found in connect_all(listeners, rendezvous.key, rendezvous.timeout_s):
+            if isinstance(found, TransferError):
+                reasons.append(str(found))
+                continue
+            self._links[source_of[found.peer]] = found
             try:
-                if isinstance(found, TransferError):
-                    raise found
-                self._links[source_of[found.peer]] = found
                 found.send(Hello(self._rank, digest(self._messages[source_of[found.peer]])))
             except TransferError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                reasons.append(str(error))
+        if reasons:
+            raise TransferError(reasons[0])
 
     def _take_all(self, version: int, take: Callable[[_Incoming], None], *, in_place: bool) -> None:
         """Call `take` with each message of all sources, as they come.

@@ -1,9 +1,11 @@
 """How ranks come to their links: all peers of a rank at the same time, and nobody who does not know the key."""
 
+import gc
 import select
 import socket
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Barrier
 
 import pytest
@@ -130,6 +132,29 @@ def test_a_peer_that_does_not_answer_is_named_and_the_others_are_met(listen):
         (f"the one that is gone does not answer at {gone.address}", "[Errno 111] Connection refused"),
         (f"the silent one does not answer at {silent.address}", "nothing came for 0.5 s (refit.timeout_s)"),
     ]
+
+
+def test_what_a_caller_holds_is_free_after_the_error(listen):
+    closed = listen()
+    closed.close()
+
+    class Memory:
+        """In the place of a bucket."""
+
+    def call():
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        with suppress(TransferError):
+            connect(closed.address, KEY, "a peer", TIMEOUT_S)
+            pytest.fail("a closed listener answered")
+
+    held = []
+    gc.disable()
+    try:
+        call()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_listener_hears_of_the_failure_of_a_peer_that_has_come(listen):

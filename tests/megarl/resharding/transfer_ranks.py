@@ -1,6 +1,7 @@
 """Source and destination ranks of a transfer, each in a process of its own, that fail where they are told to."""
 
 import functools
+import gc
 import multiprocessing.forkserver
 import os
 import secrets
@@ -72,6 +73,8 @@ class Scene:
 
     def enter(self):
         """Set what this scene has in the environment of a rank's process."""
+        # An error that holds itself would keep memory mapped until a collection, which may come early or late.
+        gc.disable()
         if self.ucx_tls:
             os.environ["UCX_TLS"] = self.ucx_tls
 
