@@ -284,16 +284,18 @@ _NOTES = """\
 - Each rank is a process; each source has a message of 4 KiB for each destination, so that all pairs meet. In a plan
   most do not ([plan_671b.md](plan_671b.md) counts those that do: of 512 ranks and 256
   workers, a worker meets up to 500). At the CPU time of a pair measured here, of which each end has about a half, the
-  busiest worker of that plan would meet all of them in 0.2 to 0.5 s by tcp or memory, on a core of its own.
+  busiest worker of that plan would meet all of them in 0.1 to 0.3 s by tcp or memory, on a core of its own.
 - Seconds to join go from the first rank that begins to the last that has met all others, medians of the rounds. The
   ranks share the cores of this machine, so that the seconds grow with the pairs; on machines of their own, with those
   of one rank. A rank meets all its peers at the same time: what it waits for is the slowest of them, and what adds up
   is CPU time. CPU ms a pair are those of all ranks together, the start of an agent of NIXL in each among them.
-- By rdma all pairs together, an agent in each rank among them, take 3.2 ms of CPU time a pair and 47 ms an agent (least
-  squares: within 9 % of each row), sockets are 5 + 2 for each destination at a source, 6 + 2 for each source at a
+- By rdma all pairs together, an agent in each rank among them, take 2.3 ms of CPU time a pair and 35 ms an agent (least
+  squares: within 12 % of each row), sockets are 5 + 2 for each destination at a source, 6 + 2 for each source at a
   destination, and memory grows by about 0.014 MB for each destination and 0.006 MB for each source. So of 256 sources
-  and 128 destinations that all meet, each on a core of its own, a source would take 0.25 s, 261 sockets and 2.9 MB, a
-  destination 0.5 s, 518 sockets and 2.6 MB, and a worker that meets 500 sources 0.85 s: counted, not measured.
+  and 128 destinations that all meet, each on a core of its own, a source would take 0.18 s, 261 sockets and 2.9 MB, a
+  destination 0.33 s, 518 sockets and 2.6 MB, and a worker that meets 500 sources 0.62 s: counted, not measured.
+- Over tcp, where ranks meet at a store before gloo connects them, some meetings of 64 last 5 s longer than others: no
+  core works, and ranks wait at the store for one that has not come. Why it is late was not found.
 - Seconds of a refit are those of the second, of these small messages: what announcing and acknowledging them costs.
 - Sockets and memory (RssAnon) are what a process has more when it has met all others than before.
 """
