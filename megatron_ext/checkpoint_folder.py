@@ -14,10 +14,10 @@ from typing import Any
 
 from converters.durable import complete, rename, sync_all
 from converters.errors import UserError
+from converters.formats.torch_dist import LATEST
 from converters.manifest import MANIFEST, read_manifest, require_files, write_manifest
 from converters.stream.targets import Written
 
-LATEST = "latest_checkpointed_iteration.txt"
 CONTROLLER_STATE = "megarl.json"
 _PARTIAL = ".partial"
 _WRITTEN = "written.json"
@@ -68,11 +68,11 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
     The newest `keep`, of which this is one, stay, and those of iterations that `keep_every` divides.
     """
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
+    replaced = root / f"{folder.name}.replaced{_PARTIAL}"
     try:
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
         write_manifest(partial, _listed(partial), {"iteration": iteration})
         sync_all(partial)
-        replaced = root / f"{folder.name}.replaced{_PARTIAL}"
         if folder.exists():
             folder.rename(replaced)  # removing it here would leave none for as long as that takes
         rename(partial, folder)
@@ -81,6 +81,8 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
         complete(tracker, root / LATEST)
     except OSError as error:
         abandon(root, iteration)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
         raise disk_error(error, root) from error
     if replaced.exists():
         shutil.rmtree(replaced)

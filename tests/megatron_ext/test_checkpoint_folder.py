@@ -1,5 +1,6 @@
 """Checkpoint folders: complete under their name, or not there."""
 
+import errno
 import shutil
 
 import pytest
@@ -86,6 +87,19 @@ def test_the_same_iteration_can_be_written_again(tmp_path):
     write(tmp_path, 4)
     write(tmp_path, 4)
     assert checkpoint_folder.complete_iterations(tmp_path) == [4]
+
+
+def test_one_that_cannot_take_the_name_of_another_leaves_that_where_it_was(tmp_path, monkeypatch):
+    write(tmp_path, 4)
+
+    def fail(partial, folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_folder, "rename", fail)
+    with pytest.raises(UserError, match="the last complete checkpoint is untouched"):
+        write(tmp_path, 4)
+    assert checkpoint_folder.complete_iterations(tmp_path) == [4]
+    assert checkpoint_folder.read_controller_state(checkpoint_folder.iteration_folder(tmp_path, 4)) == {"step": 4}
 
 
 def cut_state(folder):
