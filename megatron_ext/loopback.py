@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -25,6 +26,11 @@ def listen_on_loopback() -> None:
     rendezvous: Any = import_module("torch.distributed.rendezvous")
     if rendezvous._create_c10d_store.__module__ != __name__:
         rendezvous._create_c10d_store = _listening_on_loopback(rendezvous._create_c10d_store)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether torch's `init_method`, such as tcp://127.0.0.1:29500, is an address of this machine alone."""
+    return urlsplit(url).hostname in _LOOPBACK_NAMES
 
 
 def open_store(host: str, timeout: timedelta) -> "TCPStore":

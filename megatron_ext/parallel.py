@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
-from megatron_ext.loopback import listen_on_loopback
+from megatron_ext.loopback import is_loopback, listen_on_loopback
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for one who does not come."""
@@ -40,7 +40,7 @@ def initialize(
     device.bind(rank)
     listen_on_loopback()
     if not dist.is_initialized():
-        if init_method.startswith("tcp://127.0.0.1:"):
+        if is_loopback(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
         dist.init_process_group(
             device.backend(), init_method=init_method, rank=rank, world_size=parallel.world_size, timeout=timeout

@@ -1,13 +1,15 @@
 """A rendezvous at a loopback address is not reachable from other machines."""
 
+import os
 import socket
 
 import psutil
 import pytest
 import torch
-from launch import run_ranks
+from launch import free_port, run_ranks
 
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext import parallel
 from megatron_ext.loopback import listen_on_loopback
 
 
@@ -18,8 +20,18 @@ def listening_addresses(rank: int, sizes: ParallelSizes) -> tuple[list[str], flo
     return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN], float(total)
 
 
-def test_ranks_of_one_machine_listen_on_loopback_only():
-    results = run_ranks(listening_addresses, ParallelSizes(world_size=2))
+def listening_addresses_by_name(rank: int, sizes: ParallelSizes, port: int) -> tuple[list[str], float]:
+    parallel.shutdown()
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    parallel.initialize(sizes, rank, f"tcp://localhost:{port}")
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    return listening_addresses(rank, sizes)
+
+
+@pytest.mark.parametrize("case", [(listening_addresses,), (listening_addresses_by_name, free_port())])
+def test_ranks_of_one_machine_listen_on_loopback_only(case):
+    function, *arguments = case
+    results = run_ranks(function, ParallelSizes(world_size=2), *arguments)
     assert [total for _, total in results] == [2.0, 2.0]
     addresses = {address for found, _ in results for address in found}
     assert addresses
