@@ -48,7 +48,7 @@ class FieldType:
             if "bool" in self.kinds:
                 return value
         elif isinstance(value, int | float):
-            if "int" in self.kinds and value == int(value):
+            if "int" in self.kinds and value % 1 == 0:
                 return int(value)
             if "float" in self.kinds:
                 return float(value)

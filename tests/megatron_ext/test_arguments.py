@@ -81,6 +81,8 @@ def test_values_take_the_type_of_their_field(name: str, given: object, converted
         ("tensor_model_paralel_size", 8, "did you mean megatron.tensor_model_parallel_size"),
         ("tensor_model_parallel_size", "eight", "takes int"),
         ("tensor_model_parallel_size", 1.5, "takes int"),
+        ("tensor_model_parallel_size", float("inf"), "takes int"),
+        ("tensor_model_parallel_size", float("nan"), "takes int"),
         ("sequence_parallel", 1, "takes bool"),
         ("recompute_granularity", "some", "takes full or selective or null"),
         ("recompute_modules", [1], "takes str"),
