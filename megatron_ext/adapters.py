@@ -137,14 +137,16 @@ class Adapters:
         `names` are those of the weights that are read, by the Megatron layout; None is all. A copy on the host has the
         weights as they were, from which they come back bit for bit.
         """
-        chosen = [name for name in self._linears if names is None or f"{name}.weight" in names]
-        for name in chosen:
-            self._merge(name)
+        merged = []
         try:
+            for name in self._linears:
+                if names is None or f"{name}.weight" in names:
+                    self._merge(name)
+                    merged.append(name)
             yield
         finally:
             with torch.no_grad():
-                for name in chosen:
+                for name in merged:
                     self._linears[name][0].weight.copy_(self._frozen[name])
 
     @torch.no_grad()

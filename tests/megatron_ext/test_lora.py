@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megarl.algorithms import SftObjective
-from megatron_ext import checkpoint
+from megatron_ext import checkpoint, device
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import AdapterOptions, MegatronOptions
 from megatron_ext.packing import RaggedBatch
@@ -249,6 +250,32 @@ def check_export(exported: Path, case: Case) -> None:
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (exported / "adapter" / file).read_bytes() == (case.adapter / file).read_bytes()
+
+
+def test_a_merge_that_has_no_room_leaves_the_weights_as_they_were(cases: Mapping[str, Case]) -> None:
+    assert run_ranks(changed_by_a_merge_without_room, SIZES["1 rank"][0], cases["qwen3"]) == [[]]
+
+
+def changed_by_a_merge_without_room(rank: int, sizes: ParallelSizes, case: Case) -> list[str]:
+    model = begin(
+        MegatronOptions(sizes, torch.float32, adapter=AdapterOptions(case.lora, path=case.adapter)), rank, case
+    )
+    before = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
+    room = iter([device.host_memory])
+
+    def host_memory(size_bytes: int) -> Tensor:
+        allocate = next(room, None)
+        if allocate is None:
+            raise MemoryError("the host has no room")
+        return allocate(size_bytes)
+
+    with (
+        mock.patch.object(device, "host_memory", host_memory),
+        pytest.raises(MemoryError),
+        model.trained_weights(),
+    ):
+        pass
+    return [name for name, tensor in model.local_tensors().items() if not torch.equal(tensor, before[name])]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
