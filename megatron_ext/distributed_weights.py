@@ -27,8 +27,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     be in the checkpoint and not in the model. Padding becomes 0.
 
     Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of
-    `architecture`, where a weight does not have its checksum, and where one holds
-    a NaN or an infinity.
+    `architecture`, where a weight does not have its checksum, and where one holds a NaN or an infinity.
     """
     if architecture.head == "value":
         raise UserError(

@@ -67,10 +67,10 @@ def linear_log_probs(
     are the whole vocabulary. With `softcap` c the logits become c * tanh(logits / c).
 
     The logits have the type of the weight, as an output layer gives them, or float32 with `fp32_logits`: the products
-    are then not rounded. All that follows is float32. They are made
-    for `chunk_tokens` rows at a time (as many as make 2^25 logits, if None), forward and once more backward: beside
-    results and gradients this needs memory for a few copies of those rows. One all-gather of six numbers per token is
-    the only communication, forward. Values that are not finite show in the results.
+    are then not rounded. All that follows is float32. They are made for `chunk_tokens` rows at a time (as many as make
+    2^25 logits, if None), forward and once more backward: beside results and gradients this needs memory for a few
+    copies of those rows. One all-gather of six numbers per token is the only communication, forward. Values that are
+    not finite show in the results.
 
     Differentiable in `hidden` and `weight`. The gradient of `hidden` is this rank's part: summed over `tp_group` it is
     the whole (the region that gave every rank the hidden states does that). The gradient of a weight with a float32

@@ -7,6 +7,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_ext import compat
 from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
 from megatron_ext.fully_sharded import gradients, own_rows
 from megatron_ext.optimizer import Wrapped
@@ -103,10 +104,7 @@ class Residence:
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Main parameters and state of an optimizer, as they are now."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if inner is None:  # a rank without a parameter to train
-            continue
+    for inner in (part.optimizer for part in compat.parts(optimizer)):
         for group in inner.param_groups:
             yield from map(own_rows, group["params"])
         for state in inner.state.values():
