@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ class MegatronModel:
     """A model cut over the ranks of this job, and everything that is done with it.
 
     `head` says what the model makes of its last hidden states: the `architecture` is that of a language model, of which
-    a value model is the backbone. `architecture` of the engine is the model's own.
+    a value model is the backbone. The attribute `architecture` is that of this model.
 
     Every method is collective: all ranks of the model call it with the same arguments, except for the batch, of which
     each data-parallel rank gets its own part.
@@ -73,7 +74,7 @@ class MegatronModel:
             mtp_is_detached=options.mtp_training == "detached",
         )
         """Model chunks of this rank, one per virtual pipeline stage, as they are without data parallelism."""
-        self.predicting = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
+        self.trained_mtp_layers = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
         """Number of layers for multi-token prediction that train."""
         self.reference: ReferenceWeights | None = None
         """Set by `keep_reference`."""
@@ -243,9 +244,10 @@ class MegatronModel:
         *,
         temperature: float = 1.0,
     ) -> StepResult:
-        """One optimizer step on `batch`. Raises RuntimeError, with no weight changed, if a gradient is not finite.
+        """One optimizer step on `batch`. The `temperature` divides logits; a value model has none.
 
-        The `temperature` divides logits; a value model has none.
+        Raises RuntimeError if a gradient is not finite: before a weight changes, or with `check_for_nan_in_grad` off,
+        which leaves only the norm to go by, after that.
         """
         self.residence.require("weights", "training")
         self.take_state_back()
@@ -256,26 +258,41 @@ class MegatronModel:
         packed = self.micro_batches_of(batch, micro_batches)
         counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
         with counting, self._expert_load.step():
-            if self.predicting:
+            if self.trained_mtp_layers:
                 metrics, ahead = forward_backward_ahead(
-                    self.chunks, packed, batch, objective, layers=self.predicting, temperature=temperature
+                    self.chunks,
+                    packed,
+                    batch,
+                    objective,
+                    layers=self.trained_mtp_layers,
+                    temperature=temperature,
                 )
             else:
                 predict = predict_values if self.architecture.head == "value" else predict_labels(temperature)
                 metrics, ahead = forward_backward(self.chunks, packed, objective, predict), None
+        gradient_norm = self._step_optimizer()
+        experts = self.chunks[0].config.num_moe_experts
+        load = self._expert_load.take(experts, device.device()) if experts else None
+        replayed = None if batch.routed_experts is None else self._replayed()
+        self.residence.count()
+        losses = self._balance.take()
+        return StepResult(metrics, gradient_norm, learning_rate, load, replayed, ahead, losses)
+
+    def _step_optimizer(self) -> float:
+        """Change the weights. Returns the norm of the gradients before they were clipped; raises as `train_step`."""
         if self.options.parallel.use_torch_fsdp2 and not all_finite(self.chunks):
             raise RuntimeError("a gradient is not a number, or infinite: no weight was changed")
         updated, gradient_norm, _ = self.optimizer.step()
         self._weights_are_complete = not gathers_in_forward(self.chunks)
         if not updated:
             raise RuntimeError("the optimizer skipped its step: the gradients overflowed")
+        if not isfinite(gradient_norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {gradient_norm}, and with megatron.check_for_nan_in_grad=false the"
+                " weights were changed nevertheless: go on from the last checkpoint"
+            )
         self.scheduler.step(increment=1)
-        experts = self.chunks[0].config.num_moe_experts
-        load = self._expert_load.take(experts, device.device()) if experts else None
-        replayed = None if batch.routed_experts is None else self._replayed()
-        self.residence.count()
-        losses = self._balance.take()
-        return StepResult(metrics, float(gradient_norm), learning_rate, load, replayed, ahead, losses)
+        return float(gradient_norm)
 
     def _replayed(self) -> Tensor:
         counts = take_counts(self.chunks, device.device())

@@ -76,7 +76,7 @@ def rehearse_micro_batch(
         torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths), {"weights": torch.ones(sum(lengths))}
     )
     (micro_batch,) = model.micro_batches_of(batch, [range(len(lengths))])
-    layers = model.predicting
+    layers = model.trained_mtp_layers
     if backward and layers:
         micro_batch = look_ahead(micro_batch, layers)
     chunks = model.chunks if backward else model.bare_chunks

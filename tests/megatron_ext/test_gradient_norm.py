@@ -66,6 +66,30 @@ def test_it_is_that_of_one_rank(sizes: str, tiny_models: Mapping[str, Path], of_
         assert rank == pytest.approx({name: of_one_rank[name] for name in names}, rel=1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_one_that_is_no_number_ends_the_run(is_checked: bool, bad: float, tiny_models: Mapping[str, Path]) -> None:
+    said, is_changed = run_ranks(train_on_a_bad_weight, ONE, tiny_models["llama"], is_checked, bad)[0]
+    assert is_changed is not is_checked
+    assert (r"in local grad norm" if is_checked else "check_for_nan_in_grad=false the weights were changed") in said
+
+
+def train_on_a_bad_weight(
+    rank: int, sizes: ParallelSizes, folder: Path, is_checked: bool, bad: float
+) -> tuple[str, bool]:
+    checkpoint = HuggingFaceCheckpoint(folder)
+    distributed = {"check_for_nan_in_grad": is_checked}
+    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-3}, distributed=distributed)
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(1)
+    before = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
+    batch = RaggedBatch(torch.arange(3), torch.tensor([3]), {"weights": torch.tensor([0.0, bad, 1.0])})
+    with pytest.raises(RuntimeError) as refused:
+        model.train_step(batch, [[0]], SftObjective())
+    return str(refused.value), any(not torch.equal(before[name], t) for name, t in model.local_tensors().items())
+
+
 def norms_with_marked_projections(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[str, float]:
     """With down projections marked as Transformer Engine marks the weight of a linear layer without a parallel mode."""
     make = DuplicatedLinear.__init__
