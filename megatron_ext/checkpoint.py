@@ -68,8 +68,8 @@ class _Planned:
 class Saving:
     """Saves a model, one checkpoint at a time: `begin`, then `finish`, and in between the run may go on."""
 
-    def __init__(self, engine: MegatronModel) -> None:
-        self._engine = engine
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
         self._copies = HostCopies()
         self._pending: PendingSave | None = None
         self._planned: _Planned | None = None
@@ -79,7 +79,7 @@ class Saving:
 
         Also the weights of the reference model, if they are no longer those that the model began with, and a list of
         what was written with its checksums, for the manifest. With `in_background` it is the state of this moment that
-        is written: the host copies it, and the engine waits for that before the state changes. Without, nothing
+        is written: the host copies it, and the model waits for that before it changes the state. Without, nothing
         may change before `finish`.
 
         Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
@@ -87,7 +87,7 @@ class Saving:
         if self._pending is not None:
             raise RuntimeError("the save before this one is not finished")
         with _garbage_left():
-            state = _state(self._engine)
+            state = _state(self._model)
             parts, last = _parts(state), self._planned
             is_known = last is not None and last.parts == parts
             own_bytes = last.own_bytes if last is not None and is_known else _own_bytes(state)
@@ -96,9 +96,9 @@ class Saving:
             self._pending = PendingSave(state, folder, self._copies if in_background else None, plan)
             self._planned = _Planned(parts, own_bytes, self._pending.plan)
         if in_background:
-            self._engine.lend_state(self._pending.wait_until_copied)
-        if self._engine.adapters is not None and torch.distributed.get_rank() == 0:
-            self._engine.adapters.write_config(folder)
+            self._model.lend_state(self._pending.wait_until_copied)
+        if self._model.adapters is not None and torch.distributed.get_rank() == 0:
+            self._model.adapters.write_config(folder)
 
     def is_written(self) -> bool:
         """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
@@ -112,46 +112,46 @@ class Saving:
                 pending.finish()
 
 
-def save(engine: MegatronModel, folder: Path) -> None:
+def save(model: MegatronModel, folder: Path) -> None:
     """Collective: write a checkpoint, and wait for it. See `Saving`."""
-    saving = Saving(engine)
+    saving = Saving(model)
     saving.begin(folder, in_background=False)
     saving.finish()
 
 
-def load(engine: MegatronModel, folder: Path) -> None:
-    """Collective: continue from the checkpoint `folder`; `engine.prepare_training` has been called.
+def load(model: MegatronModel, folder: Path) -> None:
+    """Collective: continue from the checkpoint `folder`; `model.prepare_training` has been called.
 
-    The reference model, where the engine keeps one, becomes that of the checkpoint, if it holds one.
+    The reference model, where the model keeps one, becomes that of the checkpoint, if it holds one.
 
     Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged, or of another
     model, number format or optimizer.
     """
-    engine.residence.require("weights", "training")
+    model.residence.require("weights", "training")
     require_intact(folder, weights_only=False)
-    compat.prime_optimizer_state(engine.optimizer)
-    model, states = sharded_model(engine), main_states(engine.optimizer)
-    wanted: dict[str, Any] = {**model, _TENSORS: _numbered(sharded_states(states, weight_parts(engine, model)))}
-    if _load_common(folder).get(_LAYOUT) == layout(engine.options.parallel):
+    compat.prime_optimizer_state(model.optimizer)
+    weights, states = sharded_model(model), main_states(model.optimizer)
+    wanted: dict[str, Any] = {**weights, _TENSORS: _numbered(sharded_states(states, weight_parts(model, weights)))}
+    if _load_common(folder).get(_LAYOUT) == layout(model.options.parallel):
         wanted[_RNG] = sharded_rng_state()
-    reference = engine.reference if _holds_reference(folder) else None
+    reference = model.reference if _holds_reference(folder) else None
     if reference is not None:
-        wanted |= sharded_reference(engine, reference)
-    require_fit(wanted, folder, engine.architecture.gpt_model["vocab_size"])
+        wanted |= sharded_reference(model, reference)
+    require_fit(wanted, folder, model.architecture.gpt_model["vocab_size"])
     with compat.user_error_of_any_rank():
         # The weights and the optimizer's state are read into the tensors that hold them.
         state = versions.load_checkpoint(wanted, folder, _load_common)
     if reference is not None:
-        reference.refresh(loaded_reference(engine, reference, state))
-    for name, chunk in named_chunks(engine).items():
-        _take_weights(chunk, state[name], is_partial=engine.adapters is not None)
+        reference.refresh(loaded_reference(model, reference, state))
+    for name, chunk in named_chunks(model).items():
+        _take_weights(chunk, state[name], is_partial=model.adapters is not None)
     take_over(states)
     # Rates and weight decay follow from the configuration and the position in the schedule.
-    engine.scheduler.load_state_dict(state[_SCHEDULER])
-    compat.set_steps(engine.optimizer, engine.scheduler.num_steps)
+    model.scheduler.load_state_dict(state[_SCHEDULER])
+    compat.set_steps(model.optimizer, model.scheduler.num_steps)
     if _RNG in wanted:
         set_rng_state(state[_RNG])
-    engine.residence.count()
+    model.residence.count()
 
 
 def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: bool) -> None:
@@ -187,40 +187,40 @@ def _load_common(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing, damaged or no plain values; copy the checkpoint again") from error
 
 
-def _state(engine: MegatronModel) -> dict[str, Any]:
-    engine.residence.require("weights", "training")
+def _state(model: MegatronModel) -> dict[str, Any]:
+    model.residence.require("weights", "training")
     # A policy that waits for its critic has made no step yet.
-    compat.prime_optimizer_state(engine.optimizer)
-    engine.complete_weights()
-    model = sharded_model(engine)
+    compat.prime_optimizer_state(model.optimizer)
+    model.complete_weights()
+    weights = sharded_model(model)
     state: dict[str, Any] = {
-        **megatron_lm_state(engine),
-        **model,
-        _OPTIMIZER: _parameter_groups(engine),
-        _TENSORS: _numbered(sharded_states(main_states(engine.optimizer), weight_parts(engine, model))),
-        _SCHEDULER: engine.scheduler.state_dict(),
+        **megatron_lm_state(model),
+        **weights,
+        _OPTIMIZER: _parameter_groups(model),
+        _TENSORS: _numbered(sharded_states(main_states(model.optimizer), weight_parts(model, weights))),
+        _SCHEDULER: model.scheduler.state_dict(),
         _RNG: sharded_rng_state(),
-        _LAYOUT: layout(engine.options.parallel),
+        _LAYOUT: layout(model.options.parallel),
     }
-    if engine.reference is not None and engine.reference.refreshed:
-        state |= sharded_reference(engine, engine.reference)
+    if model.reference is not None and model.reference.refreshed:
+        state |= sharded_reference(model, model.reference)
     return state
 
 
-def _parameter_groups(engine: MegatronModel) -> dict[Any, Any]:
+def _parameter_groups(model: MegatronModel) -> dict[Any, Any]:
     """Groups of parameters, for megatron-core's own optimizers: here all of it follows from the configuration."""
     of_parts = [
         {
             "optimizer": {
                 "param_groups": [
                     {name: value for name, value in group.items() if name != "params" and not isinstance(value, type)}
-                    | {"step": engine.scheduler.num_steps}
+                    | {"step": model.scheduler.num_steps}
                     for group in part.optimizer.param_groups
                 ]
             },
             "param_state_sharding_type": FORMAT,
         }
-        for part in compat.parts(engine.optimizer)
+        for part in compat.parts(model.optimizer)
     ]
     return of_parts[0] if len(of_parts) == 1 else dict(enumerate(of_parts))
 

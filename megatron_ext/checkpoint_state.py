@@ -29,32 +29,32 @@ REFERENCE = "reference."
 _RNG = "rng_state"
 
 
-def named_chunks(engine: MegatronModel) -> dict[str, GPTModel]:
+def named_chunks(model: MegatronModel) -> dict[str, GPTModel]:
     """The chunks of a model by the names that megatron-core's state dicts have for them."""
-    bare = [chunk.module for chunk in engine.chunks]
+    bare = [chunk.module for chunk in model.chunks]
     return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
 
 
-def sharded_model(engine: MegatronModel) -> dict[str, Any]:
+def sharded_model(model: MegatronModel) -> dict[str, Any]:
     """Weights, rows of them, or adapters that this rank trains, chunk by chunk, as parts of the whole model's."""
-    chunks, states = named_chunks(engine), _whole_parts(engine)
+    chunks, states = named_chunks(model), _whole_parts(model)
     return {
         name: {key: part for of_part in _with_own_rows(chunks[name], parts) for key, part in of_part.items()}
         for name, parts in states.items()
     }
 
 
-def weight_parts(engine: MegatronModel, model: Mapping[str, Any]) -> dict[int, ShardedBase]:
-    """`id` of each parameter that this rank trains -> what it is saved as, whole; `model` is the `sharded_model`."""
-    if not engine.options.parallel.use_torch_fsdp2:
-        return {id(each.data): each for each in nested_values(model) if isinstance(each, ShardedBase)}
-    chunks, states = named_chunks(engine), _whole_parts(engine)
+def weight_parts(model: MegatronModel, weights: Mapping[str, Any]) -> dict[int, ShardedBase]:
+    """`id` of each parameter that this rank trains -> what it is saved as, whole; `weights` are the `sharded_model`."""
+    if not model.options.parallel.use_torch_fsdp2:
+        return {id(each.data): each for each in nested_values(weights) if isinstance(each, ShardedBase)}
+    chunks, states = named_chunks(model), _whole_parts(model)
     return {id(each): states[name][key] for name, chunk in chunks.items() for key, each in chunk.named_parameters()}
 
 
-def sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
+def sharded_reference(model: MegatronModel, reference: ReferenceWeights) -> dict[str, Any]:
     """The parts of the model's state with the tensors of the reference, under keys of their own."""
-    chunks, states = named_chunks(engine), _whole_parts(engine)
+    chunks, states = named_chunks(model), _whole_parts(model)
     state: dict[str, Any] = {}
     for name, parts in states.items():
         prefix, parameters = f"{name}." if len(states) > 1 else "", dict(chunks[name].named_parameters())
@@ -69,12 +69,12 @@ def sharded_reference(engine: MegatronModel, reference: ReferenceWeights) -> dic
 
 
 def loaded_reference(
-    engine: MegatronModel, reference: ReferenceWeights, state: Mapping[str, Any]
+    model: MegatronModel, reference: ReferenceWeights, state: Mapping[str, Any]
 ) -> Mapping[str, Tensor]:
     """The reference's tensors, by the names that `ReferenceWeights` has for them."""
-    if engine.options.parallel.use_torch_fsdp2:
+    if model.options.parallel.use_torch_fsdp2:
         return reference.tensors  # into which the rows were read
-    chunks = named_chunks(engine)
+    chunks = named_chunks(model)
     return {
         f"{name}.{key}" if len(chunks) > 1 else key: tensor
         for name in chunks
@@ -82,20 +82,20 @@ def loaded_reference(
     }
 
 
-def _whole_parts(engine: MegatronModel) -> dict[str, Any]:
+def _whole_parts(model: MegatronModel) -> dict[str, Any]:
     """Weights or adapters as if FSDP2 had not cut them; those that it has are without values."""
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    chunks = named_chunks(engine)
+    chunks = named_chunks(model)
     states = {}
     for name, chunk in chunks.items():
         with outlined(chunk):
             states[name] = chunk.sharded_state_dict(metadata=metadata)
-    if engine.adapters is None:
+    if model.adapters is None:
         return states
-    trained = engine.adapters.tensors
+    trained = model.adapters.tensors
     return {
         name: {key: part for key, part in state.items() if (f"{name}.{key}" if len(chunks) > 1 else key) in trained}
         for name, state in states.items()
@@ -119,23 +119,23 @@ def _own_parts(
     return {f"{key}.{number}": each for number, each in enumerate(own)}
 
 
-def megatron_lm_state(engine: MegatronModel) -> dict[str, Any]:
+def megatron_lm_state(model: MegatronModel) -> dict[str, Any]:
     """The count of steps and the arguments, for Megatron-LM's `load_checkpoint`.
 
     They say nothing of a tokenizer, which is no part of a checkpoint of a run.
     """
-    sizes, vocabulary = engine.options.parallel, engine.architecture.gpt_model["vocab_size"]
+    sizes, vocabulary = model.options.parallel, model.architecture.gpt_model["vocab_size"]
     arguments = megatron_lm_arguments(
-        engine.architecture,
+        model.architecture,
         sizes,
         Vocabulary(sizes.padded_vocabulary(vocabulary), multiple=1, tokenizer=Path()),
-        engine.options.params_dtype,
+        model.options.params_dtype,
     )
     del arguments["tokenizer_model"]
     return {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": CHECKPOINT_VERSION,
-        "iteration": engine.scheduler.num_steps,
+        "iteration": model.scheduler.num_steps,
     }
 
 

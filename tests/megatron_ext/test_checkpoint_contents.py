@@ -1,28 +1,19 @@
-"""A checkpoint holds all that a run goes on with, in megatron-core's own format, and no more is sent to write it.
-
-Where it cannot be written, or the run that goes on is not the one that was saved, one sentence says so.
-"""
+"""A checkpoint holds all that a run goes on with, in megatron-core's own format, and no more is sent to write it."""
 
 import argparse
 import json
-import re
-import resource
-import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from launch import run_in_turn, run_ranks
+from launch import run_in_turn
 from test_checkpoint import (
     DP2,
     SAVED_AFTER,
-    SGD,
     STEPS,
     TP2,
     TP2_EP2,
@@ -39,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from converters.architectures import read_architecture
 from converters.copying import check_distributed
-from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.formats.torch_dist.saved_arguments import different_arguments
@@ -135,27 +125,6 @@ def test_megatron_lm_finds_what_it_looks_for(alone, folder):
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
 
 
-UNFIT = {
-    "other type": (
-        {"dtype": torch.bfloat16},
-        r"rate has .* in float32, and this run trains it in bfloat16: set model.dtype as it was, or begin a new run",
-    ),
-    "other optimizer": (
-        SGD,
-        r"rate was written with another optimizer: it has no momentum_buffer of .*, but exp_avg, exp_avg_sq, param",
-    ),
-    "other model": (
-        {"layers": 2},
-        r"rate is a checkpoint of another model: decoder\.layers\..* is \[4, .*\] there, and \[2, .*\] here; take the",
-    ),
-    "other head": (
-        {"head": "value"},
-        r"rate is a checkpoint of another model: it has no value_head.weight; take the model.path",
-    ),
-}
-"""How a run that goes on is not the one that was saved -> what is said of it."""
-
-
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
     """Cases on one rank, in one launch."""
@@ -166,8 +135,6 @@ def alone(folder, tmp_path_factory):
         "saved": (train_and_save, ParallelSizes(), folder, root / "rate"),
         "same rate": (load_and_train, ParallelSizes(), folder, root / "rate"),
         "half the rate": (load_and_train, ParallelSizes(), folder, root / "rate", {"rate": 0.5}),
-        "failed": (save_beyond_a_limit, ParallelSizes(), folder, root / "failed"),
-        **{name: (refused, ParallelSizes(), folder, root / "rate", options) for name, (options, _) in UNFIT.items()},
     }
     results = run_in_turn(list(cases.values()))
     return root, {name: result for name, (result,) in zip(cases, results, strict=True)}
@@ -188,41 +155,6 @@ def test_a_reference_that_was_never_refreshed_is_not_in_the_checkpoint(alone):
 def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(alone):
     _, results = alone
     assert results["half the rate"]["rates"] == pytest.approx([0.5 * rate for rate in results["same rate"]["rates"]])
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_checkpoint_of_another_kind_of_run_is_one_sentence(name, alone):
-    _, results = alone
-    assert re.search(UNFIT[name][1], results[name])
-
-
-def test_a_failed_write_in_the_background_is_an_error_of_the_run(alone):
-    root, results = alone
-    assert results["failed"] == 2 * [
-        f"cannot write a checkpoint below {root}: File too large; free space or choose another output_dir"
-        " (the last complete checkpoint is untouched)"
-    ]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own with 64 KiB."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting a file system needs more rights")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
-    sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2)
-    target = small_disk / "iter_0000001.partial"
-    target.mkdir()
-    messages = run_ranks(save_on_a_full_disk, sizes, folder, target)
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("cannot write a checkpoint of ")
-    assert str(small_disk) in messages[0]
-    assert list(target.iterdir()) == []
 
 
 def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, refresh: bool = True) -> dict:
@@ -305,16 +237,6 @@ def load_and_train_critic(rank: int, sizes: ParallelSizes, folder: Path, target:
     return outcome(model, train(model, range(1, STEPS), squared_error))
 
 
-def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
-    from megatron_ext import checkpoint
-
-    model = make_model(rank, sizes, folder)
-    train(model, range(1))
-    with pytest.raises(UserError) as raised:
-        checkpoint.save(model, target)
-    return str(raised.value)
-
-
 def moved_while_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict[str, int]:
     """Bytes of numbers in collectives: as a checkpoint is saved, and as megatron-core lists the optimizer's state."""
     from megatron.core import parallel_state
@@ -376,41 +298,3 @@ class SentNumbers(TorchDispatchMode):
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             self.nbytes += sum(each.nbytes for each in tensors if each.is_floating_point())
         return function(*args, **(kwargs or {}))
-
-
-def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Mapping[str, Any]) -> str:
-    from megatron_ext import checkpoint
-
-    model = make_model(rank, sizes, folder, **options)
-    before = outcome(model, {})["weights"]
-    with pytest.raises(UserError) as raised:
-        checkpoint.load(model, target)
-    after = model.local_tensors()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    return str(raised.value)
-
-
-def wait_until_written(saving) -> None:
-    while not saving.is_written():
-        time.sleep(0.01)
-
-
-def save_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
-    """Sentences in which a run hears that a file could not become as large as it had to: as it asks, and at the end."""
-    from megatron_ext import checkpoint
-
-    model = make_model(rank, sizes, folder)
-    target.mkdir(exist_ok=True)
-    saving = checkpoint.Saving(model)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1]))
-    said = []
-    try:
-        saving.begin(target, in_background=True)
-        for ask in (partial(wait_until_written, saving), saving.finish):
-            with pytest.raises(UserError) as raised:
-                ask()
-            said.append(str(raised.value))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    return said
