@@ -1,8 +1,7 @@
 """Where Megatron runs: the one module that knows CPU from CUDA.
 
-Megatron-core is written for CUDA and NCCL. On a machine without a GPU, `install` puts CPU meanings in the place of the
-`torch.cuda` functions that megatron-core 0.16.1 calls unconditionally, and completes gloo where NCCL can do more. On a
-machine with a GPU it changes nothing.
+Megatron-core is written for CUDA and NCCL. On a machine without a GPU, `install` gives it what is in `cuda_on_cpu`; on
+a machine with a GPU it changes nothing.
 """
 
 import contextlib
@@ -11,16 +10,14 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._device import _device_constructors
 
-CPU = torch.device("cpu")
+from megatron_ext import cuda_on_cpu
 
 
 def install() -> None:
@@ -28,14 +25,11 @@ def install() -> None:
 
     Raises RuntimeError if megatron was imported before: it binds some of the replaced functions on import.
     """
-    if torch.cuda.is_available() or getattr(torch.cuda.current_device, "is_cpu_layer", False):
+    if torch.cuda.is_available() or cuda_on_cpu.is_installed():
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron_ext.device.install() must run before the first import of megatron")
-    _disable_compilation()
-    _replace_cuda_functions()
-    _replace_cuda_tensors()
-    _complete_gloo()
+    cuda_on_cpu.install()
     multiply_by_onednn()
 
 
@@ -57,7 +51,7 @@ def _is_amd() -> bool:
 
 def device() -> torch.device:
     """Where this rank's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def name() -> str:
@@ -164,171 +158,3 @@ def empty_cache() -> None:
 def host_memory(size_bytes: int) -> Tensor:
     """uint8 [size_bytes] of the host, which a GPU copies from and to by itself."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-def _disable_compilation() -> None:
-    # megatron.core.jit compiles small functions: on CPU minutes of C++ compilation per process. To decorate one imports
-    # the compiler, which takes as long as to import torch.
-    setattr(torch, "compile", _as_it_is)  # noqa: B010 - mypy refuses the assignment
-
-
-def _as_it_is(function: Callable | None = None, **_options: Any) -> Callable:
-    """`torch.compile`, with or without options before the function, that leaves the function as it is."""
-    return _as_it_is if function is None else function
-
-
-class _Stream:
-    """A CUDA stream, or an event of it, where everything has already happened."""
-
-    def wait_stream(self, _stream: "_Stream") -> None:
-        pass
-
-    def record_event(self) -> "_Stream":
-        return _Stream()
-
-    def wait(self, _stream: "_Stream") -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _Generators:
-    """`torch.cuda.default_generators` with the CPU generator as every device's."""
-
-    def __getitem__(self, _index: Any) -> torch.Generator:
-        return torch.default_generator
-
-
-def _nothing(*_args: Any, **_options: Any) -> None:
-    return None
-
-
-def _current_device() -> torch.device:
-    return CPU
-
-
-_current_device.is_cpu_layer = True  # type: ignore[attr-defined]
-
-
-def _get_rng_state(*_args: Any, **_options: Any) -> Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor, *_args: Any, **_options: Any) -> None:
-    torch.set_rng_state(state)
-
-
-_CUDA_REPLACEMENTS: Mapping[str, Any] = {
-    "current_device": _current_device,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "Stream": _Stream,
-    "current_stream": _Stream,
-    "stream": lambda _stream=None: contextlib.nullcontext(),
-    "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
-    "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
-    "default_generators": _Generators(),
-    # Without CUDA, torch queues these callbacks for ever: the RNG tracker would never restore its state and the queue
-    # would grow with each fork.
-    "_lazy_call": lambda callback, **_options: callback(),
-    "_lazy_init": _nothing,
-}
-
-
-def _replace_cuda_functions() -> None:
-    for name, replacement in _CUDA_REPLACEMENTS.items():
-        setattr(torch.cuda, name, replacement)
-    for name in ("get_rng_state", "set_rng_state"):
-        setattr(torch.cuda.random, name, _CUDA_REPLACEMENTS[name])
-
-
-_FACTORIES_GIVEN_CUDA = ("tensor", "zeros", "ones", "empty", "empty_like")
-
-
-def _replace_cuda_tensors() -> None:
-    # `with torch.device(...)` knows the factories by identity, from a list made on first use: have the originals in it.
-    _device_constructors()
-    for name in _FACTORIES_GIVEN_CUDA:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name, method in {"cuda": _same_tensor, "type": _named_as_on_cuda(torch.Tensor.type)}.items():
-        setattr(torch.Tensor, name, method)
-
-
-def _same_tensor(self: Tensor, *_args: Any, **_options: Any) -> Tensor:
-    return self
-
-
-def _named_as_on_cuda(original: Callable) -> Callable:
-    # The optimizers sort parameters by the name of their type and know only CUDA's.
-    @functools.wraps(original)
-    def type_or_cast(self: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
-        if dtype is None:
-            return original(self).replace("torch.", "torch.cuda.", 1)
-        return original(self, dtype, *args, **options)
-
-    return type_or_cast
-
-
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(factory)
-    def create(*args: Any, **options: Any) -> Tensor:
-        if str(options.get("device", "")).startswith("cuda"):
-            options["device"] = CPU
-        # Memory that a GPU copies from by itself; without one torch refuses to make any.
-        options.pop("pin_memory", None)
-        return factory(*args, **options)
-
-    return create
-
-
-def _complete_gloo() -> None:
-    for replace in (_all_reduce, _all_to_all_single, _all_gather):
-        original = getattr(dist, replace.__name__[1:])
-        setattr(dist, replace.__name__[1:], functools.wraps(original)(functools.partial(replace, original)))
-
-
-def _all_reduce(
-    original: Callable, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    # gloo has no average.
-    if op == dist.ReduceOp.AVG:
-        tensor.div_(dist.get_world_size(group))
-        op = dist.ReduceOp.SUM
-    return original(tensor, op=op, group=group, async_op=async_op)
-
-
-def _all_to_all_single(
-    original: Callable,
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    # The MoE dispatcher turns split sizes from tensors into lists only if they lie on a GPU.
-    return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group, async_op)
-
-
-def _as_list(sizes: Any) -> Sequence[int] | None:
-    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
-
-
-def _all_gather(
-    original: Callable, outputs: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Any:
-    # gloo gathers equal shapes only; the MoE dispatcher under expert tensor parallelism gathers uneven rows.
-    rows = [len(output) if output.dim() else 1 for output in outputs]
-    if len(set(rows)) == 1:
-        return original(outputs, tensor, group=group, async_op=async_op)
-    padded = [tensor.new_empty(max(rows), *tensor.shape[1:]) for _ in rows]
-    original(padded, _pad_rows(tensor, max(rows)), group=group)
-    for output, received in zip(outputs, padded, strict=True):
-        output.copy_(received[: len(output)])
-    return None
-
-
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

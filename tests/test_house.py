@@ -33,7 +33,7 @@ ENGINES_NAMED = {
 """Files that name an engine, with the reason; of all others, only those in the engine's own folder do."""
 ENGINES_THAT_ARE_LIBRARIES = ("transformers",)
 """Engines whose name is that of a library for all: they are named where their folder is, or rollout.engine has it."""
-CUDA_HOME = ("megatron_ext/device.py", "/kernels/")
+CUDA_HOME = ("megatron_ext/device.py", "megatron_ext/cuda_on_cpu.py", "/kernels/")
 
 
 def source_files(root: Path) -> list[Path]:
