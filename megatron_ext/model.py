@@ -17,10 +17,11 @@ from megatron_ext.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.device_fields import default_fields, required_fields
 from megatron_ext.extensions import scale_embedding
 from megatron_ext.fully_sharded import own_rows
+from megatron_ext.model_fields import without_model_fields
 from megatron_ext.rotary import rotate_by_position
 from megatron_ext.router_loss_options import ROUTER_LOSS_OPTIONS
 from megatron_ext.specs import block_spec, module_names, multi_token_prediction_spec
-from megatron_ext.supported_options import check_supported, without_model_fields
+from megatron_ext.supported_options import check_supported
 
 _PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
@@ -50,9 +51,9 @@ def build_model(
     """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
 
     `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; see
-    `LanguageModel`.
-    `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of `linear_log_probs`. With
-    `shared_prefixes` it also computes the parts of `shared_prefixes.share`. Call after `parallel.initialize`.
+    `LanguageModel`. `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of
+    `linear_log_probs`. With `shared_prefixes` it also computes the parts of `shared_prefixes.share`. Call after
+    `parallel.initialize`.
 
     Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
     something else, or whose value megatron-core refuses.

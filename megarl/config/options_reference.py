@@ -7,14 +7,14 @@ from pathlib import Path
 from megarl.config.renamed_keys import OWNED
 from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
-from megatron_ext import supported_options
+from megatron_ext import model_fields, supported_options
 from megatron_ext.arguments import fields_of_groups
 from megatron_ext.supported_options import FULLY_SHARDED, NEEDS, Refusal
 
 _HEADER = """# Options of Megatron and of the engine
 
-Made from `megatron_ext/supported_options.py` and the tables of each engine (`megarl/rollout/ENGINE/kind.py`) by
-`make docs`; change them.
+Made from `megatron_ext/supported_options.py`, `megatron_ext/model_fields.py` and the tables of each engine
+(`megarl/rollout/ENGINE/kind.py`) by `make docs`; change them.
 
 Every option of megatron-core and of an engine can be given by its own name (`megatron.NAME`, or Megatron's flag
 `--name`; `rollout.engine_args.NAME`). It is in one of these groups:
@@ -46,10 +46,10 @@ def _megatron() -> list[str]:
         f"| `{name}` | Not with `{FULLY_SHARDED}`: {each.reason} | {each.others} |"
         for name, each in supported_options.BESIDE_FSDP2.items()
     ]
-    model = sorted({*supported_options.MODEL_FIELDS, *supported_options.LATENT_ATTENTION_FIELDS})
+    model = sorted({*model_fields.MODEL_FIELDS, *model_fields.LATENT_ATTENTION_FIELDS})
     lines += ["", "## Megatron: follows from the model", "", f"{_names(model)}; and whatever else", ""]
     lines[-2] += " the architecture sets (`transformer_config` in `converters/architectures/`), such as `num_layers`,"
-    lines[-2] += f" `layernorm_epsilon` and dropout; but not {_names(supported_options.MODEL_CHOICES)}."
+    lines[-2] += f" `layernorm_epsilon` and dropout; but not {_names(model_fields.MODEL_CHOICES)}."
     known = {*supported_options.TESTED, *supported_options.REFUSED, *model, *OWNED, *NEEDS}
     lines += ["## Megatron: passes through"]
     for group, fields in fields_of_groups().items():

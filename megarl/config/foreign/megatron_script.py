@@ -13,7 +13,7 @@ from megarl.config.assignment import Assignment, override
 from megarl.config.foreign.arguments import Argument, read_arguments
 from megarl.config.foreign.megatron_flags import KEYS, LEFT_OUT, MODEL, NEGATIVE, REFUSED, RENAMED, SWITCHES, left_out
 from megatron_ext.arguments import megatron_fields, parse_flags
-from megatron_ext.supported_options import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
+from megatron_ext.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
 
 _LAYERS_PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 _PIPELINE = "pipeline_model_parallel_size"
