@@ -11,7 +11,8 @@ import ray
 from whole_runs import kill_tree
 
 from megarl.cluster.runtime import ray_cluster
-from megarl.schema import ClusterConfig
+from megarl.rewards import Scorer
+from megarl.schema import ClusterConfig, RewardConfig
 
 _STACK = pytest.StashKey[ExitStack]()
 
@@ -56,3 +57,12 @@ def without_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    """Scores a response that is a number with that number."""
+    from sampling_job import NUMBER
+
+    with Scorer(RewardConfig(function=NUMBER, workers=2)) as scorer:
+        yield scorer

@@ -1,0 +1,120 @@
+"""Checkpoints of what was sampled and waits for its batch, and runs that go on from them under another schedule."""
+
+import json
+from threading import Event, Thread
+
+import pytest
+from eventually import eventually
+from sampling_job import WHEN_ALLOWED, Answers, job_of, sample
+
+from converters.errors import UserError
+from megarl.rewards import Scorer
+from megarl.schema import RewardConfig, ScheduleConfig
+from megarl.tracking.clock import Clock
+
+
+def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_anew(scorer, tmp_path) -> None:
+    ahead = ScheduleConfig(max_staleness=1)
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, advantage="remax")
+    job.rollouts.take(Clock())
+    job.rollouts.hold()
+    job.engines.answering.clear()
+    job.rollouts.release()
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
+    before = job.rollouts.save(tmp_path)
+    job.engines.answering.set()
+    expected = [sample(job, Clock()) for _ in range(2)]
+    again = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, advantage="remax")
+    again.sampler.load_state_dict(before["sampler"])
+    again.rollouts.load(tmp_path, json.loads(json.dumps(before)))
+    assert [sample(again, Clock()) for _ in range(2)] == expected
+    resampled = [request.prompt_token_ids for request in again.engines.calls[0]]
+    assert resampled == [[4], [5]] * 2
+    assert [each["ordinal"] for each in before["groups"]] == [2, 3]
+    synchronous = job_of(scorer, Answers(), prompts_per_step=2)
+    with pytest.raises(UserError, match=r"4 prompts on their way, .* has room for 2: continue with max_staleness=1"):
+        synchronous.rollouts.load(tmp_path, before)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "recompute"])
+def test_a_save_waits_for_no_reward_and_what_is_being_scored_is_scored_anew_behind_it(in_flight, tmp_path) -> None:
+    allowed = Event()
+
+    def job(scorer, *texts):
+        ahead = ScheduleConfig(max_staleness=1, in_flight=in_flight)
+        extra_info = {"is_allowed": allowed}
+        made = job_of(scorer, Answers(*texts), prompts_per_step=2, schedule=ahead, extra_info=extra_info)
+        made.config.loop.steps = 3
+        return made
+
+    def last_two(job):
+        return [sample(job, Clock()) for _ in range(2)], job.rollouts._lengths
+
+    with Scorer(RewardConfig(function=WHEN_ALLOWED)) as scorer:
+        before = job(scorer, *["01"] * 10)
+        allowed.set()
+        before.rollouts.take(Clock())
+        before.rollouts.hold()
+        assert eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == 2)
+        allowed.clear()
+        before.rollouts.release()
+        assert eventually(lambda: before.rollouts._sampled == {4, 5})
+        states = []
+        saving = Thread(target=lambda: states.append(before.rollouts.save(tmp_path)), daemon=True)
+        saving.start()
+        saving.join(60)
+        (state,) = json.loads(json.dumps(states))
+        allowed.set()
+        # Its engines would sample something else.
+        after = job(scorer, *["23"] * 10)
+        after.sampler.load_state_dict(state["sampler"])
+        after.rollouts.load(tmp_path, state)
+        assert last_two(after) == last_two(before)
+        assert after.engines.calls[0] == []
+
+
+def four_ahead(scorer, staleness, prompts, in_flight="recompute"):
+    ahead = ScheduleConfig(max_staleness=staleness, in_flight=in_flight)
+    return job_of(scorer, Answers(*["01"] * 10), prompts_per_step=prompts, schedule=ahead)
+
+
+@pytest.fixture
+def saved_four_ahead(scorer, tmp_path):
+    """State of a run of two prompts a step that trains on tokens of four versions ago."""
+    job = four_ahead(scorer, 4, 2)
+    for _ in range(4):
+        sample(job, Clock())
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 10)
+    return json.loads(json.dumps(job.rollouts.save(tmp_path)))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_schedule_that_would_train_on_older_tokens_than_it_allows_is_refused(
+    scorer, saved_four_ahead, tmp_path, is_old
+) -> None:
+    state, why = saved_four_ahead, r" \(schedule.max_staleness=2, was 4; loop.prompts_per_step=4, was 2 in the che.*\)"
+    if is_old:
+        del state["schedule"]["settings"]
+        why = ""
+    # There are slots for its ten draws.
+    again = four_ahead(scorer, 2, 4)
+    refused = rf"may be 4 versions old .*, and this run allows 2{why}: continue with schedule.max_staleness=4 or more"
+    with pytest.raises(UserError, match=refused):
+        again.rollouts.load(tmp_path, state)
+
+
+def test_what_a_checkpoint_of_another_schedule_has_carries_over_where_it_fits(
+    scorer, saved_four_ahead, tmp_path, capsys
+) -> None:
+    again = four_ahead(scorer, 4, 4, "wait")
+    again.sampler.load_state_dict(saved_four_ahead["sampler"])
+    again.rollouts.load(tmp_path, saved_four_ahead)
+    assert capsys.readouterr().out == (
+        "another schedule than that of the checkpoint (loop.prompts_per_step=4, was 2; schedule.in_flight=wait, was "
+        "recompute): the 10 groups that wait and the 0 that were being sampled carry over, and come first\n"
+    )
+    assert [[group.ordinal for group in sample(again, Clock()).groups] for _ in range(3)] == [
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [16, 17, 18, 19],
+    ]
