@@ -1,29 +1,29 @@
 """Every way to cut the models below, one of each kind, over at most eight processes, by Megatron's rules alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from converters.layouts.parallel_sizes import ParallelSizes
 
 PROCESSES = 8
-LAYERS, EXPERTS = (2, 4, 8), (4, 8)
-"""A model has the fewest of these layers and experts that a layout can cut evenly: the more, the longer it takes."""
-HEADS, KEY_VALUE_HEADS, EXPERT_WIDTH = 8, 4, 16
+FEWEST_LAYERS, MOST_LAYERS = 2, 14
+"""A model has a layer for each chunk of PP x VPP: with 14, two stages of up to seven chunks, and seven of two."""
+EXPERTS = (4, 6, 8, 10, 14)
+"""A model has the fewest of these that EP cuts evenly: the more, the longer it takes."""
+HEADS = (8, 6, 12, 10, 14)
+"""A model has the first of these that TP and ETP cut evenly, and TP its keys and values, too."""
+QUERIES = 2
+"""Heads that look at the same keys and values."""
 
 _SMALL: Mapping[str, Any] = {
-    "vocab_size": 63,  # no number of ranks divides it
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_VALUE_HEADS,
+    "vocab_size": 63,  # TP 2, 4, 5, 6 and 8 do not divide it
     "head_dim": 8,
     "max_position_embeddings": 256,
     "initializer_range": 0.15,
 }
 _ROUTED: Mapping[str, Any] = {
-    "moe_intermediate_size": EXPERT_WIDTH,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
     "n_group": 2,
@@ -42,10 +42,14 @@ class Kind:
     experts: str | None = "n_routed_experts"
     """The family's name for their number; None without any."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    queries: int = QUERIES
+    """Heads that look at the same keys and values."""
+    shared_prefixes: bool = False
+    """Layouts share the prefixes of their sequences, and are compared with one process that does not."""
 
 
-_MOE = {**_SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH, "norm_topk_prob": True}
-KINDS: Mapping[str, Kind] = {
+_MOE = {**_SMALL, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_PLAIN: Mapping[str, Kind] = {
     # Biases and an embedding that is the output layer, too.
     "dense": Kind("qwen2", {**_SMALL, "tie_word_embeddings": True}, experts=None),
     "MoE, alltoall": Kind("qwen3_moe", _MOE, "num_experts"),
@@ -55,7 +59,6 @@ KINDS: Mapping[str, Kind] = {
         {
             **_SMALL,
             **_ROUTED,
-            "num_key_value_heads": HEADS,
             "q_lora_rank": 20,
             "kv_lora_rank": 24,
             "qk_nope_head_dim": 8,
@@ -63,8 +66,15 @@ KINDS: Mapping[str, Kind] = {
             "v_head_dim": 12,
             "num_nextn_predict_layers": 0,
         },
+        queries=1,
     ),
     "MTP": Kind("glm4_moe", {**_SMALL, **_ROUTED, "num_nextn_predict_layers": 1, "attention_bias": True}),
+}
+KINDS: Mapping[str, Kind] = {
+    **_PLAIN,
+    "dense, shared": replace(_PLAIN["dense"], shared_prefixes=True),
+    "MoE, shared": replace(_PLAIN["MoE, alltoall"], shared_prefixes=True),
+    "MLA, shared": replace(_PLAIN["MLA"], shared_prefixes=True),
 }
 """The columns of the table."""
 
@@ -75,6 +85,20 @@ class Size:
 
     layers: int
     experts: int
+    heads: int
+
+    def fields(self, kind: Kind) -> dict[str, Any]:
+        """Fields of a model of `kind`, by HuggingFace's names: all that TP and ETP cut are multiples of the heads."""
+        found = {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads // kind.queries,
+            "hidden_size": 4 * self.heads,
+            "intermediate_size": 6 * self.heads,
+        }
+        if kind.experts:
+            found |= {kind.experts: self.experts, "moe_intermediate_size": 2 * self.heads}
+        return {**kind.fields, **found}
 
 
 @dataclass(frozen=True)
@@ -107,12 +131,12 @@ def name_of(sizes: ParallelSizes) -> str:
 def layouts(kind: Kind) -> Iterator[Layout]:
     """Every layout of `kind`, from one process to `PROCESSES`.
 
-    Attention is cut by TP x CP x DP x PP and experts by ETP x EP x (their DP) x PP, both over all processes. Heads and
-    experts are cut evenly, layers over all chunks.
+    Attention is cut by TP x CP x DP x PP and experts by ETP x EP x (their DP) x PP, both over all processes. CP leaves
+    no rank a whole prefix to share.
     """
     numbers = range(1, PROCESSES + 1)
     for world, tensor, context, pipeline in product(numbers, repeat=4):
-        if world % (tensor * context * pipeline) or HEADS % tensor:
+        if world % (tensor * context * pipeline) or (kind.shared_prefixes and context > 1):
             continue
         for chunks, (expert, expert_tensor) in product(_chunks(pipeline), _expert_sizes(kind, world // pipeline)):
             sizes = ParallelSizes(
@@ -124,17 +148,31 @@ def layouts(kind: Kind) -> Iterator[Layout]:
                 expert_model_parallel_size=expert,
                 expert_tensor_parallel_size=expert_tensor,
             )
-            yield Layout(sizes, Size(_fewest(LAYERS, pipeline * chunks), _fewest(EXPERTS, expert)))
+            yield Layout(sizes, _model_of(sizes))
 
 
-def _fewest(numbers: Sequence[int], parts: int) -> int:
-    return next(number for number in numbers if number % parts == 0)
+def _model_of(sizes: ParallelSizes) -> Size:
+    """The model that `sizes` cut."""
+    tensor = sizes.tensor_model_parallel_size
+    return Size(
+        max(FEWEST_LAYERS, sizes.pipeline_model_parallel_size * sizes.chunks),
+        next(number for number in EXPERTS if number % sizes.expert_model_parallel_size == 0),
+        next(
+            number
+            for number in HEADS
+            if number % tensor == number % sizes.expert_tensor_size == 0 and _cuts_keys(tensor, number // QUERIES)
+        ),
+    )
 
 
-def _chunks(pipeline: int) -> list[int]:
+def _cuts_keys(tensor: int, heads: int) -> bool:
+    """Whether each of `tensor` ranks can have as many heads of keys and values, or as many ranks the same one."""
+    return heads % tensor == 0 or tensor % heads == 0
+
+
+def _chunks(pipeline: int) -> range:
     """How many chunks each of `pipeline` stages can have."""
-    chunks = range(1, LAYERS[-1] // pipeline + 1 if pipeline > 1 else 2)
-    return [each for each in chunks if LAYERS[-1] % (pipeline * each) == 0]
+    return range(1, MOST_LAYERS // pipeline + 1 if pipeline > 1 else 2)
 
 
 def _expert_sizes(kind: Kind, ranks: int) -> list[tuple[int, int | None]]:
@@ -144,5 +182,5 @@ def _expert_sizes(kind: Kind, ranks: int) -> list[tuple[int, int | None]]:
     return [
         (expert, expert_tensor)
         for expert, expert_tensor in product(range(1, ranks + 1), repeat=2)
-        if ranks % (expert * expert_tensor) == 0 and EXPERTS[-1] % expert == 0 and EXPERT_WIDTH % expert_tensor == 0
+        if ranks % (expert * expert_tensor) == 0
     ]

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from batches import bare_batch, deal, with_fields
 from combinations import KINDS, Layout, Size
 from megatron.core import parallel_state
 from parallel_rank import share_of
-from reference import TEMPERATURE, Outcome, bare_batch, micro_batches, objective, open_model, options, with_fields
+from reference import TEMPERATURE, Outcome, objective, open_model, options
 from torch import Tensor
 
 from converters.layout import Placement
@@ -66,18 +67,18 @@ class Differences:
 
 
 def references(rank: int, sizes: ParallelSizes, folders: Mapping[ModelKey, Path]) -> dict[ModelKey, Reference]:
-    """The results of one process for each model."""
+    """The results of one process for each model, prefixes of sequences computed for each of them."""
     return {key: _reference(sizes, key, folder) for key, folder in folders.items()}
 
 
 def _reference(sizes: ParallelSizes, key: ModelKey, folder: Path) -> Reference:
     kind = KINDS[key.kind]
-    chosen = options(kind, sizes, distributed_optimizer=True)
-    model = open_model(kind, folder, 0, chosen)
-    cut = micro_batches(sizes, chosen.micro_batch_multiple, 0)
-    predictions = model.log_probs(bare_batch(), cut, temperature=TEMPERATURE)
+    chosen = options(kind, sizes, distributed_optimizer=True, shared_prefixes=False)
+    model, bare = open_model(kind, folder, 0, chosen), bare_batch(shared_prefixes=kind.shared_prefixes)
+    cut = deal(bare, sizes, chosen.micro_batch_multiple, shared_prefixes=False)[0]
+    predictions = model.log_probs(bare, cut, temperature=TEMPERATURE)
     assert predictions is not None
-    batch = with_fields(bare_batch(), predictions.log_probs)
+    batch = with_fields(bare, predictions.log_probs)
     placements = _placements(model, 0)
     gradients: dict[str, Tensor] = {}
 
@@ -141,9 +142,11 @@ def _compare(rank: int, layout: Layout, kind: str, reference: Reference) -> Diff
 def _differences(
     rank: int, layout: Layout, kind: str, reference: Reference, *, distributed_optimizer: bool
 ) -> Differences:
-    chosen = options(KINDS[kind], layout.sizes, distributed_optimizer=distributed_optimizer)
+    shared = KINDS[kind].shared_prefixes
+    chosen = options(KINDS[kind], layout.sizes, distributed_optimizer=distributed_optimizer, shared_prefixes=shared)
     model, expected = open_model(KINDS[kind], reference.folder, rank, chosen), reference.outcome
-    cut = micro_batches(layout.sizes, chosen.micro_batch_multiple, layout.sizes.data_parallel_rank(rank))
+    ranks = deal(reference.batch, layout.sizes, chosen.micro_batch_multiple, shared_prefixes=shared)
+    cut = ranks[layout.sizes.data_parallel_rank(rank)]
     off_predictions = [0.0]
     if not distributed_optimizer:
         found = model.log_probs(reference.batch, cut, temperature=TEMPERATURE)

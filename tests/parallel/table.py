@@ -10,7 +10,7 @@ from combinations import KINDS, PROCESSES, layouts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 TOLERANCE = 1e-5
-_NO_EXPERTS, _NOT_RUN = "", "not run"
+_NONE, _NOT_RUN = "", "not run"
 _NUMBER = re.compile(r"\d+e-?\d+")
 
 
@@ -30,12 +30,17 @@ def all_cells() -> Iterator[Cell]:
 
 
 def read(text: str) -> dict[Cell, float]:
-    """The figures of a page."""
-    found = {}
+    """The figures of a page, by the columns that its tables have."""
+    found: dict[Cell, float] = {}
+    columns: list[str] = []
     for line in text.splitlines():
         row, *values = [each.strip() for each in line.strip("|").split("|")]
-        if len(values) == len(KINDS):
-            found |= {Cell(row, kind): float(x) for kind, x in zip(KINDS, values, strict=True) if _NUMBER.fullmatch(x)}
+        if row == "layout":
+            columns = values
+        elif len(values) == len(columns):
+            found |= {
+                Cell(row, kind): float(x) for kind, x in zip(columns, values, strict=True) if _NUMBER.fullmatch(x)
+            }
     return found
 
 
@@ -71,7 +76,7 @@ def update(figures: Figures) -> None:
 
 def _shown(cell: Cell, has: set[Cell], figures: Figures) -> str:
     if cell not in has:
-        return _NO_EXPERTS
+        return _NONE
     return _rounded_up(figures[cell]) if cell in figures else _NOT_RUN
 
 
