@@ -9,7 +9,7 @@ from typing import Any, Self
 from converters.architectures import Lora
 from converters.errors import UserError
 from converters.number_formats import number_format
-from megarl.cluster.engine_handle import EngineHandle
+from megarl.cluster.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.engine_load import load_metrics, work_metrics
 from megarl.cluster.engine_starter import EngineStarter
 from megarl.cluster.engines import Engines, SharedByEngines
@@ -53,8 +53,8 @@ class EngineGroup(Engines):
         # First of all: it starts anew what it finds dead.
         self._router.close()
         if kind is None:
-            # One that is down, or just starting, has nothing that would not end with its process.
-            wait([process.begin("close") for handle in self.up for process in handle.processes])
+            # One that is down, dies now or is just starting has nothing that would not end with its process.
+            wait_for_living([process.begin("close") for handle in self.up for process in handle.processes])
         self.processes.kill()
 
     def nodes(self) -> list[str]:

@@ -152,6 +152,16 @@ class EngineHandle:
         self._state, self.version = "serving", version
 
 
+def wait_for_living(calls: Sequence[Call[Any]]) -> None:
+    """Wait for calls of engines, but not for those of one that dies. Raises what the others fail of."""
+    for call in calls:
+        try:
+            wait([call])
+        except WorkerFailed as failure:
+            if not is_death(failure):
+                raise
+
+
 def is_death(failure: WorkerFailed) -> bool:
     """Whether nothing more can be asked of an engine of which a call has failed so."""
     return isinstance(failure, WorkerGone) or isinstance(failure.error, EngineDiedError)

@@ -10,12 +10,12 @@ from itertools import count
 
 from converters.errors import UserError
 from megarl.cluster.asked import Asked, SoFar
-from megarl.cluster.engine_handle import EngineHandle, is_death
+from megarl.cluster.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.partials import Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
-from megarl.cluster.worker_group import Call, WorkerFailed, unfinished, wait
+from megarl.cluster.worker_group import Call, unfinished
 from megarl.data import Turn
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.protocol import Engine, Event, Progress, Request
@@ -126,13 +126,8 @@ class Router:
             for handle in handles:
                 handle.is_asleep = True
             submitted = [call for handle in handles for call in self._submitted.pop(handle, ())]
-        for call in submitted:
-            try:
-                wait([call])
-            except WorkerFailed as failure:
-                # What a dead one was asked for goes elsewhere.
-                if not is_death(failure):
-                    raise
+        # What a dead one was asked for goes elsewhere.
+        wait_for_living(submitted)
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:
         """Ask these again."""

@@ -23,8 +23,8 @@ TELLING = 888
 """One that begins with this token is a `Request`: the engine tells of some tokens and dies, or goes on behind those."""
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
-there: the first engine that comes by takes it away and ends; or stands still as a process, or in what it does. One
-called as below is the trainer's memory, beside which no engine may start."""
+there: the first engine that comes by takes it away and ends, at once or late; or stands still as a process, or in what
+it does. One called as below is the trainer's memory, beside which no engine may start."""
 TAKEN = "taken"
 
 
@@ -36,6 +36,11 @@ def leave_a_child():
         (folder / f"{child.pid}.pid").touch()
 
 
+def check_that_the_trainer_has_nothing():
+    """Where an engine takes its memory."""
+    assert not (Path(os.environ.get(SCRIPT, os.devnull)) / TAKEN).exists(), "the trainer has the memory"
+
+
 def pass_by(moment):
     """End here if the script says so."""
     for death in taken(moment):
@@ -44,6 +49,9 @@ def pass_by(moment):
             from megarl.rollout.protocol import EngineDiedError
 
             raise EngineDiedError("the echo died away")
+        if death.suffix == ".late":
+            # Time for the news to be heard.
+            time.sleep(0.5)
         if death.suffix == ".stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if death.suffix in (".stop", ".hang"):
@@ -72,7 +80,7 @@ class EchoEngine:
         self._away = set()
 
     def start(self):
-        assert not (Path(os.environ.get(SCRIPT, os.devnull)) / TAKEN).exists(), "the trainer has the memory"
+        check_that_the_trainer_has_nothing()
         pass_by("start")
         leave_a_child()
         if self._has_parts:

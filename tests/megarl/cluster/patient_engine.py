@@ -3,10 +3,12 @@
 It says of each token with which weights it was sampled: by the version, and by a log-prob that only these give.
 """
 
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
+from echo_engine import check_that_the_trainer_has_nothing, pass_by
 
 from megarl.data import Turn
 from megarl.rollout.protocol import Event, Progress
@@ -35,6 +37,8 @@ def is_due(request, version):
 
 
 class PatientEngine:
+    told = TOLD
+
     def __init__(self, model_path, arguments):
         self._version, self._asked = 0, SimpleQueue()
 
@@ -50,12 +54,12 @@ class PatientEngine:
     def submit(self, requests):
         # The weights of now, however long a busy machine takes to listen.
         for number, request in requests.items():
-            self._asked.put((number, request, self._version))
+            answer = self._ends if is_due(request, self._version) else self._progress
+            self._asked.put(partial(answer, number, request, self._version))
 
     def events(self):
-        while (asked := self._asked.get()) is not None:
-            _, request, version = asked
-            yield [self._ends(*asked) if is_due(request, version) else self._progress(*asked)]
+        while (answer := self._asked.get()) is not None:
+            yield [answer()]
 
     def begin_update(self, version, names):
         pass
@@ -68,17 +72,20 @@ class PatientEngine:
         self._asked.put(None)
 
     def _ends(self, number, request, version):
+        return self._event(number, request, version, None, "stop")
+
+    def _event(self, number, request, version, count, reason):
         turns = [
-            Turn.of(request.prompt_of(sample), new.tokens, new.log_probs, new.versions, "stop")
+            Turn.of(request.prompt_of(sample), new.tokens, new.log_probs, new.versions, reason)
             for sample in request.samples
-            for new in [self._new(request, sample, version, None)]
+            for new in [self._new(request, sample, version, count)]
         ]
         return Event(number, turns)
 
     def _progress(self, number, request, version):
-        news = [self._new(request, sample, version, TOLD) for sample in request.samples]
-        count = len(news)
-        whose = np.full(count, number, np.int32), np.array(request.samples, np.int32), np.full(count, TOLD, np.int32)
+        news = [self._new(request, sample, version, self.told) for sample in request.samples]
+        count, told = len(news), self.told
+        whose = np.full(count, number, np.int32), np.array(request.samples, np.int32), np.full(count, told, np.int32)
         return Progress(*whose, *(np.concatenate([getattr(new, name) for new in news]) for name in vars(news[0])))
 
     def _new(self, request, sample, version, count):
@@ -120,3 +127,48 @@ class LastingEngine(PatientEngine):
         due = [number for number, each in self._left.items() if is_due(each, version)]
         super().submit({number: self._left.pop(number) for number in due})
         return 0
+
+
+class NappingEngine(PatientEngine):
+    """One that sleeps in between, cut behind what it has told of, and dies where a script says so (`echo_engine`)."""
+
+    told = 2
+
+    def __init__(self, model_path, arguments):
+        super().__init__(model_path, arguments)
+        self._version, self._left = arguments["version"], {}
+
+    def start(self):
+        check_that_the_trainer_has_nothing()
+
+    def version(self):
+        pass_by("version")
+        return super().version()
+
+    def submit(self, requests):
+        self._left |= {number: each for number, each in requests.items() if not is_due(each, self._version)}
+        # It tells of those that go on before it ends one, and may die.
+        super().submit(dict(sorted(requests.items(), key=lambda each: is_due(each[1], self._version))))
+
+    def sleep(self):
+        for number, request in self._left.items():
+            self._asked.put(partial(self._event, number, request, self._version, self.told, "abort"))
+        self._left.clear()
+
+    def wake_up(self, parts):
+        pass
+
+    def reset_prefix_cache(self):
+        return 0
+
+    def commit_update(self, version, kv):
+        pass_by("commit_update")
+        return super().commit_update(version, kv)
+
+    def close(self):
+        pass_by("close")
+        super().close()
+
+    def _ends(self, number, request, version):
+        pass_by("generate")
+        return super()._ends(number, request, version)

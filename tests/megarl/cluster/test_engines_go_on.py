@@ -111,9 +111,9 @@ def heard(rollouts):
     }
 
 
-def rollouts_of(config, engines, scorer, sampler):
+def rollouts_of(config, engines, scorer, sampler, turns=None):
     prompts = [Prompt(index, "any", [index, 9], "truth", {}) for index in range(100)]
-    by = Served(engines, scorer, None, Turns(), make_tokenizer(), ())
+    by = Served(engines, scorer, None, turns or Turns(), make_tokenizer(), ())
     return Rollouts(config, prompts, sampler, Schedule(PROMPTS, STALENESS), by)
 
 
