@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from conversions import convert, make, random_numbers
 from distributed import tiny
 from safetensors.torch import save_file
 from small_configs import count_up, make_config
 
 from converters.architectures import Architecture, read_architecture
+from converters.layouts.megatron import ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,12 @@ def megatron(original: Path, tmp_path: Path) -> Path:
             else:
                 target.symlink_to(path)
     return folder
+
+
+@pytest.fixture(scope="session")
+def megatron_original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted checkpoint of two ranks, with its manifest."""
+    folder = tmp_path_factory.mktemp("megatron")
+    make(folder / "hf", "qwen3_tied", draw=random_numbers, copies=("lm_head.weight",))
+    convert(folder / "hf", folder / "megatron", ParallelSizes(world_size=2, tensor_model_parallel_size=2))
+    return folder / "megatron"
