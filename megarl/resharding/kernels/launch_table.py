@@ -31,8 +31,8 @@ class Kind(IntEnum):
     QUANTISED_FLOAT32 = auto()
 
 
-class Rule(IntEnum):
-    """How the kernel makes codes of all matrices of a launch."""
+class CodeFormat(IntEnum):
+    """The codes that the kernel makes of the matrices of a launch."""
 
     NONE = 0
     BLOCK_FP8 = auto()
@@ -41,13 +41,17 @@ class Rule(IntEnum):
 
 
 _COPIES = {1: Kind.COPY_1, 2: Kind.COPY_2, 4: Kind.COPY_4, 8: Kind.COPY_8}
-_RULES = {
-    FP8_BLOCK.name: Rule.BLOCK_FP8,
-    FP8_BLOCK_UE8M0.name: Rule.BLOCK_FP8,
-    MXFP8.name: Rule.MXFP8,
-    INT8_CHANNEL.name: Rule.INT8_CHANNEL,
+_CODE_FORMATS = {
+    FP8_BLOCK.name: CodeFormat.BLOCK_FP8,
+    FP8_BLOCK_UE8M0.name: CodeFormat.BLOCK_FP8,
+    MXFP8.name: CodeFormat.MXFP8,
+    INT8_CHANNEL.name: CodeFormat.INT8_CHANNEL,
 }
-_TILES = {Rule.BLOCK_FP8: (BLOCK, BLOCK), Rule.MXFP8: (BLOCK, BLOCK), Rule.INT8_CHANNEL: (SLAB_ROWS, WHOLE_ROW)}
+_TILES = {
+    CodeFormat.BLOCK_FP8: (BLOCK, BLOCK),
+    CodeFormat.MXFP8: (BLOCK, BLOCK),
+    CodeFormat.INT8_CHANNEL: (SLAB_ROWS, WHOLE_ROW),
+}
 """Rows and columns of a matrix on which one program works."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 
@@ -89,7 +93,7 @@ class LaunchTable:
     """The planes of a block on its device: one row for each, cut into tiles, of which a program works on one.
 
     A box has fewer than 2^31 elements. `conversions` are pairs, in the bucket and local, of types between which the
-    kernels do not convert, and `in_torch` are matrices that do not become codes by `rule`: torch does both, and a
+    kernels do not convert, and `in_torch` are matrices whose codes are not in `code_format`: torch does both, and a
     launch only counts them in the checksum.
     """
 
@@ -99,11 +103,15 @@ class LaunchTable:
         pairs = list(zip(packed, local, strict=True))
         self.conversions = [(there, here) for there, here in pairs if there.dtype != here.dtype]
         self._work = [work for there, here in pairs for work in _copies(there, here)]
-        self.rule = next(filter(None, map(_rule, quantised)), Rule.NONE)
-        self.in_torch = [each for each in quantised if _rule(each) != self.rule or not self.rule]
+        self.code_format = next(filter(None, map(_code_format, quantised)), CodeFormat.NONE)
+        self.in_torch = [each for each in quantised if _code_format(each) != self.code_format or not self.code_format]
         for each in self.in_torch:
             self._work += [*_copies(each.codes, each.codes), *_copies(each.scales, each.scales)]
-        self._work += [_quantised(each, self.rule) for each in quantised if self.rule and _rule(each) == self.rule]
+        self._work += [
+            _quantised(each, self.code_format)
+            for each in quantised
+            if self.code_format and _code_format(each) == self.code_format
+        ]
         counts = torch.tensor([work.tiles for work in self._work], dtype=torch.int64)
         self._first = (counts.cumsum(0) - counts).tolist()
         self.tiles = int(counts.sum())
@@ -120,9 +128,9 @@ class LaunchTable:
         return quantised
 
 
-def _rule(matrix: Quantised) -> Rule:
+def _code_format(matrix: Quantised) -> CodeFormat:
     known = matrix.local.dtype in _QUANTISED
-    return _RULES.get(matrix.number_format.name, Rule.NONE) if known else Rule.NONE
+    return _CODE_FORMATS.get(matrix.number_format.name, CodeFormat.NONE) if known else CodeFormat.NONE
 
 
 def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
@@ -134,11 +142,11 @@ def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
         yield _Work(_COPIES[cut.unit_bytes], cut, -(-cut.rows * cut.columns // COPY_UNITS))
 
 
-def _quantised(each: Quantised, rule: Rule) -> _Work:
+def _quantised(each: Quantised, code_format: CodeFormat) -> _Work:
     (rows, columns), (row_stride, column_stride) = each.local.shape, each.local.stride()
     size = each.local.element_size()
     plane = Plane(each.local.data_ptr(), each.codes.data_ptr(), rows, columns, row_stride, column_stride, size)
-    tiles = math.prod(-(-length // step) for length, step in zip((rows, columns), _TILES[rule], strict=True))
+    tiles = math.prod(-(-length // step) for length, step in zip((rows, columns), _TILES[code_format], strict=True))
     return _Work(_QUANTISED[each.local.dtype], plane, tiles, each)
 
 

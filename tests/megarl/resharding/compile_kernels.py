@@ -1,4 +1,4 @@
-"""Compiles the kernel for a GPU, which needs none, and prints the PTX of packing and of unpacking by each rule.
+"""Compiles the kernel for a GPU, which needs none, and prints the PTX of packing and unpacking in each format of codes.
 
 In a process of its own: at the end of one that has compiled, Triton complains about itself.
 """
@@ -7,15 +7,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.resharding.kernels.launch_table import Rule
+from megarl.resharding.kernels.launch_table import CodeFormat
 from megarl.resharding.kernels.on_gpu.move import move
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 SIGNATURE = dict(zip(move.arg_names, ("*i64", "*i32", "*i64", "constexpr", "constexpr", "constexpr"), strict=True))
 
-for rule in Rule:
+for code_format in CodeFormat:
     for to_bucket in (True, False):
-        constants = {(3,): int(rule), (4,): to_bucket, (5,): True}
+        constants = {(3,): int(code_format), (4,): to_bucket, (5,): True}
         source = ASTSource(move, SIGNATURE, constexprs=constants, attrs={})
         print(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])

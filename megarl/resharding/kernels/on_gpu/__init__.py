@@ -41,7 +41,7 @@ def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     results = torch.zeros(SUMS + 1, dtype=torch.int64, device=block.memory.device)
     if table.tiles:
         grid = (table.tiles,)
-        constants = (int(table.rule), to_bucket, before is not None)
+        constants = (int(table.code_format), to_bucket, before is not None)
         move[grid](table.rows, table.row_of_tile, results, *constants, num_warps=8, enable_fp_fusion=False)
     if before is None and not block.quantised:
         return None

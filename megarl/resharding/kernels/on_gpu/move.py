@@ -7,7 +7,7 @@ interpreter, and no NaN changes on its way.
 import triton
 import triton.language as tl
 
-from megarl.resharding.kernels.launch_table import COPY_UNITS, Kind, Rule
+from megarl.resharding.kernels.launch_table import COPY_UNITS, CodeFormat, Kind
 from megarl.resharding.kernels.on_gpu import block_fp8, int8_channel, mxfp8
 from megarl.resharding.kernels.on_gpu.tiles import (
     COLUMNS,
@@ -31,18 +31,18 @@ _COPY_4 = tl.constexpr(int(Kind.COPY_4))
 _COPY_8 = tl.constexpr(int(Kind.COPY_8))
 _BFLOAT16 = tl.constexpr(int(Kind.QUANTISED_BFLOAT16))
 _FLOAT32 = tl.constexpr(int(Kind.QUANTISED_FLOAT32))
-_BLOCK_FP8 = tl.constexpr(int(Rule.BLOCK_FP8))
-_MXFP8 = tl.constexpr(int(Rule.MXFP8))
-_INT8 = tl.constexpr(int(Rule.INT8_CHANNEL))
+_BLOCK_FP8 = tl.constexpr(int(CodeFormat.BLOCK_FP8))
+_MXFP8 = tl.constexpr(int(CodeFormat.MXFP8))
+_INT8 = tl.constexpr(int(CodeFormat.INT8_CHANNEL))
 _SUMS = tl.constexpr(SUMS)
 _COPY_UNITS = tl.constexpr(COPY_UNITS)
 
 
 @triton.jit
-def move(table, row_of_tile, results, RULE: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
+def move(table, row_of_tile, results, CODE_FORMAT: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     """Move one tile. `results` are zeros: sums of the checksum, then tiles from the first that failed to the end.
 
-    Compiled for each rule, so that a program has the registers of its own alone.
+    Compiled for each format of codes, so that a program has the registers of its own alone.
     """
     tile = tl.program_id(0)
     row = table + tl.load(row_of_tile + tile) * ROW
@@ -59,9 +59,9 @@ def move(table, row_of_tile, results, RULE: tl.constexpr, TO_BUCKET: tl.constexp
     elif kind == _COPY_1:
         total = _copy(row, inner, tl.int8, 1, TO_BUCKET, WITH_CHECKSUM)
     elif kind == _BFLOAT16:
-        total, bad = _quantised(row, inner, tl.bfloat16, RULE, TO_BUCKET, WITH_CHECKSUM)
+        total, bad = _quantised(row, inner, tl.bfloat16, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
     elif kind == _FLOAT32:
-        total, bad = _quantised(row, inner, tl.float32, RULE, TO_BUCKET, WITH_CHECKSUM)
+        total, bad = _quantised(row, inner, tl.float32, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
     if WITH_CHECKSUM:
         tl.atomic_add(results + tile % _SUMS, total, sem="relaxed")
     if bad:
@@ -86,21 +86,21 @@ def _copy(row, tile, UNIT: tl.constexpr, BYTES: tl.constexpr, TO_BUCKET: tl.cons
 
 @triton.jit
 def _quantised(
-    row, tile, LOCAL: tl.constexpr, RULE: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr
+    row, tile, LOCAL: tl.constexpr, CODE_FORMAT: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr
 ):
     total = tl.full((), 0, tl.int64)
     bad = tl.full((), 0, tl.int32)
-    if RULE == _BLOCK_FP8:
+    if CODE_FORMAT == _BLOCK_FP8:
         if TO_BUCKET:
             total, bad = block_fp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
         else:
             total, bad = block_fp8.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
-    elif RULE == _MXFP8:
+    elif CODE_FORMAT == _MXFP8:
         if TO_BUCKET:
             total, bad = mxfp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
         else:
             total, bad = mxfp8.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
-    elif RULE == _INT8:
+    elif CODE_FORMAT == _INT8:
         if TO_BUCKET:
             total, bad = int8_channel.quantise(row, tile, LOCAL, WITH_CHECKSUM)
         else:
