@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import breaking_points
 import pytest
 import ray
 import torch
-import transfer_ranks
-from transfer_ranks import break_at
+from breaking_points import break_at
 
 from converters.architectures import read_architecture
 from converters.cost import formats, traffic
@@ -101,7 +101,7 @@ def weights_of(job):
 
 def run_in(group, worker, function, *arguments):
     """Run a function in the process of a worker, whose program does not know."""
-    for module in (transfer_ranks, sys.modules[__name__]):
+    for module in (breaking_points, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)
     ray.get(group.workers[worker].actor.__ray_call__.remote(lambda _: function(*arguments)))
 

@@ -1,7 +1,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from transfer_ranks import Stage, start_fork_server
+from transfer_ranks import start_fork_server
+from transfer_stages import Stage
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_configs import make_config
-from transfer_ranks import STEP, Scene, failures
+from transfer_scenes import STEP, Scene
+from transfer_stages import failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.resharding.alignment import aligned

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from small_configs import make_config
-from transfer_ranks import LOOPBACK, STEP, shard_of
+from transfer_scenes import LOOPBACK, STEP, shard_of
 
 from converters.architectures import read_architecture
 from converters.boxes import Box

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from test_relays import TWO_ENGINES, messages_of
-from transfer_ranks import failures
+from transfer_stages import failures
 
 from converters.topology import Topology
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_configs import make_config
-from transfer_ranks import STEP, Scene
+from transfer_scenes import STEP, Scene
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from small_configs import make_config
-from transfer_ranks import LOOPBACK, DestinationRank, Scene, SourceRank
+from transfer_ranks import DestinationRank, SourceRank
+from transfer_scenes import LOOPBACK, Scene
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from small_configs import make_config
-from transfer_ranks import NO_END, Scene, failures
+from transfer_scenes import Scene
+from transfer_stages import NO_END, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from small_configs import make_config
-from transfer_ranks import STEP, Scene, failures
+from transfer_scenes import STEP, Scene
+from transfer_stages import failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 from small_configs import make_config
-from transfer_ranks import DestinationRank, Scene, SourceRank
+from transfer_ranks import DestinationRank, SourceRank
+from transfer_scenes import Scene
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from small_configs import make_config
-from transfer_ranks import LOOPBACK, Scene, shard_of
+from transfer_scenes import LOOPBACK, Scene, shard_of
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import LoadTrace

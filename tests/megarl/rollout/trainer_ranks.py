@@ -5,7 +5,8 @@ import secrets
 from multiprocessing.managers import BaseManager
 
 import torch
-from transfer_ranks import LOOPBACK, break_at
+from breaking_points import break_at
+from transfer_scenes import LOOPBACK
 
 from converters.architectures import read_architecture
 from converters.copying import read_into
