@@ -17,6 +17,7 @@ from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts, Start
 from megarl.cluster.router import Router
 from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait
+from megarl.process.profiler import TimelineEvent
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine
 from megarl.schema import RolloutConfig
@@ -109,6 +110,20 @@ class EngineGroup(Engines):
         """Count what the engines hold, from now on, where there is no GPU to do it."""
         self._starter.memory = memory
         self._tell(Engine.count_memory, memory)
+
+    def start_profiler(self) -> None:
+        """Begin to record what all processes of the engines do."""
+        self._results([(each, process.begin_start_profiler()) for each in self.up for process in each.processes])
+        self._tell(Engine.start_profiler)
+
+    def stop_profiler(self) -> dict[str, list[TimelineEvent]]:
+        """End that: the events of each process, by its name; an engine that has died has none."""
+        calls = [(each, process.begin_stop_profiler()) for each in self.up for process in each.processes]
+        found = {process.log.stem: events for process, events in self._results(calls)}
+        stopping = [(each, each.begin(Engine.stop_profiler)) for each in self.up]
+        for process, started in self._results(stopping):
+            found |= {f"{process.log.stem} {name}": events for name, events in started.items()}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the engines in a checkpoint: their restarts."""

@@ -272,10 +272,14 @@ class Engines:
 
     def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of these; the results of those that do not die."""
-        calls, results = [(handle, handle.begin(method, *arguments)) for handle in handles], list[R]()
+        return [result for _, result in self._results([(each, each.begin(method, *arguments)) for each in handles])]
+
+    def _results(self, calls: Sequence[tuple[EngineHandle, Call[R]]]) -> list[tuple[Worker, R]]:
+        """Wait for calls of processes of engines; the results of those that do not die."""
+        results = list[tuple[Worker, R]]()
         for handle, call in calls:
             try:
-                results += wait([call])
+                results += ((call.worker, result) for result in wait([call]))
             except WorkerFailed:
                 if handle.is_up:
                     raise

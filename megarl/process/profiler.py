@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext import device
 
-Event = dict[str, Any]
+TimelineEvent = dict[str, Any]
 """An event as Chrome's trace format has it: microseconds since 1970, in `ts`, and their number, in `dur`."""
 
 SHORTEST_OPERATION_US = 50.0
@@ -48,7 +48,7 @@ class Profiler:
         """Begin to record."""
         self._profile.start()
 
-    def stop(self) -> list[Event]:
+    def stop(self) -> list[TimelineEvent]:
         """End the recording: its events."""
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,12 @@ class Profiler:
             return list(_events(json.loads(path.read_text())))
 
 
-def _events(trace: Mapping[str, Any]) -> Iterator[Event]:
+def by_worker(found: Sequence[list[TimelineEvent] | None]) -> dict[str, list[TimelineEvent]]:
+    """The events of an engine's workers, in their order, by a name; without workers that recorded nothing."""
+    return {f"worker {number}": events for number, events in enumerate(found) if events is not None}
+
+
+def _events(trace: Mapping[str, Any]) -> Iterator[TimelineEvent]:
     since_1970_us = trace["baseTimeNanoseconds"] / 1000
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and _is_kept(event):
@@ -67,7 +72,7 @@ def _events(trace: Mapping[str, Any]) -> Iterator[Event]:
             yield {**kept, "ts": since_1970_us + event["ts"], "args": found}
 
 
-def _is_kept(event: Event) -> bool:
+def _is_kept(event: TimelineEvent) -> bool:
     return event.get("cat") in _ALWAYS_KEPT or (
         event.get("cat") in ("cpu_op", "cuda_runtime") and event["dur"] >= SHORTEST_OPERATION_US
     )

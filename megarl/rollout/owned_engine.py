@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from converters.errors import UserError
 from megarl.data import Turn
+from megarl.process.profiler import TimelineEvent
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.load import Loads
 from megarl.rollout.protocol import (
@@ -223,6 +224,13 @@ class OwnedEngine(ABC):
         self._update = None
         self._release()
         return 0 if kv == "keep" else tokens_of(self._samples())
+
+    def start_profiler(self) -> None:  # noqa: B027 - most compute in this process
+        """See `Recorded.start_profiler`."""
+
+    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+        """See `Recorded.stop_profiler`."""
+        return {}
 
     # The methods below, too, run in the owner thread.
 

@@ -11,6 +11,7 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
 from megarl.data.trajectory import FloatArray, IntArray
+from megarl.process.profiler import TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
 from megatron_ext.device_memory import CountedMemory
@@ -268,6 +269,16 @@ class Sleeper(Protocol):
         """Count what it holds, from now on, where there is no GPU to do it. Raises as `wake_up`."""
 
 
+class Recorded(Protocol):
+    """An inference engine as one whose work is in a timeline: as far as other processes do it than its own."""
+
+    def start_profiler(self) -> None:
+        """Begin to record what each process does that it has started."""
+
+    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+        """End that: the events of each, by its name; nothing of a process that has begun since then."""
+
+
 class EnginePart(Protocol):
     """The process of an engine on another machine than its first: nobody calls it but to start and to end it."""
 
@@ -278,5 +289,5 @@ class EnginePart(Protocol):
         """End its workers."""
 
 
-class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Protocol):
+class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Recorded, Protocol):
     """An inference engine in this process. Every method may be called from any thread."""

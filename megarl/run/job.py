@@ -176,7 +176,8 @@ def open_job(start: Start) -> Iterator[Job]:
             timeline=Timeline(
                 config.tracking.profile,
                 Path(config.output_dir),
-                [worker for group in (trainer, *auxiliary.groups, engines.processes) for worker in group.workers],
+                [worker for group in (trainer, *auxiliary.groups) for worker in group.workers],
+                engines,
                 scorer,
             ),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),

@@ -130,7 +130,7 @@ def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
         trainer = processes.trainer(start.options)
         position = Position(start.step, start.has_learned_enough)
         throughput = processes.throughput(trainer, "reference", "update", "evaluate")
-        timeline = Timeline(start.config.tracking.profile, Path(start.config.output_dir), trainer.workers, None)
+        timeline = Timeline(start.config.tracking.profile, Path(start.config.output_dir), trainer.workers, None, None)
         with Checkpoints(start.config, start.command, {"": trainer}) as checkpoints:
             yield Training(start, processes, trainer, tracker, position, throughput, timeline, checkpoints)
 

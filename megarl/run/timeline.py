@@ -7,17 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from converters.durable import complete
+from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.worker_group import Worker, wait
 from megarl.output.places import PROFILES
-from megarl.process.profiler import Event, Profiler
+from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.rewards.scorer import Scorer
 
 
 class Timeline:
     """Writes what all processes do in the step that `tracking.profile` names."""
 
-    def __init__(self, step: int | None, output_dir: Path, workers: Sequence[Worker], scorer: Scorer | None) -> None:
-        self._step, self._folder, self._workers, self._scorer = step, output_dir / PROFILES, workers, scorer
+    def __init__(
+        self,
+        step: int | None,
+        output_dir: Path,
+        workers: Sequence[Worker],
+        engines: EngineGroup | None,
+        scorer: Scorer | None,
+    ) -> None:
+        """`workers` are the processes that are neither engines nor reward workers."""
+        self._step, self._folder = step, output_dir / PROFILES
+        self._workers, self._engines, self._scorer = workers, engines, scorer
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
@@ -27,6 +37,8 @@ class Timeline:
             return
         controller = Profiler()
         wait([worker.begin_start_profiler() for worker in self._workers])
+        if self._engines:
+            self._engines.start_profiler()
         if self._scorer:
             self._scorer.start_noting()
         controller.start()
@@ -34,11 +46,13 @@ class Timeline:
         found = {"controller": controller.stop()}
         events = wait([worker.begin_stop_profiler() for worker in self._workers])
         found |= {worker.log.stem: of_worker for worker, of_worker in zip(self._workers, events, strict=True)}
+        if self._engines:
+            found |= self._engines.stop_profiler()
         if self._scorer:
             found["reward workers"] = _rewards(self._scorer)
         self._write(found)
 
-    def _write(self, found: Mapping[str, Sequence[Event]]) -> None:
+    def _write(self, found: Mapping[str, Sequence[TimelineEvent]]) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step_{self._step}.json"
         partial = path.with_suffix(".part")
@@ -47,7 +61,7 @@ class Timeline:
         print(f"the timeline of step {self._step} is in {path}: open it at ui.perfetto.dev", flush=True)
 
 
-def _of_processes(found: Mapping[str, Sequence[Event]]) -> Iterator[dict[str, Any]]:
+def _of_processes(found: Mapping[str, Sequence[TimelineEvent]]) -> Iterator[dict[str, Any]]:
     """The events of each process, by its name, beginning at 0."""
     begin = min((event["ts"] for events in found.values() for event in events), default=0.0)
     for number, (name, events) in enumerate(found.items()):
@@ -56,7 +70,7 @@ def _of_processes(found: Mapping[str, Sequence[Event]]) -> Iterator[dict[str, An
         yield from ({**event, "pid": number, "ts": event["ts"] - begin} for event in events)
 
 
-def _rewards(scorer: Scorer) -> list[Event]:
+def _rewards(scorer: Scorer) -> list[TimelineEvent]:
     return [
         {
             "name": "score",

@@ -87,7 +87,7 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
     )
     start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
     trainer, position = FakeTrainer(start.step), Position(start.step, is_enough=False)
-    throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None)
+    throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None, None)
     checkpoints = Checkpoints(config, "spin", {"": trainer})
     return Training(start, SimpleNamespace(), trainer, Log(), position, throughput, timeline, checkpoints)
 

@@ -16,6 +16,7 @@ import torch
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
+from megarl.process.profiler import TimelineEvent, by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
@@ -149,6 +150,20 @@ class SglangEngine(OwnedEngine):
     def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
         """See `WeightTarget.call_receivers`."""
         return self._receivers(method, *arguments)
+
+    @by_owner
+    def start_profiler(self) -> None:
+        """See `Recorded.start_profiler`."""
+        from megarl.rollout.sglang import worker
+
+        self._workers(worker.start_profiler)
+
+    @by_owner
+    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+        """See `Recorded.stop_profiler`."""
+        from megarl.rollout.sglang import worker
+
+        return by_worker(self._workers(worker.stop_profiler))
 
     # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
@@ -43,6 +44,7 @@ class _Worker:
         self.segments: list[Tensor] = []
         self.taken: dict[str, bool] = {}
         """Name of a tensor -> whether the loader puts it anywhere."""
+        self.profiler: Profiler | None = None
 
 
 def answer(runner: Any) -> None:
@@ -91,6 +93,18 @@ def call_receiver(worker: _Worker, method: Callable[..., Any], *arguments: Any) 
 def count_memory(worker: _Worker, memory: CountedMemory) -> None:
     """Count what this worker holds, where there is no GPU to do it."""
     cpu.memory_of(worker.runner).count_in(memory)
+
+
+def start_profiler(worker: _Worker) -> None:
+    """Begin to record what the process of this worker does."""
+    worker.profiler = Profiler()
+    worker.profiler.start()
+
+
+def stop_profiler(worker: _Worker) -> list[TimelineEvent] | None:
+    """End that: the events; None where it was not begun."""
+    profiler, worker.profiler = worker.profiler, None
+    return None if profiler is None else profiler.stop()
 
 
 def sleep(worker: _Worker) -> None:

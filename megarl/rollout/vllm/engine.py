@@ -1,5 +1,6 @@
 """vLLM as an engine: its core behind the three protocols of an engine."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +12,7 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.data import Turn
 from megarl.process.loading import load
+from megarl.process.profiler import TimelineEvent, by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
@@ -107,6 +109,16 @@ class VllmEngine(OwnedEngine):
     def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
         """See `WeightTarget.call_receivers`."""
         return self._receivers(method, *arguments)
+
+    @by_owner
+    def start_profiler(self) -> None:
+        """See `Recorded.start_profiler`."""
+        self._workers("start_profiler", os.getpid())
+
+    @by_owner
+    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+        """See `Recorded.stop_profiler`."""
+        return by_worker(self._workers("stop_profiler"))
 
     # The methods below, too, run in the owner thread.
 

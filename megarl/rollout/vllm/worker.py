@@ -4,6 +4,7 @@ vLLM imports the module of its argument `worker_extension_cls` in every worker b
 is the only hook at that moment, so here, and nowhere else, importing has effects.
 """
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
+from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import (
     adapter_slot,
@@ -69,6 +71,7 @@ class WorkerExtension:
 
     _receiver: WeightReceiver | None = None
     _recorder: cpu_routed_experts.Recorder
+    _profiler: Profiler | None = None
 
     def begin_weight_update(self) -> None:
         """Begin an update of all that is loaded."""
@@ -118,6 +121,17 @@ class WorkerExtension:
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what this worker holds, where there is no GPU to do it."""
         cpu.memory_of(self).count_in(memory)
+
+    def start_profiler(self, engine_process: int) -> None:
+        """Begin to record what this process does, unless it is the engine's own, of which all is recorded."""
+        if self.part() or os.getpid() != engine_process:
+            self._profiler = Profiler()
+            self._profiler.start()
+
+    def stop_profiler(self) -> list[TimelineEvent] | None:
+        """End that: the events; None where it was not begun."""
+        profiler, self._profiler = self._profiler, None
+        return None if profiler is None else profiler.stop()
 
     def record_routed_experts(self) -> None:
         """Take down which experts tokens go to, where vLLM does not."""

@@ -94,6 +94,12 @@ class EchoEngine:
     def worker_parts(self):
         return [0, 0]
 
+    def start_profiler(self):
+        self._recorded = {"worker 0": [{"name": "echo"}]}
+
+    def stop_profiler(self):
+        return self._recorded
+
     def load(self):
         return SimpleNamespace(running=1.5, waiting=3, kv_used=None, preempted=40)
 

@@ -103,6 +103,7 @@ def live_and_lose_one(engines):
     check_that_an_answer_nobody_waits_for_is_no_load(engines)
     check_that_engines_have_taken_in_all_that_they_were_asked_for_when_they_sleep(engines)
     check_that_many_answers_are_heard_together(engines)
+    check_that_all_their_processes_are_recorded(engines)
     lose_the_first(engines)
 
 
@@ -199,6 +200,13 @@ def check_that_many_answers_are_heard_together(engines):
         answers = engines.generate([request(prompt) for prompt in range(600)])
     assert [turn.token_ids[0] for (turn,) in answers] == list(range(600))
     assert listened.call_count < 100
+
+
+def check_that_all_their_processes_are_recorded(engines):
+    engines.start_profiler()
+    recorded = engines.stop_profiler()
+    assert list(recorded) == ["engine_0", "engine_1", "engine_0 worker 0", "engine_1 worker 0"]
+    assert recorded["engine_1 worker 0"] == [{"name": "echo"}]
 
 
 def lose_the_first(engines):

@@ -121,6 +121,22 @@ class Served:
         return self.engine.generate([Request(prompt, GREEDY)])[0][0]
 
 
+def check_that_messages_are_recorded(trainer, engine, workers):
+    """Look that a timeline has what every worker of an engine, a process of its own, does in a refit."""
+    engine.start_profiler()
+    trainer.update(engine.version() + 1)
+    recorded = engine.stop_profiler()
+    assert list(recorded) == [f"worker {number}" for number in range(workers)]
+    for number, events in enumerate(recorded.values()):
+        written = [each for each in events if each["name"] == "write a message"]
+        incoming = trainer.spec.incoming(number)
+        expected = [*incoming.direct.values(), *incoming.relays_in.values()]
+        assert len(written) == sum(map(len, expected)) > 1
+        assert {each["cat"] for each in written} == {"user_annotation"}
+    # The next time nothing of it is told again, and nothing of who was not asked to record.
+    assert engine.stop_profiler() == {}
+
+
 def check_that_changes_are_served(trainer, served, assert_greedy):
     """Look that an engine serves what came whole, as changes, and by its loader; the trainer keeps the second model."""
     folders, moved = served.folders, []

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import sglang_stand_in
 import torch
-from engine_host import END_ID, PROMPTS, Served, Weights
+from engine_host import END_ID, PROMPTS, Served, Weights, check_that_messages_are_recorded
 from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
 
@@ -91,6 +91,14 @@ def engine(request):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_server_keeps_the_rules(engine, rule):
     RULES[rule](engine)
+
+
+@pytest.mark.parametrize("engine", SERVERS, indirect=True)
+def test_messages_of_a_refit_are_in_what_its_worker_recorded(engine, folders, make_trainer):
+    trainer = make_trainer(engine, folders[0])
+    trainer.connect()
+    trainer.load(folders[0])
+    check_that_messages_are_recorded(trainer, engine, workers=1)
 
 
 def test_a_scheduler_that_stands_still_gives_no_sign_of_life(served, pool):

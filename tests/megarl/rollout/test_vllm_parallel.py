@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from engine_host import GREEDY, PROMPTS, Served
+from engine_host import GREEDY, PROMPTS, Served, check_that_messages_are_recorded
 from eventually import eventually, has_ended
 from traced_layouts import different
 
@@ -55,7 +55,7 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     trainer.load(folders[1])
     assert trainer.compare(2) == set()
     trainer.load(folders[0])
-    trainer.update(2)
+    check_that_messages_are_recorded(trainer, served.engine, workers=2)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_that_it_listens_here_alone(engines)
@@ -193,7 +193,7 @@ def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert
     engine.generate([Request(BLOCK, GREEDY)])
     engine.pause("keep")
     trainer.load(folders[1])
-    trainer.update(2)
+    check_that_messages_are_recorded(trainer, engine, workers=2)
     assert not generating.done()
     engine.resume()
     check_greedy(engine, [Request(BLOCK, GREEDY)], folders[1], 2, assert_greedy)

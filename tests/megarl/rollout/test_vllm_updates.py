@@ -153,3 +153,8 @@ def test_closing_ends_every_call(host, fresh, half_generated):
     with pytest.raises(EngineDiedError, match="closed"):
         fresh.engine.version()
     fresh.engine.close()
+
+
+def test_workers_that_are_other_processes_than_their_engine_are_recorded(served, kind):
+    served.engine.start_profiler()
+    assert list(served.engine.stop_profiler()) == (["worker 0"] if kind == "sglang" else [])
