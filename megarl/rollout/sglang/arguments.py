@@ -8,7 +8,7 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.sglang import cpu
-from megarl.rollout.sglang.kind import OVERRIDES, SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, OVERRIDES, SGLANG, VERSIONS
 from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -75,7 +75,8 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
     if given.get("context_length"):
         given = {**given, "context_length": given["context_length"] + SPARE_TOKENS}
-    version = "-1" if given.get("load_format") == "dummy" else "0"
+    # An empty slot is no version of the weights either.
+    version = "-1" if given.get(ADAPTER_SLOT) or given.get("load_format") == "dummy" else "0"
     return {
         **_DEFAULTS,
         # SGLang's own choice for a model in fp32 is a half-precision type.
@@ -83,13 +84,23 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
         # For top-p without top-k, whose log-probs come with the tokens that are kept.
         "sampling_mask_max_tokens": hf_config["vocab_size"],
         **on_device,
-        **given,
+        **{name: value for name, value in given.items() if name != LORA_ALPHA},
         **required,
         "weight_version": version,
     }
 
 
+def adapter_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter_config.json of the adapter that comes into the slot of an engine with the arguments `given`."""
+    return {
+        "peft_type": "LORA",
+        "r": given["max_lora_rank"],
+        "lora_alpha": given[LORA_ALPHA],
+        "target_modules": given["lora_target_modules"],
+    }
+
+
 def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without what megarl gives itself, and nobody may: a number format."""
-    is_own = NUMBER_FORMAT in (given.get(OVERRIDES) or "")
-    return {name: value for name, value in given.items() if not (is_own and name == OVERRIDES)}
+    """`given` without what megarl gives itself, and nobody may: a number format, a slot."""
+    own = {ADAPTER_SLOT, *([OVERRIDES] if NUMBER_FORMAT in (given.get(OVERRIDES) or "") else [])}
+    return {name: value for name, value in given.items() if name not in own}

@@ -8,11 +8,12 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megarl.rollout.worker_memory import WorkerMemory
 
@@ -36,6 +37,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "disable_overlap_schedule": True,
+    # Adapters, where there is a slot for one; the others compute in Triton.
+    "lora_backend": "torch_native",
 }
 """Defaults of SGLang's ServerArgs on a CPU."""
 
@@ -105,6 +108,8 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_HOST_MEMORY}._cuda_host_register", leave_memory_unpinned, HookType.REPLACE)
+    for function in ("lora_manager.LoRAManager.init_state", f"{_ADAPTERS_IN_TORCH}.prepare_lora_batch"):
+        HookRegistry.register(f"sglang.srt.lora.{function}", pin_nothing, HookType.AROUND)
 
 
 def leave_memory_unpinned(*_: Any, **__: Any) -> None:
@@ -112,6 +117,25 @@ def leave_memory_unpinned(*_: Any, **__: Any) -> None:
 
     SGLang keeps routed experts in memory that it pins by CUDA, on a CPU too, and a torch without CUDA raises.
     """
+
+
+def pin_nothing(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Leave the memory of what is made for adapters unpinned: SGLang pins it on every device, and torch raises."""
+    with _Unpinned():
+        return original(*arguments, **named)
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def memory_of(runner: Any) -> WorkerMemory:
@@ -125,6 +149,7 @@ def memory_of(runner: Any) -> WorkerMemory:
     return runner.megarl_memory
 
 
+_ADAPTERS_IN_TORCH = "backend.torch_backend.TorchNativeLoRABackend"
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _MASK = 0xFFFFFFFF
 

@@ -23,12 +23,13 @@ from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
 from megarl.rollout.request_in_flight import Listener
 from megarl.rollout.returned_experts import ReturnedExperts
+from megarl.rollout.sglang.arguments import adapter_config
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import ServerGoneError
 from megarl.rollout.sglang.in_flight import InFlight
-from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.kind import ADAPTER_SLOT, SGLANG
 from megarl.rollout.sglang.process import Server
-from megarl.rollout.sglang.samples import Limits
+from megarl.rollout.sglang.samples import ADAPTER, Limits
 from megarl.rollout.worker_memory import require
 from megatron_ext import device
 from megatron_ext.device_memory import CountedMemory
@@ -37,6 +38,8 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 _NOTHING = base64.b64encode(pickle.dumps([])).decode()
 """An update without tensors, as the server reads it."""
+_NO_ADAPTER = base64.b64encode(pickle.dumps({})).decode()
+"""An adapter of zeros, as the server reads it."""
 _RETURNS_EXPERTS = "enable_return_routed_experts"
 _POLL_S = 0.1
 _ABORT_S = 10.0
@@ -60,6 +63,7 @@ class SglangEngine(OwnedEngine):
         self._held: Literal["in_place", "retract"] | None = None
         self._in_session = False
         """Whether the server expects weights."""
+        self._has_slot = bool(self._engine_args.get(ADAPTER_SLOT))
         self._is_ending = False
 
     @by_owner
@@ -68,12 +72,14 @@ class SglangEngine(OwnedEngine):
         self._server = Server(self._model_path, self._engine_args)
         try:
             about = self._server.start()
+            if self._has_slot:
+                self._take_slot()
         except BaseException:
             self._end_server()
             raise
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
         returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(_RETURNS_EXPERTS) else None
-        limits = Limits(about["max_req_input_len"], vocabulary, returned)
+        limits = Limits(about["max_req_input_len"], vocabulary, returned, self._has_slot)
         self._in_flight = InFlight(self._server.client, limits, self._fails)
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
@@ -227,10 +233,22 @@ class SglangEngine(OwnedEngine):
     def _abandon_update(self) -> None:
         self._end_session()
 
+    def _begin_loading(self) -> None:
+        from megarl.rollout.sglang import worker
+
+        if self._has_slot:
+            self._workers(worker.forget_adapter)
+
     def _load(self, bucket: Bucket) -> None:
         from megarl.rollout.sglang import worker
 
-        self._workers(worker.load_bucket, bucket)
+        self._workers(worker.keep_bucket if self._has_slot else worker.load_bucket, bucket)
+
+    def _finish_loading(self) -> None:
+        from megarl.rollout.sglang import worker
+
+        if self._has_slot:
+            self._workers(worker.fill_slot)
 
     def _receive(self, version: int) -> None:
         self._receivers(WeightReceiver.receive, version)
@@ -257,6 +275,17 @@ class SglangEngine(OwnedEngine):
             return self._running().client.post(path, **body)
         except ServerGoneError as error:
             raise EngineDiedError(str(error)) from error
+
+    def _take_slot(self) -> None:
+        """Have the server know the adapter that requests name: one of zeros, of which no request is served.
+
+        It forgets the name of an adapter when it unloads it, and waits with that for all requests that name it. So the
+        name stays, and the workers fill the slot.
+        """
+        config, tensors = adapter_config(self._engine_args), [_NO_ADAPTER] * self._worker_count()
+        self._post(
+            "/load_lora_adapter_from_tensors", lora_name=ADAPTER, config_dict=config, serialized_named_tensors=tensors
+        )
 
     def _pause(self, mode: Literal["in_place", "retract"]) -> None:
         self._post("/pause_generation", mode=mode)

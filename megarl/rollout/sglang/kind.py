@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
 from megarl.rollout.sglang.installation import SET_UP, installed_version
+from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:
-    from converters.architectures import Architecture
+    from converters.architectures import Architecture, Lora
     from converters.number_formats import NumberFormat
 
 VERSIONS = ("0.5.23",)
@@ -19,6 +20,10 @@ VERSIONS = ("0.5.23",)
 
 OVERRIDES = "json_model_override_args"
 """The argument by which SGLang takes fields of config.json that are not in it."""
+ADAPTER_SLOT = "enable_lora"
+"""Argument that megarl gives to an engine that gets the adapter alone."""
+LORA_ALPHA = "megarl_lora_alpha"
+"""Argument beside it with the alpha of the adapter that comes; SGLang has none such, and is not given it."""
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
@@ -51,8 +56,8 @@ _REFUSED: Mapping[str, Refusal] = {
     OVERRIDES: Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json"
     ),
-    "enable_lora": Refusal("an adapter that is trained is merged into the weights that engines get"),
-    "lora_paths": Refusal("an adapter that is trained is merged into the weights that engines get"),
+    ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
+    "lora_paths": Refusal("refits alone fill the slot of the adapter that is trained"),
     "enable_custom_logit_processor": Refusal(
         "it changes the distribution that is sampled from, of which the trainer knows nothing"
     ),
@@ -120,6 +125,36 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
     return {**arguments, OVERRIDES: json.dumps({QUANTISATION: quantisation(number_format, architecture)})}
 
 
+_SLOT = SlotLimits(
+    "SGLang",
+    ("llama", "qwen2", "qwen3"),
+    {"ep_size": (None, 1), "load_format": (None, "auto", "safetensors"), "enable_lora_overlap_loading": (None, False)},
+)
+"""Engines with an adapter in their slot that were compared with transformers."""
+
+
+def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
+    _SLOT.check_model(adapter)
+    _SLOT.check_arguments(arguments)
+    heads, tensor = adapter.transformer_config["num_query_groups"], arguments.get("tp_size") or 1
+    if heads % tensor:
+        # On a CPU it adds heads of zeros until they can be dealt out, and cuts adapters as if these had some.
+        raise UserError(
+            f"{_SLOT.alone} is for workers that have whole key-value heads, and rollout.engine_args.tp_size={tensor}"
+            f" cuts {heads}: set that to a divisor of it, or lora.merge=true"
+        )
+    return {
+        **arguments,
+        ADAPTER_SLOT: True,
+        "max_loras_per_batch": 1,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(modules),
+        # By itself it leaves out what it has no place for, and says so in its log.
+        "lora_strict_loading": True,
+        LORA_ALPHA: lora.alpha,
+    }
+
+
 SGLANG = EngineKind(
     title="SGLang",
     engine_class=("megarl.rollout.sglang.engine", "SglangEngine"),
@@ -136,6 +171,7 @@ SGLANG = EngineKind(
     number_formats=("fp8_block", "fp8_block_ue8m0"),
     memory_share=_share,
     gpu_share=lambda share: {"mem_fraction_static": share},
+    adapter_slot=_adapter_slot,
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},
     float32_logits={"enable_fp32_lm_head": True},

@@ -18,14 +18,19 @@ from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
+ADAPTER = "trained"
+"""The name of the adapter in the slot of a server that has one."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of the served model, and of its routing if the server tells of it."""
+    """Sizes of the served model, of its routing if the server tells of it, and whether it is adapted."""
 
     tokens: int
     """Tokens that a prompt and its response may have together."""
     vocabulary: int
     returned: ReturnedExperts | None = None
+    adapted: bool = False
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -70,6 +75,7 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "return_sampling_mask": is_cut,
         "return_routed_experts": limits.returned is not None,
         "priority": request.priority,
+        "lora_path": ADAPTER if limits.adapted else None,
     }
     return {**body, "input_ids": body["input_ids"][0], "sampling_params": each[0]} if stream else body
 

@@ -1,5 +1,6 @@
 """Functions that run in SGLang's workers, called through `calls`: its loader, its trace, and direct refits."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.protocol import EngineMemory, UpdateError
 from megarl.rollout.sglang import cpu, tracing
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.calls import CallFolder
 from megatron_ext.device_memory import CountedMemory
 
@@ -45,6 +47,11 @@ class _Worker:
         self.taken: dict[str, bool] = {}
         """Name of a tensor -> whether the loader puts it anywhere."""
         self.profiler: Profiler | None = None
+
+    @functools.cached_property
+    def slot(self) -> AdapterSlot:
+        """The slot for an adapter, of an engine that has one."""
+        return AdapterSlot(self.runner.lora_manager)
 
 
 def answer(runner: Any) -> None:
@@ -78,6 +85,21 @@ def load_bucket(worker: _Worker, bucket: Bucket) -> None:
             raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
     with torch.no_grad():
         worker.model.load_weights(list(tensors.items()))
+
+
+def forget_adapter(worker: _Worker) -> None:
+    """See `AdapterSlot.forget`."""
+    worker.slot.forget()
+
+
+def keep_bucket(worker: _Worker, bucket: Bucket) -> None:
+    """Keep the matrices of an adapter that a bucket brings, for `fill_slot`."""
+    worker.slot.keep(loadable(bucket, worker.segments[bucket.segment]))
+
+
+def fill_slot(worker: _Worker) -> None:
+    """See `AdapterSlot.fill`."""
+    worker.slot.fill()
 
 
 def trace_layout(worker: _Worker, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:

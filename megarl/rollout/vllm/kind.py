@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, quantisation
+from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
 
 if TYPE_CHECKING:
@@ -164,16 +165,16 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of a slot that vLLM has."""
-_ADAPTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families of which engines with an adapter in their slot were compared with transformers."""
-_BESIDE_A_SLOT: Mapping[str, Sequence[str | int | None]] = {
-    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
-    "quantization": (None,),
-    "load_format": (None, "auto", "safetensors"),
-}
-"""Argument -> values of it with which engines with an adapter in their slot were compared."""
-
-
+_SLOT = SlotLimits(
+    "vLLM",
+    ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    {
+        **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
+        "quantization": (None,),
+        "load_format": (None, "auto", "safetensors"),
+    },
+)
+"""Engines with an adapter in their slot that were compared with transformers."""
 _UP_PROJECTION = "kv_b_proj"
 """The matrix of latent attention that becomes W_UK and W_UV, by which decoding multiplies queries and values."""
 _EXPERTS = "experts"
@@ -181,28 +182,17 @@ _EXPERTS = "experts"
 
 
 def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
-    model_type = adapter.model_type
-    alone = "lora.merge=false, where the adapter goes into a LoRA slot of vLLM,"
     if adapter.multi_latent_attention and _UP_PROJECTION in modules:
         raise UserError(
-            f"{alone} would leave out that of {_UP_PROJECTION}: vLLM decodes with matrices that it makes of this weight"
-            f" when it loads it, and no adapter is in these: set lora.merge=true"
+            f"{_SLOT.alone} would leave out that of {_UP_PROJECTION}: vLLM decodes with matrices that it makes of this"
+            " weight when it loads it, and no adapter is in these: set lora.merge=true"
         )
-    if model_type not in _ADAPTED_MODELS:
-        raise UserError(
-            f"{alone} has been compared for {', '.join(_ADAPTED_MODELS)}, and this is a {model_type} model: set"
-            " lora.merge=true"
-        )
+    _SLOT.check_model(adapter)
     if lora.rank > _LORA_RANKS[-1]:
         raise UserError(
-            f"{alone} takes a rank of at most {_LORA_RANKS[-1]}, and it is {lora.rank}: set lora.merge=true"
+            f"{_SLOT.alone} takes a rank of at most {_LORA_RANKS[-1]}, and it is {lora.rank}: set lora.merge=true"
         )
-    for name, allowed in _BESIDE_A_SLOT.items():
-        if (value := arguments.get(name)) not in allowed:
-            raise UserError(
-                f"{alone} is for engines of tensor-parallel workers that read model.path as it is, and"
-                f" rollout.engine_args.{name}={value}: leave it out, or set lora.merge=true"
-            )
+    _SLOT.check_arguments(arguments)
     return {
         **arguments,
         ADAPTER_SLOT: True,

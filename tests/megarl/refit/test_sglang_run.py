@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megarl.cluster.runtime import ray_cluster
 from megarl.config.compose import compose
-from megarl.output.places import EXPORT
+from megarl.output.places import ADAPTER, EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
@@ -21,6 +21,8 @@ from megarl.schema import ClusterConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
+SEEN = "base_model.model.model.layers.0.mlp.gate_proj"
+"""The one matrix of which the stand-in sees an adapter."""
 STAND_IN = Path(__file__).parents[1] / "rollout" / "sglang_stand_in.py"
 
 
@@ -63,38 +65,53 @@ def servers():
 
 
 @pytest.mark.long
-def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config):
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
+def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config, adapter):
+    if adapter:
+        config.lora.rank, config.lora.merge = 4, False
+        config.megatron["lr"] = 1e-2
     with ray_cluster(ClusterConfig()):
         with open_job(Start.of(config, "train")) as job:
-            killed, other = train_over_a_killed_server(job)
+            killed, other = train_over_a_killed_server(job, direct=int(not adapter))
+            job.export()
+            check_greedy(job, adapter)
         # The processes of the cluster are still there, and would not end them.
         assert psutil.wait_procs([killed, other], timeout=20)[1] == []
 
 
-def train_over_a_killed_server(job):
+def train_over_a_killed_server(job, direct):
     job.refit(0)
     for _ in range(2):
         metrics = train_step(job, Clock())
-        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (direct, 0)
         assert metrics["refit/bytes"] > 0
     (killed,) = servers()
     killed.kill()
     # The new one gets the weights of this step, and samples it.
     metrics = train_step(job, Clock())
-    assert (metrics["refit/direct"], metrics["engines/restarts"]) == (1, 1)
+    assert (metrics["refit/direct"], metrics["engines/restarts"]) == (direct, 1)
     (other,) = servers()
     assert other != killed
     # Restarts are counted over the whole run.
     metrics = train_step(job, Clock())
     assert (metrics["refit/repeated"], metrics["engines/restarts"]) == (0, 1)
     assert servers() == [other]
-    job.export()
-    check_greedy(job, load_file(Path(job.config.output_dir) / EXPORT / "model.safetensors"))
     return killed, other
 
 
-def check_greedy(job, trained):
-    """The server serves the trained weights, by the last token alone: its model sees no others."""
+def check_greedy(job, adapter):
+    """The server serves what was trained, by the last token alone: its model sees no others."""
+    output = Path(job.config.output_dir)
+    trained = load_file(output / EXPORT / "model.safetensors")
+    if adapter:
+        # Of the trained adapter alone, which moves embeddings there.
+        a, b = (
+            load_file(output / ADAPTER / "adapter_model.safetensors")[f"{SEEN}.lora_{each}.weight"] for each in "AB"
+        )
+        assert float(b.abs().max()) > 1e-3
+        embeddings = trained["model.embed_tokens.weight"]
+        scale = job.config.lora.alpha / job.config.lora.rank
+        trained["model.embed_tokens.weight"] = embeddings + scale * (embeddings @ a.T @ b.T)[:, : embeddings.shape[1]]
     (turn,) = job.engines.generate([Request([5, 6, 7], SamplingParameters(temperature=0, max_tokens=8))])[0]
     token = 7
     for found in turn.token_ids.tolist():

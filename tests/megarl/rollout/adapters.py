@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from sglang_adapters import last_token_adapted
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,27 +31,44 @@ class Adapted:
     """A model and two adapters of it: their tensors, and the model with each in PEFT."""
 
     def __init__(self, model: Path, folder: Path, lora: Lora) -> None:
+        self.model, self.lora = model, lora
+        self._folders = [folder / str(seed) for seed in range(2)]
+        self.tensors: list[Mapping[str, Tensor]] = [
+            write_adapter(model, each, lora, seed) for seed, each in enumerate(self._folders)
+        ]
+        self._load()
+
+    def _load(self) -> None:
         # Of no other test that is collected beside: it takes seconds.
         from peft import PeftModel
 
-        self.model, self.lora = model, lora
-        folders = [folder / str(seed) for seed in range(2)]
-        self.tensors: list[Mapping[str, Tensor]] = [
-            write_adapter(model, each, lora, seed) for seed, each in enumerate(folders)
-        ]
         self._in_peft = [
-            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), each).eval()
-            for each in folders
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32), each)
+            for each in self._folders
         ]
 
     @torch.no_grad()
     def log_probs(self, adapter: int, token_ids: list[int]) -> Tensor:
-        """PEFT's log_softmax of the logits of all tokens of a sequence: [tokens, vocabulary]."""
-        return self._in_peft[adapter](torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        """log_softmax of the logits of all tokens of a sequence: [tokens, vocabulary]."""
+        return self._in_peft[adapter].eval()(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
     def greedy(self, adapter: int, prompt: list[int], tokens: int) -> list[int]:
-        """PEFT's greedy answer, end tokens or not."""
+        """The greedy answer, end tokens or not."""
         found = list(prompt)
         for _ in range(tokens):
             found.append(int(self.log_probs(adapter, found)[-1].argmax()))
         return found[len(prompt) :]
+
+
+class AdaptedStandIn(Adapted):
+    """A model and two adapters of it, for the model of SGLang's stand-in, which sees the last token alone."""
+
+    def _load(self) -> None:
+        tensors = load_file(self.model / "model.safetensors")
+        self._embeddings, self._output = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+    def log_probs(self, adapter: int, token_ids: list[int]) -> Tensor:
+        """See `Adapted.log_probs`."""
+        scale = self.lora.alpha / self.lora.rank
+        hidden = last_token_adapted(self._embeddings[token_ids], self.tensors[adapter], scale)
+        return (hidden @ self._output.T).log_softmax(-1)

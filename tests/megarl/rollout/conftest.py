@@ -1,9 +1,11 @@
 import functools
 import multiprocessing
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from vllm_ranks import VOCABULARY, running_ranks, write_config
 from megarl.data.stretches import joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
+from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.transformers.engine import TransformersEngine
 from megarl.rollout.vllm.arguments import prepare_environment
@@ -40,6 +43,27 @@ def sglang_engines():
     engines = Engines(SglangEngine, context_length=512, max_total_tokens=16384)
     yield engines
     engines.close()
+
+
+@pytest.fixture(scope="session")
+def start_stand_in(tmp_path_factory):
+    """Starts SGLang's engine over a server that has the rules of SGLang's, of a folder with the arguments given."""
+    program = tmp_path_factory.mktemp("stand_in") / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("sglang_stand_in.py")} "$3"\n')
+    program.chmod(0o755)
+    engines = []
+
+    def begin(folder, **arguments):
+        engine = SglangEngine(folder, {"context_length": 512, "max_total_tokens": 16384, **arguments})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(installation.PYTHON_VARIABLE, str(program))
+            engine.start()
+        engines.append(engine)
+        return engine
+
+    yield begin
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Rules of SGLang's server that the engine relies on, each as a check of a running engine."""
 
+import base64
+import pickle
 import time
 from contextlib import contextmanager
 from itertools import pairwise
@@ -13,13 +15,21 @@ from sglang_stand_in import SCHEDULER
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import CallRefusedError, Client
+from megarl.rollout.sglang.samples import ADAPTER
 
 PROMPT = [10, 20, 30, 40, 50]
 RULES = {}
+RULES_OF_SLOTS = {}
+"""Rules of a server that has a slot for an adapter, and the engine's name for it."""
 
 
 def rule(check):
     RULES[check.__name__] = lambda engine: check(engine._server.client)
+    return check
+
+
+def rule_of_slots(check):
+    RULES_OF_SLOTS[check.__name__] = lambda engine: check(engine._server.client)
     return check
 
 
@@ -28,7 +38,7 @@ def rule_of_workers(check):
     return check
 
 
-def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, **sampling):
+def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, adapter=None, **sampling):
     """A call of /generate that has begun."""
     shared = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "stop_token_ids": [], **sampling}
     body = {
@@ -39,6 +49,7 @@ def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, **sampling):
         "stream": False,
         "return_sampling_mask": shared["top_k"] > 0,
         "return_routed_experts": True,
+        "lora_path": adapter,
     }
     return client.begin(client.ask("/generate", body))
 
@@ -306,3 +317,30 @@ def a_caller_that_goes_away_ends_its_request(client):
         except (CallRefusedError, aiohttp.ClientError):
             time.sleep(0.2)
     raise AssertionError("the server computes for nobody")
+
+
+def load(client, name):
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    tensors = [base64.b64encode(pickle.dumps({})).decode()]
+    client.post("/load_lora_adapter_from_tensors", lora_name=name, config_dict=config, serialized_named_tensors=tensors)
+
+
+@rule
+def a_server_without_a_slot_takes_no_adapter(client):
+    with refused("LoRA is not enabled"):
+        load(client, ADAPTER)
+    with refused("LoRA is not enabled"):
+        ask(client, adapter=ADAPTER).result(60)
+
+
+@rule_of_slots
+def a_name_of_no_adapter_is_refused(client):
+    with refused("never been loaded"):
+        ask(client, adapter="other").result(60)
+
+
+@rule_of_slots
+def a_name_is_taken_once(client):
+    with refused("already loaded"):
+        load(client, ADAPTER)
+    assert len(tokens_of(ask(client, adapter=ADAPTER))[0]) == 12

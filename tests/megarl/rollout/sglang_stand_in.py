@@ -7,6 +7,7 @@ It samples from a model that sees the last token alone: the logits are its row o
 import asyncio
 import base64
 import json
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from sglang_adapters import Adapters, reference_to
 
 from megarl.rollout.protocol import SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
@@ -55,8 +57,11 @@ class Model:
             if name in self._tensors:
                 self._tensors[name].copy_(tensor)
 
-    def logits(self, token):
-        return self._tensors["model.embed_tokens.weight"][token] @ self._tensors["lm_head.weight"].T
+    def hidden(self, token):
+        return self._tensors["model.embed_tokens.weight"][token]
+
+    def logits(self, hidden):
+        return hidden @ self._tensors["lm_head.weight"].T
 
 
 class Sample:
@@ -66,8 +71,11 @@ class Sample:
         self.token_ids, self.log_probs, self.kept_log_probs, self.versions = [], [], [], []
         self.reason = None
 
-    def step(self, model, version, ends):
-        logits = model.logits((self.prompt + self.token_ids)[-1]).double()
+    def step(self, model, adapters, version, ends):
+        hidden = model.hidden((self.prompt + self.token_ids)[-1])
+        if (adapter := self.asked.get("lora_path")) is not None:
+            hidden = adapters.adapted(adapter, hidden)
+        logits = model.logits(hidden).double()
         greedy = self.sampling["temperature"] == 0
         log_probs = (logits if greedy else logits / self.sampling["temperature"]).log_softmax(-1)
         kept = log_probs
@@ -132,7 +140,10 @@ class StandIn:
         if arguments.get("enable_return_routed_experts"):
             self._sizes = ReturnedExperts.of(folder).routing
         self._model = Model(folder)
-        self._runner = SimpleNamespace(model=self._model, weight_updater=SimpleNamespace(tp_rank=0))
+        self._adapters = Adapters(config, arguments) if arguments.get("enable_lora") else None
+        self._runner = SimpleNamespace(
+            model=self._model, weight_updater=SimpleNamespace(tp_rank=0), lora_manager=self._adapters
+        )
         self._version = arguments["weight_version"]
         self._limit = min(arguments.get("context_length", 2048), arguments["max_total_tokens"]) - 1
         self._goes_on = asyncio.Event()
@@ -152,6 +163,7 @@ class StandIn:
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
         for path in ("end_weight_update", "update_weights_from_tensor", "update_weight_version"):
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
+        app.router.add_post("/load_lora_adapter_from_tensors", self._reply(self._load_adapter))
         app.router.add_post("/generate", self._generate)
         return app
 
@@ -220,8 +232,23 @@ class StandIn:
     def _update_weight_version(self, new_version, abort_all_requests):
         self._version = new_version
 
+    def _load_adapter(self, lora_name, config_dict, serialized_named_tensors):
+        if self._adapters is None:
+            raise RefusedError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        (tensors,) = (pickle.loads(base64.b64decode(each)) for each in serialized_named_tensors)
+        done = self._adapters.load_lora_adapter_from_tensors(reference_to(lora_name), tensors, config_dict)
+        if not done.success:
+            raise RefusedError(done.error_message)
+
+    def _check_adapter(self, name):
+        if name is not None and self._adapters is None:
+            raise RefusedError(f"LoRA adapter '{name}' was requested, but LoRA is not enabled.")
+        if name is not None and self._adapters.number_of(name) is None:
+            raise RefusedError(f"Got LoRA adapter that has never been loaded: {name}")
+
     async def _generate(self, request):
         asked = await request.json()
+        self._check_adapter(asked.get("lora_path"))
         await self._goes_on.wait()
         prompts, samplings = asked["input_ids"], asked["sampling_params"]
         if isinstance(samplings, dict):
@@ -260,7 +287,7 @@ class StandIn:
                 while not self._goes_on.is_set() and not (sample.reason and self._is_retracted):
                     await asyncio.sleep(STEP_S)
                 if sample.reason is None:
-                    sample.step(self._model, self._version, self._ends)
+                    sample.step(self._model, self._adapters, self._version, self._ends)
                     if tell is not None:
                         await tell()
         finally:

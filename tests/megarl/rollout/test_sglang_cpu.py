@@ -54,3 +54,13 @@ def test_places_of_tokens_go_into_the_pool_and_come_back() -> None:
     back = torch.zeros_like(places)
     cpu._take_from_pool(rows, pool, starts, ends, back, 8)
     assert torch.equal(back, places)
+
+
+def pinned() -> list[torch.Tensor]:
+    """Memory as SGLang's layers and products for adapters make it."""
+    return [torch.tensor([3.0], pin_memory=True), torch.full((1,), 3.0).pin_memory()]
+
+
+def test_memory_for_adapters_is_not_pinned() -> None:
+    # Without a GPU torch would raise.
+    assert [(each.item(), each.is_pinned()) for each in cpu.pin_nothing(pinned)] == [(3.0, False)] * 2

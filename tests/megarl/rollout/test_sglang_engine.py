@@ -1,5 +1,6 @@
 """The SGLang engine over a server that has the rules of SGLang's, which are checked against SGLang's own, too."""
 
+import functools
 import os
 import signal
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import sglang_stand_in
 import torch
 from engine_host import END_ID, PROMPTS, Served, Weights, check_that_messages_are_recorded
 from safetensors.torch import load_file
@@ -34,30 +34,9 @@ SERVERS = [pytest.param("stand-in"), pytest.param("real", marks=pytest.mark.sgla
 
 
 @pytest.fixture(scope="session")
-def stand_in(tmp_path_factory):
-    """A program that takes the place of the Python that has SGLang."""
-    program = tmp_path_factory.mktemp("stand_in") / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {sglang_stand_in.__file__} "$3"\n')
-    program.chmod(0o755)
-    return str(program)
-
-
-@pytest.fixture(scope="session")
-def start(stand_in, folders):
+def start(start_stand_in, folders):
     """Starts engines over the stand-in."""
-    engines = []
-
-    def begin(folder=folders[0], **arguments):
-        engine = SglangEngine(folder, {**USUAL, **arguments})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(installation.PYTHON_VARIABLE, stand_in)
-            engine.start()
-        engines.append(engine)
-        return engine
-
-    yield begin
-    for engine in engines:
-        engine.close()
+    return functools.partial(start_stand_in, folders[0])
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,79 @@
+"""The adapter that is trained, alone in the one LoRA slot of an SGLang worker; the weights stay as they were loaded."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megarl.rollout.protocol import UpdateError
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that SGLang has as one."""
+
+
+class AdapterSlot:
+    """The slot of a worker that has SGLang's LoRAManager `manager`, where the adapter's name is taken."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        (self._reference,) = manager.lora_refs.values()
+        self._config = manager.configs[self._reference.lora_id].hf_config
+        self._tensors: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """Forget what came of an update that did not end."""
+        self._tensors = {}
+
+    def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep A and B of some matrices, by PEFT's names."""
+        self._tensors |= tensors
+
+    def fill(self) -> None:
+        """Put the adapter that came into the slot; SGLang takes this worker's part of each matrix.
+
+        Raises UpdateError for a matrix that the engine has no place for.
+        """
+        manager, reference = self._manager, self._reference
+        tensors, self._tensors = self._tensors, {}
+        tensors |= zeros_beside(tensors, self._rows_of_joined())
+        _check(manager.unload_lora_adapter(reference))
+        _check(manager.load_lora_adapter_from_tensors(reference, tensors, self._config))
+        try:
+            manager.fetch_new_loras({reference.lora_id})
+        except ValueError as error:
+            raise UpdateError(f"the adapter does not go into SGLang's slot: {error}") from error
+
+    def _rows_of_joined(self) -> dict[str, int]:
+        """Rows of the matrices of query, key and value; those of gate and up are alike."""
+        for modules in self._manager.lora_modules:
+            for name, module in modules.items():
+                if name.endswith("qkv_proj"):
+                    layer = module.base_layer
+                    of_keys = layer.total_num_kv_heads * layer.head_size
+                    return {"q_proj": layer.total_num_heads * layer.head_size, "k_proj": of_keys, "v_proj": of_keys}
+        return {}
+
+
+def zeros_beside(tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Tensor]:
+    """A and B of zeros for what is not adapted of modules that SGLang has as one, where another of them is.
+
+    SGLang 0.5.23 puts q_proj, k_proj and v_proj together where there are q_proj and v_proj, raises KeyError for q_proj
+    alone, and has no place for the others without q_proj, and for up_proj without gate_proj.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        for joined in _JOINED:
+            for module, other in _pairs(joined):
+                if f".{module}." in name and (absent := name.replace(f".{module}.", f".{other}.")) not in tensors:
+                    count = rows.get(other, len(tensor)) if ".lora_B." in name else len(tensor)
+                    found[absent] = tensor.new_zeros(count, tensor.shape[1])
+    return found
+
+
+def _pairs(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    yield from ((one, other) for one in names for other in names if one != other)
+
+
+def _check(done: Any) -> None:
+    if not done.success:
+        raise UpdateError(f"the adapter does not go into SGLang's slot: {done.error_message}")

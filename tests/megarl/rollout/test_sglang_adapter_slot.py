@@ -1,0 +1,199 @@
+"""The adapter alone in the slot of an SGLang engine: over a server with SGLang's rules, and over SGLang's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from adapters import Adapted, AdaptedStandIn
+from engine_host import GREEDY, PROMPTS
+from sglang_rules import RULES_OF_SLOTS
+from slots import (
+    Slot,
+    check_an_answer_over_two_adapters,
+    check_greedy,
+    check_that_an_update_that_breaks_off_leaves_nothing,
+    check_that_no_key_or_value_outlives_its_adapter,
+    long_prompt,
+)
+
+from converters.architectures import Lora, read_architecture
+from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rollout.adapter_slot import with_adapter_slot
+from megarl.rollout.protocol import Request, SamplingParameters, UpdateError
+from megarl.rollout.sglang.adapter_slot import AdapterSlot, zeros_beside
+from megarl.rollout.sglang.arguments import server_arguments
+from megarl.rollout.sglang.kind import LORA_ALPHA, SGLANG
+from megarl.schema import RolloutConfig
+
+LORA = Lora(3, 12.0)
+PARTS = [
+    ("q_proj", "down_proj"),
+    ("k_proj", "up_proj"),
+    ("v_proj", "o_proj", "gate_proj"),
+]
+"""Modules of which some are together with others that have no adapter."""
+MODEL = "base_model.model.model.layers.0"
+
+
+def test_the_slot_over_a_server_with_the_rules_is_filled_in_place(
+    start_stand_in: Any, model_folder: Callable[..., Path], tmp_path: Path, pool: Any
+) -> None:
+    adapted = AdaptedStandIn(model_folder("qwen3", 0), tmp_path / "all", LORA)
+    slot = Slot(start_stand_in, adapted, "sglang")
+    check_slot(slot, adapted, pool)
+    check_parts(slot, adapted, tmp_path)
+
+
+@pytest.mark.sglang
+def test_the_slot_of_its_own_server_is_filled_in_place(
+    sglang_engines: Any, model_folder: Callable[..., Path], tmp_path: Path, pool: Any
+) -> None:
+    adapted = Adapted(model_folder("qwen3", 0), tmp_path / "all", LORA)
+    slot = Slot(sglang_engines.start, adapted, "sglang")
+    check_slot(slot, adapted, pool)
+    check_parts(slot, adapted, tmp_path)
+    check_that_no_key_or_value_outlives_its_adapter(slot, adapted, kept=39)
+    slot.engine.sleep()
+    slot.engine.wake_up(["weights", "kv_cache"])
+    check_greedy(slot, adapted, 0)
+
+
+def check_slot(slot: Slot, adapted: Adapted, pool: Any) -> None:
+    engine = slot.engine
+    assert engine.version() == -1
+    with pytest.raises(UpdateError, match="commit a weight update before the first generation"):
+        engine.generate([Request(PROMPTS[0], GREEDY)])
+    for version, tensors in enumerate(adapted.tensors):
+        slot.update(version, tensors)
+        check_greedy(slot, adapted, version)
+    check_that_an_update_that_breaks_off_leaves_nothing(slot, adapted)
+    check_that_no_matrix_is_left_out(slot, adapted)
+    for rule in RULES_OF_SLOTS.values():
+        rule(engine)
+    check_that_answers_go_on_with_the_next_adapter(slot, adapted, pool)
+
+
+def check_parts(slot: Slot, adapted: Adapted, folder: Path) -> None:
+    for number, part in enumerate(PARTS):
+        of_part = type(adapted)(adapted.model, folder / str(number), Lora(3, 12.0, part))
+        slot.update(slot.engine.version() + 1, of_part.tensors[0])
+        check_greedy(slot, of_part, 0)
+
+
+def check_that_no_matrix_is_left_out(slot: Slot, adapted: Adapted) -> None:
+    new, tensors = slot.engine.version() + 1, adapted.tensors[0]
+    surplus = {f"{MODEL}.mlp.router.lora_{factor}.weight": torch.ones(3, 3) for factor in "AB"}
+    slot.begin(new, {**tensors, **surplus})
+    slot.write({**tensors, **surplus})
+    with pytest.raises(UpdateError, match=r"does not go into SGLang's slot: .* 2 weight"):
+        slot.engine.commit_update(new)
+    # Nor is one left from an update that breaks off.
+    slot.begin(new, {**tensors, **surplus})
+    slot.write(surplus)
+    slot.update(new, tensors)
+    check_greedy(slot, adapted, 0)
+
+
+def check_that_answers_go_on_with_the_next_adapter(slot: Slot, adapted: Adapted, pool: Any) -> None:
+    engine, prompt, old = slot.engine, long_prompt(adapted), slot.engine.version()
+    engine.pause("keep")
+    long = pool.submit(engine.generate, [Request(prompt, SamplingParameters(temperature=0, max_tokens=400))])
+    behind = pool.submit(engine.generate, [Request(prompt, SamplingParameters(temperature=0, max_tokens=8))])
+    while len(engine._in_flight._waiting) < 2:
+        assert not long.done()
+    engine.resume()
+    behind.result(60)
+    slot.update(old + 1, adapted.tensors[1])
+    ((turn,),) = long.result(60)
+    check_an_answer_over_two_adapters(adapted, prompt, turn, (old, old + 1))
+
+
+@pytest.mark.sglang
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_tensor_parallel_ranks_have_their_parts(sglang_engines: Any, tmp_path: Path, model: str) -> None:
+    folder = write_tiny_model(model, tmp_path / "model", seed=0, fields={"num_key_value_heads": 2})
+    adapted = Adapted(folder, tmp_path, LORA)
+    slot = Slot(sglang_engines.start, adapted, "sglang", tp_size=2)
+    for version in range(2):
+        slot.update(version, adapted.tensors[version])
+        check_greedy(slot, adapted, version)
+
+
+def adapter_of(*modules: str) -> dict[str, torch.Tensor]:
+    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "gate_proj": 12, "up_proj": 12}
+    return {
+        f"{MODEL}.{module}.lora_{factor}.weight": torch.ones(*((3, 6) if factor == "A" else (rows[module], 3)))
+        for module in modules
+        for factor in "AB"
+    }
+
+
+@pytest.mark.parametrize(
+    ("adapted", "absent"),
+    [
+        (("q_proj",), ("k_proj", "v_proj")),
+        (("v_proj",), ("q_proj", "k_proj")),
+        (("q_proj", "v_proj"), ("k_proj",)),
+        (("q_proj", "k_proj", "v_proj"), ()),
+        (("up_proj",), ("gate_proj",)),
+        (("gate_proj",), ("up_proj",)),
+    ],
+)
+def test_what_is_not_adapted_beside_what_is_becomes_zeros(adapted: tuple[str, ...], absent: tuple[str, ...]) -> None:
+    found = zeros_beside(adapter_of(*adapted), {"q_proj": 8, "k_proj": 4, "v_proj": 4})
+    assert {name: tuple(each.shape) for name, each in found.items()} == {
+        name: tuple(each.shape) for name, each in adapter_of(*absent).items()
+    }
+    assert not any(each.any() for each in found.values())
+
+
+def test_what_sglang_refuses_ends_the_update() -> None:
+    refused = SimpleNamespace(success=False, error_message="already loaded")
+    manager = SimpleNamespace(
+        lora_refs={"1": SimpleNamespace(lora_id="1")},
+        configs={"1": SimpleNamespace(hf_config={})},
+        lora_modules=[],
+        unload_lora_adapter=lambda _: refused,
+    )
+    slot = AdapterSlot(manager)
+    slot.keep(adapter_of("q_proj").items())
+    with pytest.raises(UpdateError, match="slot: already loaded"):
+        slot.fill()
+
+
+def test_the_server_is_given_none_but_its_own_arguments(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("qwen3", 0)
+    given = with_adapter_slot(RolloutConfig(engine="sglang"), read_architecture(read_json(folder / CONFIG)), LORA)
+    assert given[LORA_ALPHA] == LORA.alpha
+    arguments = server_arguments(folder, given, 1, "key")
+    assert LORA_ALPHA not in arguments
+    assert (arguments["enable_lora"], arguments["lora_strict_loading"], arguments["weight_version"]) == (
+        True,
+        True,
+        "-1",
+    )
+    for name, value in (("enable_lora", True), ("lora_paths", ["folder"])):
+        with pytest.raises(UserError, match=f"{name}.*the adapter that is trained"):
+            SGLANG.check({name: value})
+
+
+REFUSED = {
+    "experts": ("qwen3_moe", {}, "has been compared for llama, qwen2, qwen3, and this is a qwen3_moe model"),
+    "no weights": ("qwen3", {"load_format": "dummy"}, "load_format=dummy: leave it out"),
+    "a head for two workers": ("qwen2", {"tp_size": 2}, "tp_size=2 cuts 1: set that to a divisor"),
+    "expert parallelism": ("qwen3", {"ep_size": 2}, "ep_size=2: leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_has_no_slot_is_refused(model_folder: Callable[..., Path], case: str) -> None:
+    model, arguments, says = REFUSED[case]
+    rollout = RolloutConfig(engine="sglang", engine_args=arguments)
+    with pytest.raises(UserError, match=f"goes into a LoRA slot of SGLang, .*{says}"):
+        with_adapter_slot(rollout, read_architecture(read_json(model_folder(model, 0) / CONFIG)), LORA)
