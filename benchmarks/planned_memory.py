@@ -7,10 +7,14 @@ Writes Markdown.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 from weakref import WeakSet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,12 +23,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/megatron_ext")]
 import torch  # noqa: E402
 from launch import run_in_turn  # type: ignore[import-not-found]  # noqa: E402 (found by the line above)
 from torch import Tensor  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # noqa: E402
 
 from converters.architectures import read_architecture  # noqa: E402
 from converters.layouts.parallel_sizes import ParallelSizes  # noqa: E402
 from megarl.algorithms import SftObjective  # noqa: E402
 from megarl.planning.memory.activations import PLAIN  # noqa: E402
 from megarl.planning.memory.trainer import TrainingOptions, trainer_memory  # noqa: E402
+from megatron_ext.fully_sharded import FullySharded, own_rows  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.options import MegatronOptions  # noqa: E402
 from megatron_ext.packing import RaggedBatch  # noqa: E402
@@ -34,7 +41,7 @@ WITHIN = 0.1
 """Aim: a count is at most so far from what was measured."""
 SEQUENCES, LENGTH, MICRO_BATCHES = 4, 128, 3
 """Sequences of a micro-batch, tokens of a sequence."""
-PARTS = ("weights", "gradients", "optimizer", "activations")
+PARTS = ("weights", "gradients", "optimizer", "gathered", "activations")
 
 _SMALL = {
     "hidden_act": "silu",
@@ -92,6 +99,8 @@ LAYOUTS: Mapping[str, ParallelSizes] = {
     "TP 2, EP 2": ParallelSizes(
         world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
     ),
+    "DP 2, FSDP2": ParallelSizes(world_size=2, use_torch_fsdp2=True),
+    "CP 2, FSDP2": ParallelSizes(world_size=2, context_parallel_size=2, use_torch_fsdp2=True),
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {"none": {}, "full": FULL}
@@ -103,6 +112,8 @@ class Measured(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
+    gathered: int
+    """Whole weights and gradients of FSDP2, at the most; 0 without."""
     activations: int
     expert_load: float
     """Tokens of the busiest rank's experts in any layer, of the mean."""
@@ -118,8 +129,9 @@ class Compared:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Part -> counted over measured."""
-        return {part: self.counted[part] / getattr(self.measured, part) for part in PARTS}
+        """Part -> counted over measured, of all that there is."""
+        pairs = {part: (self.counted[part], getattr(self.measured, part)) for part in PARTS}
+        return {part: counted / measured if measured else inf for part, (counted, measured) in pairs.items() if counted}
 
 
 class _Kept:
@@ -132,9 +144,10 @@ class _Kept:
 class _Activations:
     """The most bytes that autograd keeps whenever a backward pass begins or goes on, weights aside."""
 
-    def __init__(self, weights: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, weights: Callable[[], Iterable[torch.UntypedStorage]]) -> None:
+        """`weights` are asked for anew: FSDP2 makes memory for whole ones in the first pass."""
         self.peak = 0
-        self._weights = {storage._cdata for storage in weights}
+        self._weights = weights
         self._kept: WeakSet[_Kept] = WeakSet()
         self._grew = False
 
@@ -147,9 +160,50 @@ class _Activations:
     def give(self, kept: _Kept) -> Tensor:
         if self._grew:
             storages = storages_of(each.tensor for each in self._kept)
-            self.peak = max(self.peak, nbytes_of(each for each in storages if each._cdata not in self._weights))
+            weights = {each._cdata for each in self._weights()}
+            self.peak = max(self.peak, nbytes_of(each for each in storages if each._cdata not in weights))
             self._grew = False
         return kept.tensor
+
+
+class _Gathered:
+    """Whole weights and gradients that FSDP2 has of `chunks`, at the most, whenever the backward pass of a layer ends.
+
+    torch tells of them nowhere: they are found in its own objects.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+        modules = [each for chunk in chunks for each in chunk.modules() if isinstance(each, FSDPModule)]
+        self._groups = [group for each in modules if (group := each._get_fsdp_state()._fsdp_param_group)]
+        self.peak = 0
+        """Bytes, of weights and gradients together."""
+
+    def weights(self) -> list[torch.UntypedStorage]:
+        """Memory for whole weights, which is empty while they are not gathered."""
+        parameters = [each for group in self._groups for each in group.fsdp_params]
+        return storages_of(chain.from_iterable(each.all_gather_outputs for each in parameters))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look whenever the backward pass of a layer ends."""
+        post_backward = FSDPParamGroup.post_backward
+
+        def look_before(group: FSDPParamGroup, *unused: Any) -> None:
+            self._look()
+            post_backward(group, *unused)
+
+        with patch.object(FSDPParamGroup, "post_backward", look_before):
+            yield
+
+    def _look(self) -> None:
+        parameters = [each for group in self._groups for each in group.fsdp_params]
+        whole = [each._unsharded_param.grad for each in parameters if hasattr(each, "_unsharded_param")]
+        coming = [group._all_gather_result.all_gather_output for group in self._groups if group._all_gather_result]
+        states = self._groups[0].comm_ctx.reduce_scatter_states
+        others = (
+            each for each in (*whole, *coming, *(state.reduce_scatter_input for state in states)) if each is not None
+        )
+        self.peak = max(self.peak, nbytes_of(self.weights()) + nbytes_of(storages_of(others)))
 
 
 def measure(rank: int, sizes: ParallelSizes, model: str, transformer: Mapping[str, Any]) -> Measured:
@@ -161,24 +215,31 @@ def measure(rank: int, sizes: ParallelSizes, model: str, transformer: Mapping[st
         if tensor.dim() > 1:
             torch.nn.init.normal_(tensor, std=0.02)
     engine.prepare_training(10)
-    weights = storages_of(engine._weight_tensors())
-    activations = _Activations(weights)
-    with torch.autograd.graph.saved_tensors_hooks(activations.keep, activations.give):
+    weights, gathered = storages_of(engine._weight_tensors()), _Gathered(engine.bare_chunks)
+    activations = _Activations(lambda: (*weights, *gathered.weights()))
+    hooks = torch.autograd.graph.saved_tensors_hooks(activations.keep, activations.give)
+    with hooks, gathered.watched():
         result = engine.train_step(*_work(), SftObjective())
     own = {storage._cdata for storage in weights}
     training = [each for each in storages_of(engine._training_tensors()) if each._cdata not in own]
-    gradients = [buffer.grad_data for chunk in engine.chunks for buffer in _buffers(chunk)]
     return Measured(
         nbytes_of(weights),
-        nbytes_of(storages_of(gradients)),
+        nbytes_of(storages_of(_gradients(engine))),
         nbytes_of(training),
+        gathered.peak,
         activations.peak,
         _load(result.expert_load, sizes.expert_model_parallel_size),
     )
 
 
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+def _gradients(engine: MegatronModel) -> Iterator[Tensor]:
+    """As they are after a step: Megatron's buffers, or with FSDP2 what the optimizer has made of a rank's rows."""
+    for chunk in engine.chunks:
+        if isinstance(chunk, FullySharded):
+            parameters = (each for group in engine.optimizer.param_groups for each in group["params"])
+            yield from (own_rows(each.grad) for each in parameters if each.grad is not None)
+        else:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _work() -> tuple[RaggedBatch, list[list[int]]]:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trainer = parser.add_argument_group("trainer")
     trainer.add_argument("--gpus", type=int, metavar="N", help="ranks (default: as few as the sizes allow)")
     add_parallel_sizes(trainer)
+    trainer.add_argument(
+        "--use-torch-fsdp2",
+        action="store_true",
+        help="ranks of data and context parallelism have rows of every weight, as with megatron.use_torch_fsdp2=true",
+    )
     engines = parser.add_argument_group("engines")
     engines.add_argument("--engine-tp", type=int, metavar="N", help="tensor-parallel size (1)")
     engines.add_argument(
@@ -144,6 +150,7 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
 
     architecture = read_model(options.model)
     trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
+    trainer = replace(trainer, use_torch_fsdp2=options.use_torch_fsdp2)
     return PlannedRefit(
         architecture=architecture,
         engine_architecture=read_model(options.engine_model) if options.engine_model else architecture,

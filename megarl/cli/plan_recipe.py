@@ -22,6 +22,7 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "etp": None,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
+    "use_torch_fsdp2": False,
     "gpus": None,
     "engine_tp": 1,
     "engine_ep": None,
@@ -49,6 +50,7 @@ _TRAINER = {
     "etp": "expert_tensor_parallel_size",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "use_torch_fsdp2": "use_torch_fsdp2",
 }
 """Option, key of the group `megatron`."""
 # A recipe leaves open what belongs to a run, and a plan needs none of it.

@@ -173,7 +173,7 @@ def _parameters(forecast: Forecast) -> int:
     return sum(map(prod, forecast.refit.architecture.hf_shapes.values()))
 
 
-def _sizes(parallel: ParallelSizes) -> dict[str, int]:
+def _sizes(parallel: ParallelSizes) -> dict[str, int | bool]:
     return {
         "tp": parallel.tensor_model_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
@@ -182,11 +182,14 @@ def _sizes(parallel: ParallelSizes) -> dict[str, int]:
         "ep": parallel.expert_model_parallel_size,
         "etp": parallel.expert_tensor_size,
         "dp": parallel.data_parallel_size,
+        "fsdp2": parallel.use_torch_fsdp2,
     }
 
 
 def _say_sizes(parallel: ParallelSizes) -> str:
     """The sizes that are not 1, as Megatron's users abbreviate them."""
     said = [f"{name.upper()} {size}" for name, size in _sizes(parallel).items() if size > 1 and name != "dp"]
-    copies = parallel.data_parallel_size * parallel.context_parallel_size
-    return ", ".join([*said, *([f"attention {copies} times"] if copies > 1 else [])]) or "not cut"
+    copies = parallel.weight_copies
+    if copies > 1:
+        said.append(f"in rows over {copies} ranks (FSDP2)" if parallel.use_torch_fsdp2 else f"attention {copies} times")
+    return ", ".join(said) or "not cut"

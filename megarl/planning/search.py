@@ -93,7 +93,8 @@ def _fitting_trainers(template: PlannedStep, gpus: int, lacking: FallenOut) -> l
     """Trainers that fit, the fastest first: with the recomputation asked for, and with that of whole layers."""
     refit, recompute = template.refit, template.training.recompute
     fits = []
-    for sizes in all_trainer_sizes(refit.architecture, gpus, refit.cluster.gpus_per_node):
+    world, fully_sharded = refit.cluster.gpus_per_node, refit.trainer.use_torch_fsdp2
+    for sizes in all_trainer_sizes(refit.architecture, gpus, world, fully_sharded=fully_sharded):
         if sizes.data_parallel_size * template.workload.updates > template.workload.responses:
             continue
         for is_full in dict.fromkeys((recompute.is_full, True)):
@@ -128,7 +129,8 @@ def _together(trainers: Sequence[StepPrediction], engines: Sequence[StepPredicti
 def say_trainer(prediction: StepPrediction) -> str:
     """The trainer's sizes: `64 GPUs, TP 2, PP 4, CP 1, EP 8, DP 8, recomputing`."""
     sizes = prediction.step.refit.trainer
-    again = ", recomputing" if prediction.step.training.recompute.is_full else ""
+    again = ", FSDP2" if sizes.use_torch_fsdp2 else ""
+    again += ", recomputing" if prediction.step.training.recompute.is_full else ""
     return (
         f"{sizes.world_size} GPUs, TP {sizes.tensor_model_parallel_size}, PP {sizes.pipeline_model_parallel_size}, CP"
         f" {sizes.context_parallel_size}, EP {sizes.expert_model_parallel_size}, DP {sizes.data_parallel_size}{again}"

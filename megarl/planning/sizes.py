@@ -14,9 +14,17 @@ _MOST_STAGES = 32
 
 
 def trainer_sizes(
-    architecture: Architecture, world: int, tensor: int, pipeline: int, context: int, expert: int
+    architecture: Architecture,
+    world: int,
+    tensor: int,
+    pipeline: int,
+    context: int,
+    expert: int,
+    *,
+    fully_sharded: bool = False,
 ) -> ParallelSizes:
-    """Sizes with whole experts; where layers cannot be shared out evenly the first and the last stage have fewer.
+    """Sizes with whole experts, which FSDP2 does not have; where layers cannot be shared out evenly the first and the
+    last stage have fewer.
 
     Raises UserError where the model or the ranks cannot be cut like that.
     """
@@ -27,9 +35,10 @@ def trainer_sizes(
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=context,
         expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1 if architecture.num_experts else None,
+        expert_tensor_parallel_size=1 if architecture.num_experts and not fully_sharded else None,
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
+        use_torch_fsdp2=fully_sharded,
     )
     check_divisible(architecture, sizes)
     return sizes
@@ -44,14 +53,18 @@ def _ends(layers: int, stages: int) -> tuple[int | None, int | None]:
     return (ceil(left / 2), left // 2) if left >= 2 else (None, None)
 
 
-def all_trainer_sizes(architecture: Architecture, world: int, gpus_per_node: int) -> Iterator[ParallelSizes]:
+def all_trainer_sizes(
+    architecture: Architecture, world: int, gpus_per_node: int, *, fully_sharded: bool = False
+) -> Iterator[ParallelSizes]:
     """Sizes on `world` ranks: tensor parallelism inside a node, context parallelism of 1 to 8."""
     for tensor in _powers(gpus_per_node):
         for pipeline in _divisors(world // tensor, min(_MOST_STAGES, architecture.num_layers)):
             for context in _CONTEXT:
                 for expert in _powers(world if architecture.num_experts else 1):
                     try:
-                        yield trainer_sizes(architecture, world, tensor, pipeline, context, expert)
+                        yield trainer_sizes(
+                            *(architecture, world, tensor, pipeline, context, expert), fully_sharded=fully_sharded
+                        )
                     except UserError:
                         continue
 

@@ -5,8 +5,10 @@ from math import prod
 from typing import NamedTuple
 
 from converters.architectures import Architecture, Parameter, Part
+from converters.layout import Shape
 from converters.layouts.megatron import parameter_part
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
+from converters.layouts.rows import rows_of
 
 _EMBEDDING = "embedding.word_embeddings"
 
@@ -33,16 +35,24 @@ class RankWeights(NamedTuple):
 
 
 def rank_weights(architecture: Architecture, parallel: ParallelSizes, stage: int) -> RankWeights:
-    """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding."""
+    """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding or rows."""
     counts = {"embedding": 0, "dense": 0, "experts": 0}
-    at = RankCoordinates(tensor=0, context=0, pipeline=stage, expert=0, expert_tensor=0)
     for parameter, layers in stage_parameters(architecture, parallel, stage):
-        elements = prod(parameter_part(architecture, parallel, parameter, at).shape) * layers
+        elements = prod(part_shape(architecture, parallel, parameter, stage)) * layers
         if parameter.is_expert:
             counts["experts"] += elements * (architecture.num_experts // parallel.expert_model_parallel_size)
         else:
             counts["embedding" if parameter.megatron.startswith(_EMBEDDING) else "dense"] += elements
     return RankWeights(**counts)
+
+
+def part_shape(architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, stage: int) -> Shape:
+    """The shape of a parameter on the first rank of a pipeline stage, under FSDP2 that of its rows."""
+    at = RankCoordinates(tensor=0, context=0, pipeline=stage, expert=0, expert_tensor=0)
+    rows, *others = shape = parameter_part(architecture, parallel, parameter, at).shape
+    if parallel.use_torch_fsdp2 and not parameter.is_buffer:
+        return len(rows_of(rows, 0, parallel.weight_copies)), *others
+    return shape
 
 
 def stage_layers(architecture: Architecture, parallel: ParallelSizes, stage: int) -> list[int]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.architectures import Architecture, Lora, adapter_architecture
-from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
@@ -15,6 +14,7 @@ from megarl.planning.memory.activations import (
     layer_bytes,
     layer_input_bytes,
 )
+from megarl.planning.memory.gathered import gathered_elements
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
 
 _LOGITS = 2**25
@@ -40,7 +40,7 @@ class TrainingOptions:
     optimizer_bytes: float = 12
     """On the GPU: the main parameter in float32 and Adam's two moments."""
     is_distributed: bool = True
-    """Data-parallel ranks share the optimizer state out."""
+    """Data-parallel ranks share the optimizer state out, where they have whole weights."""
     expert_load: float = 1.0
     """Tokens that go to the experts of the busiest rank, of the mean."""
     lora: Lora | None = None
@@ -50,15 +50,7 @@ class TrainingOptions:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":
-        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32.
-
-        Raises UserError for FSDP2, of which neither memory nor time is predicted.
-        """
-        if megatron.get("use_torch_fsdp2"):
-            raise UserError(
-                "megarl plan does not know what megatron.use_torch_fsdp2=true takes of a rank's memory and time: leave"
-                " it out of what is planned"
-            )
+        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32."""
         moments = sum(_WIDTHS[_type(megatron.get(name))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
         # The main parameters of a model in float32 are its weights.
         main = 0 if dtype == "fp32" else _WIDTHS[_type(megatron.get("main_params_dtype"))]
@@ -87,6 +79,8 @@ class TrainerMemory:
     optimizer: int
     reference: int
     """A copy of the weights that the policy began with."""
+    gathered: int
+    """Whole weights and gradients under FSDP2, at the most; the others are rows then."""
     activations: int
     """Kept for the backward pass by the micro-batches in flight, at the most."""
     working: int
@@ -144,13 +138,14 @@ def _stage(
         gradients=trained.total * options.gradient_bytes,
         optimizer=round(_optimizer_elements(trained, parallel, options) * options.optimizer_bytes),
         reference=weights.total * options.weight_bytes if options.keeps_reference and not adapter else 0,
+        gathered=gathered_elements(architecture, parallel) * options.weight_bytes if parallel.use_torch_fsdp2 else 0,
         activations=round(tokens * kept),
         working=round(tokens * hidden * _STAGE_TENSORS + logits),
     )
 
 
 def _optimizer_elements(weights: RankWeights, parallel: ParallelSizes, options: TrainingOptions) -> float:
-    if not options.is_distributed:
+    if parallel.use_torch_fsdp2 or not options.is_distributed:
         return weights.total
     dense_copies = parallel.data_parallel_size * parallel.context_parallel_size
     stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size

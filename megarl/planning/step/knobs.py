@@ -58,7 +58,8 @@ def _with_trainer(step: PlannedStep, sizes: Mapping[str, int]) -> PlannedStep:
     """The same ranks, cut in another way."""
     refit = step.refit
     trainer = trainer_sizes(
-        refit.architecture, refit.trainer.world_size, sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"]
+        *(refit.architecture, refit.trainer.world_size, sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"]),
+        fully_sharded=refit.trainer.use_torch_fsdp2,
     )
     return replace(step, refit=replace(refit, trainer=trainer))
 

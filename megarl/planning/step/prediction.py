@@ -188,5 +188,9 @@ def _helps(part: str, step: PlannedStep) -> str:
     if part in ("activations", "working"):
         again = "" if step.training.recompute.is_full else "recompute layers (--recompute full), "
         return f"{again}lower --micro-batch-tokens, or raise --cp or --tp"
+    if part == "gathered":
+        return "raise --tp, which cuts the layers that FSDP2 gathers"
+    if step.refit.trainer.use_torch_fsdp2:
+        return "raise --tp or the number of GPUs"
     host = "; or keep optimizer state on the host (megatron.optimizer_cpu_offload)" if part == "optimizer" else ""
     return f"raise --pp, --tp, --ep or the number of GPUs{host}"

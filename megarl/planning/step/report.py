@@ -79,6 +79,7 @@ def _memory(prediction: StepPrediction) -> Table:
         ("gradients", memory.gradients, None),
         ("optimizer state", memory.optimizer, None),
         *([("reference", memory.reference, None)] if memory.reference else []),
+        *([("gathered by FSDP2", memory.gathered, None)] if memory.gathered else []),
         ("activations", memory.activations, None),
         ("working", memory.working, engine.working),
         ("keys and values", None, max(0, engine.kv_cache)),

@@ -53,20 +53,23 @@ class Training:
         workload = self.workload
         # A rank has all of its sequences of the step at once.
         number = workload.micro_batches(self.parallel.data_parallel_size) * workload.updates
-        return workload.log_prob_passes * self._pipelined(max(each.total for each in self._stages), number)
+        slowest = max(max(each.total, self._gathering) for each in self._stages)
+        return workload.log_prob_passes * self._pipelined(slowest, number)
 
     @property
     def update_seconds(self) -> float:
         """All optimizer steps."""
         # Weights that do not train need no gradient: half of the backward pass.
         backward = 1 if self.options.lora else _BACKWARD
-        passes = 1 + backward + (1 if self.options.recompute.is_full else 0)
+        passes = backward + (1 if self.options.recompute.is_full else 0)
         slowest = 0.0
         for stage, each in enumerate(self._stages):
             # Gradients are added to those that are there: read and written. An adapter has few.
-            weights = 0 if self.options.lora else self._weights[stage].total
+            weights = 0 if self.options.lora else self._held[stage].total
             adding = self.speeds.memory(weights * 2 * self.options.gradient_bytes)
-            slowest = max(slowest, passes * each.total + adding)
+            # Weights are gathered again, and gradients take the same way back.
+            after = max(passes * each.total, 2 * self._gathering)
+            slowest = max(slowest, max(each.total, self._gathering) + after + adding)
         number = self.workload.micro_batches(self.parallel.data_parallel_size)
         return self.workload.updates * (self._pipelined(slowest, number) + self._optimizer_seconds())
 
@@ -77,8 +80,26 @@ class Training:
 
     @cached_property
     def _weights(self) -> list[RankWeights]:
+        """Elements of each stage, as its ranks compute with them."""
         stages = range(self.parallel.pipeline_model_parallel_size)
-        return [rank_weights(self.architecture, self.parallel, stage) for stage in stages]
+        return [rank_weights(self.architecture, self.parallel.unsharded, stage) for stage in stages]
+
+    @cached_property
+    def _held(self) -> list[RankWeights]:
+        """Elements of each stage, as its ranks have them at rest."""
+        if not self.parallel.use_torch_fsdp2:
+            return self._weights
+        return [rank_weights(self.architecture, self.parallel, 0)]
+
+    @cached_property
+    def _gathering(self) -> float:
+        """All weights, gathered by FSDP2 beside a pass, layer by layer; embedding and output layer are two more."""
+        if not self.parallel.use_torch_fsdp2:
+            return 0.0
+        gathers = self.architecture.num_layers + 2
+        nbytes = self._weights[0].total * self.options.weight_bytes / gathers
+        copies, stride = self.parallel.weight_copies, self.parallel.tensor_model_parallel_size
+        return gathers * self.speeds.gather(nbytes, copies, stride)
 
     @cached_property
     def _stages(self) -> list[PassSeconds]:
@@ -125,6 +146,8 @@ class Training:
         """Gradients summed over data-parallel ranks, Adam, new weights gathered; next to nothing of an adapter."""
         if self.options.lora:
             return 0.0
+        if self.parallel.use_torch_fsdp2:
+            return self._adam_seconds(self._held[0].total)
         parallel, slowest = self.parallel, 0.0
         copies = parallel.data_parallel_size * parallel.context_parallel_size
         stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
@@ -135,9 +158,12 @@ class Training:
             seconds = self.speeds.gather(weights.shared * moved, copies, parallel.tensor_model_parallel_size)
             seconds += self.speeds.gather(weights.experts * moved, stage_ranks // expert_ranks, expert_ranks)
             own = weights.shared / copies + weights.experts / (stage_ranks // expert_ranks)
-            seconds += self.speeds.memory(own * (2 * self.options.optimizer_bytes + _FLOAT32))
-            slowest = max(slowest, seconds)
+            slowest = max(slowest, seconds + self._adam_seconds(own))
         return slowest
+
+    def _adam_seconds(self, own: float) -> float:
+        """Adam on so many elements."""
+        return self.speeds.memory(own * (2 * self.options.optimizer_bytes + _FLOAT32))
 
 
 def _key_value_width(architecture: Architecture) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from converters.architectures import read_architecture
+from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megarl.cli.main import main
 
 CONFIG = {
@@ -209,6 +210,7 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
         (["--tp", "3"], "16 ranks cannot be divided by tensor_model_parallel_size"),
         (["--gpus", "0"], "--gpus 0 leaves nobody to train; give at least 1"),
         (["--ep", "16", "--pp", "1"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
+        (["--use-torch-fsdp2"], "use_torch_fsdp2 works without pipeline_model_parallel_size=2 only: "),
         (["--engine-tp", "3"], "for the engines, the model's num_attention_heads = 4 cannot be divided by"),
         (["--engine-tp", "2", "--engine-ep", "3"], "--engine-ep 3 is no multiple of --engine-tp 2"),
         (["--engine-ep", "16"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
@@ -278,6 +280,22 @@ def test_a_recipe_says_the_sizes_and_options_win_over_it(model: str, capsys: pyt
     assert in_fp8 == plan(capsys, *same, "--replicas", "3", "--engine-dtype", "fp8") != plan(capsys, *own)
     apart = plan(capsys, *own, DATA_PARALLEL[0])
     assert apart == plan(capsys, *same[:-3], "4", *same[-2:], "--replicas", "3")
+
+
+def test_each_rank_of_fsdp2_sends_its_rows(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tp", "2", "--gpus", "6", "--engine-tp", "2", "--gpus-per-node", "1", "--bucket-bytes", "100000B"]
+    facts = plan(capsys, "--model", model, *sizes, "--use-torch-fsdp2")
+    assert facts["trainer"]["fsdp2"] is True
+    assert facts["bytes_sent"] == plan(capsys, "--model", model, *sizes)["bytes_sent"]
+    architecture = read_architecture(CONFIG)
+    rows = megatron_layout(architecture, ParallelSizes(6, 2, use_torch_fsdp2=True), module_names="local")
+    held = 2 * max(sum(prod(each.hf_box.shape) for each in rows.placements(rank)) for rank in range(6))
+    alike = 2 * sum(prod(shape) for shape in SHAPES.values() if len(shape) == 1)
+    # Nobody else has its rows, but for what both ranks of tensor parallelism have.
+    assert held - alike <= facts["loads"]["NIC out"]["most"] <= held + alike
+    Path("mine.yaml").write_text("model: {path: model.json}\noutput_dir: out\nmegatron: {use_torch_fsdp2: true}\n")
+    own = ["--config-name", "mine", "--config-dir", "."]
+    assert plan(capsys, *own, *sizes)["trainer"]["fsdp2"] is True
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,35 @@ def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
     assert TrainingOptions.of({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 6
 
 
-def test_what_is_not_predicted_is_refused() -> None:
-    with pytest.raises(UserError, match=r"does not know what megatron.use_torch_fsdp2=true takes"):
-        TrainingOptions.of({"use_torch_fsdp2": True})
+def test_fsdp2_has_rows_at_rest_and_gathers_layers_beside_each_pass() -> None:
+    whole = small_step(expert_tensor_parallel_size=2)
+    rows = replace(whole, refit=replace(whole.refit, trainer=replace(whole.refit.trainer, use_torch_fsdp2=True)))
+    before, after = StepPrediction(whole), StepPrediction(rows)
+    # Sixteen ranks, of which two are one of tensor parallelism.
+    for part in ("weights", "gradients"):
+        assert getattr(after.trainer_memory, part) == getattr(before.trainer_memory, part) / 8
+    assert after.trainer_memory.optimizer == before.trainer_memory.optimizer
+    assert after.trainer_memory.activations == before.trainer_memory.activations
+    assert before.trainer_memory.gathered == 0
+    assert 4 / 16 < after.trainer_memory.gathered / before.trainer_memory.weights < 6 / 16
+    # Passes of large micro-batches are longer than what is gathered beside them; those of one sequence are not, over a
+    # slow network.
+    assert after.seconds["log-probs"] == before.seconds["log-probs"]
+    tiny = replace(rows.workload, max_tokens_per_micro_batch=1)
+    slow = Cluster(gpus_per_node=1, nic_gbit_per_s=50)
+    whole, rows = (replace(each, workload=tiny, refit=replace(each.refit, cluster=slow)) for each in (whole, rows))
+    assert StepPrediction(rows).seconds["update"] > 2 * StepPrediction(whole).seconds["update"]
+
+
+def test_a_trainer_that_gathers_too_much_is_told_what_helps() -> None:
+    step = small_step(memory_gbyte=1, world_size=512, expert_tensor_parallel_size=2, use_torch_fsdp2=True)
+    # With next to no tokens.
+    step = replace(
+        step, workload=replace(step.workload, max_tokens_per_micro_batch=1, response_tokens=1, prompt_tokens=1)
+    )
+    assert "most of it is gathered: raise --tp, which cuts the layers that FSDP2 gathers" in (
+        StepPrediction(step).why_not() or ""
+    )
 
 
 def test_the_knob_that_saves_most_comes_first() -> None:

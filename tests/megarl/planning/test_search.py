@@ -6,7 +6,7 @@ import pytest
 from small_step import small_step
 
 from converters.errors import UserError
-from megarl.planning.search import search
+from megarl.planning.search import say_trainer, search
 from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
 from megarl.planning.step.prediction import StepPrediction
 
@@ -32,6 +32,15 @@ def test_nothing_that_fits_is_faster_than_the_proposal() -> None:
     assert best.step_seconds <= 1.001 * min(fitting)
     assert [each.step_seconds for each in found.best] == sorted(each.step_seconds for each in found.best)
     assert found.fitting >= len(fitting)
+
+
+def test_fsdp2_is_searched_among_the_sizes_that_it_can_have() -> None:
+    template = small_step(expert_tensor_parallel_size=2, use_torch_fsdp2=True)
+    for each in search(template, GPUS).best:
+        sizes = each.step.refit.trainer
+        assert sizes.use_torch_fsdp2
+        assert sizes.pipeline_model_parallel_size == sizes.expert_model_parallel_size == 1
+        assert ", FSDP2" in say_trainer(each)
 
 
 def test_gpus_are_split_where_trainer_and_engines_have_their_own() -> None:
