@@ -14,9 +14,9 @@ from ray._private import ray_constants
 from converters.errors import UserError
 from megarl.cluster.joining import join, wait_for_machines
 from megarl.cluster.ray_driver import undisturbed, without_monitors
-from megarl.cluster.scratch import scratch_folder
 from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
+from megarl.process.scratch import scratch_folder
 from megarl.process.signals import held
 from megarl.schema import ClusterConfig
 from megatron_ext.loopback import LOOPBACK

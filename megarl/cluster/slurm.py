@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO
 
 from converters.errors import UserError
-from megarl.cluster.scratch import scratch_folder
+from megarl.process.scratch import scratch_folder
 from megarl.sandbox.process_tree import die_with
 
 END_NOW = signal.SIGUSR2

@@ -3,19 +3,27 @@
 The registry notes names; SGLang resolves them in every process that it starts, before it builds a model.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.process.scratch import note_segment
 from megarl.rollout.quantised_load import in_asked_format
-from megarl.rollout.sglang.calls import LOAD_FORMAT
+from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_NAMES_OF_SEGMENTS = (
+    "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name",
+    "sglang.srt.distributed.parallel_state.make_shm_name",
+    "sglang.srt.managers.load_snapshot.shm_path_for",
+)
 
 
 def register() -> None:
@@ -26,6 +34,8 @@ def register() -> None:
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
+    for name in _NAMES_OF_SEGMENTS:
+        HookRegistry.register(name, let_segment_go, HookType.AFTER)
 
 
 def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
@@ -39,6 +49,14 @@ def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any,
 
     worker.answer(updater.get_model_runner())
     return True, "Success"
+
+
+def let_segment_go(name: str, *_: Any, **__: Any) -> None:
+    """Note a segment of shared memory, which goes with the folder of the server.
+
+    SGLang 0.5.23 leaves its load metrics always, and its queues of broadcasts where it is killed.
+    """
+    note_segment(Path(os.environ[FOLDER_VARIABLE]), Path(name).name)
 
 
 def quantise_what_is_read(

@@ -3,18 +3,17 @@
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
+from megarl.process.scratch import scratch_folder
 from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import environment_of_context, server_arguments
 from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
@@ -39,9 +38,10 @@ class Server:
     """A server of the model in a folder; it has started once `start` returned a client."""
 
     def __init__(self, model_path: Path, engine_args: Mapping[str, Any]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="sglang"))
         key, port = secrets.token_hex(16), _free_port()
-        try:
+        with ExitStack() as left:
+            # Where this process is killed it goes with the next server, and so does what that of this one left.
+            self._folder = left.enter_context(scratch_folder())
             python, paths = installation()
             arguments = server_arguments(model_path, engine_args, port, key)
             (self._folder / ARGUMENTS).touch(0o600)
@@ -51,9 +51,7 @@ class Server:
             if device.backend() == "gloo":
                 environment |= cpu.environment(SGLANG.workers(engine_args))
             self._process = self._begin(python, paths, environment)
-        except BaseException:
-            shutil.rmtree(self._folder)
-            raise
+            self._left = left.pop_all()
         self.calls = CallFolder(self._folder)
         self.client = Client(f"http://127.0.0.1:{port}", key)
 
@@ -81,7 +79,7 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._left.close()
 
     def _begin(self, python: str, paths: list[str], particular: Mapping[str, str]) -> subprocess.Popen[bytes]:
         given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []

@@ -7,6 +7,7 @@ It samples from a model that sees the last token alone: the logits are its row o
 import asyncio
 import base64
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from sglang_adapters import Adapters, reference_to
 
 from megarl.rollout.protocol import SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sglang import worker
+from megarl.rollout.sglang import hooks, worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
 from megarl.rollout.sglang.parent import end_with_parent
 from megarl.rollout.transformers.sampling import kept_log_probs
@@ -294,10 +295,18 @@ class StandIn:
             self._running.discard(sample)
 
 
+def leave_a_segment():
+    """As SGLang does, which says its name and removes it never."""
+    segment = Path("/dev/shm", f"sglang_stand_in_{os.getpid()}")
+    hooks.let_segment_go(str(segment))
+    segment.touch()
+
+
 def main():
     end_with_parent()
     folder = Path(sys.argv[1])
     arguments = json.loads((folder / ARGUMENTS).read_text())
+    leave_a_segment()
 
     async def app():
         return StandIn(arguments).app()

@@ -286,9 +286,12 @@ def test_a_killed_server_is_noticed_and_leaves_nothing(start, folders, endless):
         waiting.result(10)
     with pytest.raises(EngineDiedError, match="SGLang engine has died"):
         fresh.engine.generate([Request(PROMPTS[0], SamplingParameters())])
+    segment = Path("/dev/shm", f"sglang_stand_in_{server._process.pid}")
+    assert segment.exists()
     fresh.engine.close()
     assert psutil.wait_procs(family, timeout=10)[1] == []
     assert not server._folder.exists()
+    assert not segment.exists()
 
 
 @pytest.mark.parametrize(

@@ -117,21 +117,29 @@ def test_it_sleeps_and_is_the_same_when_it_wakes(served, tmp_path):
     assert after.token_ids.tolist() == before.token_ids.tolist()
 
 
-@pytest.mark.parametrize("victim", ["the server", "a worker"])
-def test_a_killed_server_is_noticed_and_leaves_nothing(host, fresh, half_generated, victim):
-    root = psutil.Process(fresh.engine._server._process.pid)
+@pytest.mark.parametrize(
+    ("victim", "tp_size", "left"),
+    [("the server", 1, {"sglang_loads"}), ("a worker", 2, {"sglang_loads", "sgl_shm_mq"})],
+)
+def test_a_killed_server_is_noticed_and_leaves_nothing(host, folders, half_generated, victim, tp_size, left):
+    engine = host.start(folders[0], tp_size=tp_size)
+    folder = Path(engine._server._folder)
+    root = psutil.Process(engine._server._process.pid)
     workers = root.children(recursive=True)
-    waiting = half_generated(fresh.engine)
+    waiting = half_generated(engine)
     scheduler = next(each for each in workers if "scheduler" in "".join(each.cmdline()))
     os.kill(root.pid if victim == "the server" else scheduler.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match="SGLang engine"):
         waiting.result(20)
     with pytest.raises(EngineDiedError, match="SGLang engine"):
-        fresh.engine.generate([Request(PROMPTS[0], SamplingParameters())])
-    folder = Path(fresh.engine._server._folder)
+        engine.generate([Request(PROMPTS[0], SamplingParameters())])
+    segments = [Path("/dev/shm", note.name) for note in folder.glob("*segments/*")]
+    # Their names end with a number of an instance or a process, and a random one.
+    assert {each.name.rsplit("_", 2)[0] for each in segments if each.exists()} == left
     host.close()
     assert psutil.wait_procs([root, *workers], timeout=20)[1] == []
     assert not folder.exists()
+    assert not any(each.exists() for each in segments)
 
 
 def test_arguments_that_it_does_not_have_are_told_before_it_starts(host, folders, kind):

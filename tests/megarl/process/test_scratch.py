@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.scratch import scratch_folder
+from megarl.process.scratch import note_segment, scratch_folder
 
 HOLD = """
 import sys
-from megarl.cluster.scratch import scratch_folder
+from megarl.process.scratch import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
@@ -42,6 +42,15 @@ def other(tmp):
     process.communicate()
 
 
+@pytest.fixture
+def segment():
+    """A file of shared memory that somebody left."""
+    path = Path("/dev/shm", f"megarl-test-{os.getpid()}")
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
 def test_it_is_open_to_nobody_else_and_goes(tmp):
     with scratch_folder() as folder:
         assert folder.parent == tmp
@@ -50,13 +59,31 @@ def test_it_is_open_to_nobody_else_and_goes(tmp):
     assert list(tmp.iterdir()) == []
 
 
-def test_what_a_killed_run_left_goes_with_the_next(other):
+def test_what_a_killed_run_left_goes_with_the_next(other, segment):
     process, folder = other
+    of_server = folder / "megarl-server"
+    of_server.mkdir()
+    note_segment(of_server, segment.name)
+    with scratch_folder():
+        assert segment.exists()
     process.kill()
     process.wait()
     assert folder.is_dir()
     with scratch_folder():
         assert not folder.exists()
+        assert not segment.exists()
+
+
+def test_a_segment_goes_with_it_and_others_stay(segment):
+    with scratch_folder() as folder:
+        note_segment(folder, segment.name)
+        note_segment(folder, segment.name)
+        note_segment(folder, f"{segment.name}-that-was-never-made")
+    assert not segment.exists()
+    segment.touch()
+    with scratch_folder():
+        pass
+    assert segment.exists()
 
 
 def test_a_live_run_is_left_alone_whatever_its_number_says(other, tmp):

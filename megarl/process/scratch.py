@@ -1,4 +1,4 @@
-"""The folder of a run below /tmp: open to its owner alone, and gone with the run, or with a later one."""
+"""Folders below /tmp, of a run or of a server: open to their owner alone, and gone with them, or with a later one."""
 
 import fcntl
 import os
@@ -13,6 +13,8 @@ from megarl.process.signals import held
 
 _PREFIX = "megarl-"
 _MARKER = "held"
+_SEGMENTS = "megarl-segments"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
@@ -30,8 +32,24 @@ def scratch_folder() -> Iterator[Path]:
         yield folder
     finally:
         with held():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             os.close(lock)
+
+
+def note_segment(folder: Path, name: str) -> None:
+    """Have the segment of shared memory `name` go with a scratch folder, whoever makes it, and however that one ends.
+
+    It may be noted again, and before it is made.
+    """
+    (folder / _SEGMENTS).mkdir(exist_ok=True)
+    (folder / _SEGMENTS / name).touch()
+
+
+def _remove(folder: Path) -> None:
+    # Those of a server lie in the folder of its run.
+    for note in folder.rglob(f"{_SEGMENTS}/*"):
+        (_SHARED_MEMORY / note.name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hold(folder: Path) -> int:
@@ -46,7 +64,7 @@ def _hold(folder: Path) -> int:
 def _remove_stale() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             os.close(lock)
 
 
