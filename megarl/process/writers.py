@@ -19,7 +19,7 @@ def end_other_writers(log: Path) -> None:
     Raises TimeoutError for one that the kernel does not let end, as may be where it waits for a device.
     """
     began = time.monotonic()
-    while others := list(_other_writers(log.resolve())):
+    while others := list(other_writers(log.resolve())):
         passed = time.monotonic() - began
         if passed > _END_S:
             raise TimeoutError(f"processes {others}, which write to {log}, did not end in {_END_S:g} s after SIGKILL")
@@ -30,7 +30,8 @@ def end_other_writers(log: Path) -> None:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _other_writers(log: Path) -> Iterator[int]:
+def other_writers(log: Path) -> Iterator[int]:
+    """The other processes of this machine that have `log` as their output, by their ids."""
     for process in Path("/proc").glob("[0-9]*"):
         # Processes of others, and those that end while they are looked at.
         with suppress(PermissionError, FileNotFoundError, ProcessLookupError):
