@@ -47,6 +47,8 @@ def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
     engine_kind(options.engine or RolloutConfig.engine)
     number_format(options.weights)
+    if options.steps is not None and options.steps < 1:
+        raise UserError(f"--steps {options.steps} is too small; give at least 1")
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
     with sole_writer(output):
         return _run(options, output)
@@ -147,7 +149,7 @@ def _job_config(
             f"model.path='{model}'",
             f"data.train_files=['{files.train}']",
             f"data.eval_files=['{files.eval}']",
-            *([f"loop.steps={options.steps}"] if options.steps else []),
+            *([f"loop.steps={options.steps}"] if options.steps is not None else []),
         ],
     )
     job.rollout.engine_args = named_for(engine, job.rollout.engine_args)

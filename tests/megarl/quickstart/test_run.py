@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,12 +10,18 @@ from converters.errors import UserError
 from megarl.quickstart.run import main, named_for
 
 
-def test_an_engine_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    options = Namespace(
-        model="qwen3", engine="tgi", weights="as_trained", schedule="sync", steps=None, output_dir=str(tmp_path / "run")
-    )
-    with pytest.raises(UserError, match=r"rollout\.engine=tgi is not an engine: use one of sglang, transformers, vllm"):
-        main(options)
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"engine": "tgi"}, r"rollout\.engine=tgi is not an engine: use one of sglang, transformers, vllm"),
+        ({"steps": 0}, "--steps 0 is too small; give at least 1"),
+        ({"steps": -3}, "--steps -3 is too small; give at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
+    usual = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
+    with pytest.raises(UserError, match=says):
+        main(Namespace(**{**usual, **wrong}, output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
