@@ -206,7 +206,7 @@ def test_folders_that_are_not_there_or_hold_nothing(tmp_path):
     (tmp_path / "file").write_text("words")
     for folder in (tmp_path / "nowhere", tmp_path / "file"):
         assert_refused(convert, folder, tmp_path / "there/out", "is not a folder; give the path of a model")
-        assert_refused(export, folder, tmp_path / "there/out", "has neither .metadata nor")
+        assert_refused(export, folder, tmp_path / "there/out", "is not a folder; give the path of a torch_dist")
     assert_refused(convert, tmp_path / "empty", tmp_path / "there/out", "holds neither model.safetensors nor")
     assert_refused(export, tmp_path / "empty", tmp_path / "there/out", "has neither .metadata nor")
 

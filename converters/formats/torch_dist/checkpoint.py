@@ -27,6 +27,8 @@ def find_checkpoint(folder: Path) -> Path:
 
     Raises UserError where there is neither.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the path of a torch_dist checkpoint or of a folder of several")
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / LATEST
