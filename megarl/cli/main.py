@@ -24,7 +24,7 @@ COMMANDS = {
     "inspect": "what a checkpoint is, and whether it is complete",
     "diff": "whether two checkpoints are the same model",
     "verify": "the checksums of a checkpoint",
-    "plan": "what a refit moves and how long it takes, from sizes alone",
+    "plan": "whether a step fits, how long it takes and what its refit moves, from config.json alone",
     "rehearse": "whether every rank of a job fits into its GPU, without the GPUs",
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
