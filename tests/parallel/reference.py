@@ -20,6 +20,9 @@ from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 
 TEMPERATURE = 0.8
+SEED = 5
+SEEDS: Mapping[tuple[str, Size], int] = {("qwen3_moe", Size(layers=12, experts=6, heads=8)): 6}
+"""Other seeds of models in which a router would score two experts within 2e-8: rounding would choose between them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Outcome:
 
 def write_model(kind: Kind, size: Size, folder: Path) -> Path:
     """A model in `folder`, no tensor of which is constant."""
-    torch.manual_seed(5)
+    torch.manual_seed(SEEDS.get((kind.model_type, size), SEED))
     config = AutoConfig.for_model(kind.model_type, dtype="float32", **size.fields(kind))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
