@@ -114,8 +114,10 @@ def check_greedy(job, adapter):
         trained["model.embed_tokens.weight"] = embeddings + scale * (embeddings @ a.T @ b.T)[:, : embeddings.shape[1]]
     (turn,) = job.engines.generate([Request([5, 6, 7], SamplingParameters(temperature=0, max_tokens=8))])[0]
     token = 7
-    for found in turn.token_ids.tolist():
-        token = int((trained["model.embed_tokens.weight"][token] @ trained["lm_head.weight"].T).argmax())
+    for found, log_prob in zip(turn.token_ids.tolist(), turn.log_probs.tolist(), strict=True):
+        logits = trained["model.embed_tokens.weight"][token] @ trained["lm_head.weight"].T
+        token = int(logits.argmax())
         assert found == token
+        assert log_prob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
     assert len(turn.token_ids) > 0
     assert set(turn.versions.tolist()) == {job.state.step}
