@@ -148,6 +148,11 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
     """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
 
+    if options.use_torch_fsdp2 and options.lora:
+        raise UserError(
+            "megatron.use_torch_fsdp2=true cuts weights into rows, and an adapter (lora.rank) is merged into whole"
+            " ones: leave one of the two out"
+        )
     architecture = read_model(options.model)
     trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
     trainer = replace(trainer, use_torch_fsdp2=options.use_torch_fsdp2)

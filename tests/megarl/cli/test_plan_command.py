@@ -306,6 +306,10 @@ def test_each_rank_of_fsdp2_sends_its_rows(model: str, capsys: pytest.CaptureFix
         (["--config-name", "quickstart"], "leaves model.path open"),
         (["--config-name", "mine", "--config-dir", ".", "rollout.engine_args.pipeline_parallel_size=2"], "is above 1"),
         (
+            [*("--config-name", "mine", "--config-dir", "."), "lora.rank=2", "--use-torch-fsdp2"],
+            "an adapter (lora.rank) is merged into whole ones: leave one of the two out",
+        ),
+        (
             [*("--config-name", "mine", "--config-dir", "."), *DATA_PARALLEL],
             "data_parallel_size=2 without enable_expert_parallel cuts each expert over all ranks",
         ),
