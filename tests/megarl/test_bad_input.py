@@ -73,7 +73,7 @@ def run(model, files, tmp_path, capfd):
         (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
         (["data.max_prompt_tokens=3"], ["8 tokens", "data.max_prompt_tokens=3", "data.overlong_prompts=drop"]),
         (["model.path=nowhere"], ["nowhere"]),
-        (["model.megatron_checkpoint=nowhere"], ["nowhere", ".metadata"]),
+        (["model.megatron_checkpoint=nowhere"], ["nowhere is not a folder", "torch_dist"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
