@@ -29,9 +29,9 @@ from torch import Tensor  # noqa: E402
 from converters.architectures import read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
-from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.data import Turn  # noqa: E402
 from megarl.data.stretches import here, joined  # noqa: E402
+from megarl.process.ports import free_port  # noqa: E402
 from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 from megarl.rollout.protocol import Request, SamplingParameters  # noqa: E402
 from megarl.rollout.transformers.engine import TransformersEngine  # noqa: E402

@@ -44,7 +44,7 @@ from converters.cost.devices import peak_bf16_flops  # noqa: E402
 from converters.formats.safetensors import HuggingFaceCheckpoint  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.algorithms.supervised import SftObjective  # noqa: E402
-from megarl.cluster.runtime import free_port  # noqa: E402
+from megarl.process.ports import free_port  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
 from megatron_ext.balance import assign  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402

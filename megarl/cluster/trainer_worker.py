@@ -19,9 +19,9 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from converters.number_formats import NumberFormat  # noqa: E402
 from megarl.cluster.batch import REFERENCE, Batch  # noqa: E402
-from megarl.cluster.runtime import free_port  # noqa: E402
 from megarl.data.packed_stretches import Packed  # noqa: E402
 from megarl.data.stretches import Array  # noqa: E402
+from megarl.process.ports import free_port  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
 from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402

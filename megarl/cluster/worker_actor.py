@@ -11,8 +11,8 @@ import ray
 
 from megarl.cluster.long_arrays import taken_out
 from megarl.cluster.network_environment import network_environment
-from megarl.cluster.runtime import free_port
 from megarl.process.loading import load
+from megarl.process.ports import free_port
 from megarl.process.writers import end_other_writers
 
 SocketAddress: TypeAlias = tuple[str, int]

@@ -10,13 +10,13 @@ from multiprocessing.managers import BaseManager
 import pytest
 import torch
 from gpus import needs_capability, needs_gpus, needs_package
-from launch import free_port
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from converters.number_formats import FP8_BLOCK
 from converters.topology import Topology
+from megarl.process.ports import free_port
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.sender import Sender

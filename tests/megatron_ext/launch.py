@@ -1,7 +1,6 @@
 """Runs a function on several ranks, each a process of its own, and gives back what they return."""
 
 import multiprocessing
-import socket
 import tempfile
 import time
 import traceback
@@ -14,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from converters.layouts.megatron import ParallelSizes
+from megarl.process.ports import free_port
 from megatron_ext import device
 
 device.install()
@@ -24,13 +24,6 @@ from megatron_ext import parallel  # noqa: E402
 Case: TypeAlias = tuple[Any, ...]
 
 _POLL_S = 0.02
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run_ranks(

@@ -6,9 +6,10 @@ import socket
 import psutil
 import pytest
 import torch
-from launch import free_port, run_ranks
+from launch import run_ranks
 
 from converters.layouts.megatron import ParallelSizes
+from megarl.process.ports import free_port
 from megatron_ext import parallel
 from megatron_ext.loopback import listen_on_loopback
 

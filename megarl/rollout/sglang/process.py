@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
+from megarl.process.ports import free_port
 from megarl.process.scratch import scratch_folder
 from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import environment_of_context, server_arguments
@@ -38,7 +38,7 @@ class Server:
     """A server of the model in a folder; it has started once `start` returned a client."""
 
     def __init__(self, model_path: Path, engine_args: Mapping[str, Any]) -> None:
-        key, port = secrets.token_hex(16), _free_port()
+        key, port = secrets.token_hex(16), free_port()
         with ExitStack() as left:
             # Where this process is killed it goes with the next server, and so does what that of this one left.
             self._folder = left.enter_context(scratch_folder())
@@ -103,9 +103,3 @@ class Server:
         return UserError(
             f"SGLang's server ended with exit code {self._process.returncode} before it served: its last lines say why"
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.runtime import free_port
 from megarl.cluster.slurm import wait_for_nodes
+from megarl.process.ports import free_port
 
 # Writes down what it hears, and ends with code 143 as a run that has saved.
 _PROGRAM = """

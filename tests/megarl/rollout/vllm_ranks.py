@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.process.ports import free_port
 from megarl.quickstart.tiny_models import TINY_MODELS
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 
@@ -55,7 +55,7 @@ class Ranks:
         self, function: Callable[..., Any], folder: Path, engine_args: Mapping[str, Any], *arguments: Any
     ) -> list[Any]:
         """The results of `function(Rank, *arguments)`, with the model in `folder` and dummy weights, rank by rank."""
-        port = _free_port()
+        port = free_port()
         world = engine_args.get("tensor_parallel_size", 1)
         calls = [
             process.apply_async(_in_rank, (function, rank, world, port, folder, dict(engine_args), arguments))
@@ -77,12 +77,6 @@ def running_ranks() -> Iterator[Ranks]:
         for process in processes:
             # Not waited for: vLLM's process takes seconds to end by itself.
             process.terminate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _in_rank(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster import runtime
-from megarl.cluster.runtime import free_port
+from megarl.process import ports
+from megarl.process.ports import free_port
 
 HOST = "127.0.0.1"
 
@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 def kernel_begins_at(monkeypatch, tmp_path: Path, first: int) -> None:
     """As if the kernel took the ports from `first` on for connections."""
     (tmp_path / "range").write_text(f"{first}\t65000\n")
-    monkeypatch.setattr(runtime, "_KERNEL_PORTS", tmp_path / "range")
+    monkeypatch.setattr(ports, "_KERNEL_PORTS", tmp_path / "range")
 
 
 def test_no_connection_takes_a_port_before_it_is_listened_on(monkeypatch, tmp_path):
