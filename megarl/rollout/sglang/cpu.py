@@ -37,6 +37,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "disable_overlap_schedule": True,
+    # By default each worker that has nothing to do keeps a core busy, which trainer and rewards could use.
+    "sleep_on_idle": True,
     # Adapters, where there is a slot for one; the others compute in Triton.
     "lora_backend": "torch_native",
 }
