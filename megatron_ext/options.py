@@ -10,6 +10,7 @@ import torch
 from converters.architectures import Lora
 from converters.errors import UserError, did_you_mean
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext.supported_options import ADAPTER_IN_ROWS
 
 _BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
 """Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
@@ -65,10 +66,7 @@ class MegatronOptions:
                 f"{self.parallel.context_parallel_size} cuts them: choose one of the two"
             )
         if self.adapter is not None and self.parallel.use_torch_fsdp2:
-            raise UserError(
-                "megatron.use_torch_fsdp2=true cuts weights into rows, and an adapter (lora.rank) is merged into whole"
-                " ones: leave one of the two out"
-            )
+            raise UserError(ADAPTER_IN_ROWS)
         if self.freeze_moe_router and (rate := self.transformer.get(_BIAS_RATE)):
             raise UserError(
                 f"model.freeze_moe_router=true keeps the routers as they were loaded, and megatron.{_BIAS_RATE}={rate}"

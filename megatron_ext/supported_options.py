@@ -155,6 +155,12 @@ BESIDE_FSDP2: Mapping[str, Refusal] = {
 }
 """Options that work, but not with use_torch_fsdp2."""
 
+ADAPTER_IN_ROWS = (
+    f"megatron.{FULLY_SHARDED}=true cuts weights into rows, and an adapter (lora.rank) is merged into whole ones: leave"
+    " one of the two out"
+)
+"""Why an adapter is refused with use_torch_fsdp2."""
+
 NEEDS: Mapping[str, Mapping[str, bool]] = {
     "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
     "align_param_gather": {"overlap_param_gather": False},

@@ -147,12 +147,10 @@ def _search(options: argparse.Namespace) -> int:
 def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
     """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
+    from megatron_ext.supported_options import ADAPTER_IN_ROWS
 
     if options.use_torch_fsdp2 and options.lora:
-        raise UserError(
-            "megatron.use_torch_fsdp2=true cuts weights into rows, and an adapter (lora.rank) is merged into whole"
-            " ones: leave one of the two out"
-        )
+        raise UserError(ADAPTER_IN_ROWS)
     architecture = read_model(options.model)
     trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
     trainer = replace(trainer, use_torch_fsdp2=options.use_torch_fsdp2)

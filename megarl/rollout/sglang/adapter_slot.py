@@ -1,6 +1,6 @@
 """The adapter that is trained, alone in the one LoRA slot of an SGLang worker; the weights stay as they were loaded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +8,8 @@ from torch import Tensor
 from megarl.rollout.protocol import UpdateError
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that SGLang has as one."""
+_BESIDE = {module: [each for each in joined if each != module] for joined in _JOINED for module in joined}
+"""Module -> those that SGLang has as one with it."""
 
 
 class AdapterSlot:
@@ -62,16 +63,12 @@ def zeros_beside(tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, 
     """
     found = {}
     for name, tensor in tensors.items():
-        for joined in _JOINED:
-            for module, other in _pairs(joined):
-                if f".{module}." in name and (absent := name.replace(f".{module}.", f".{other}.")) not in tensors:
-                    count = rows.get(other, len(tensor)) if ".lora_B." in name else len(tensor)
-                    found[absent] = tensor.new_zeros(count, tensor.shape[1])
+        *_, module, factor, _ = name.split(".")
+        for other in _BESIDE.get(module, ()):
+            if (absent := name.replace(f".{module}.", f".{other}.")) not in tensors:
+                count = rows.get(other, len(tensor)) if factor == "lora_B" else len(tensor)
+                found[absent] = tensor.new_zeros(count, tensor.shape[1])
     return found
-
-
-def _pairs(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    yield from ((one, other) for one in names for other in names if one != other)
 
 
 def _check(done: Any) -> None:

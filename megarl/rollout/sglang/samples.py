@@ -16,8 +16,6 @@ from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
 ADAPTER = "trained"
 """The name of the adapter in the slot of a server that has one."""
 

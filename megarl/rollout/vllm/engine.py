@@ -1,4 +1,4 @@
-"""vLLM as an engine: its core behind the three protocols of an engine."""
+"""vLLM as an engine: its core behind the protocols of an engine."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

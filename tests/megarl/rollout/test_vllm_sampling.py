@@ -72,8 +72,9 @@ def test_neighbouring_seeds_have_different_streams(served):
 
 def test_samples_without_a_seed_differ(served):
     (generations,) = served.engine.generate([Request(PROMPTS[0], SamplingParameters(samples=8, max_tokens=12))])
-    # Now and then two of them end with their first token.
-    assert len({tuple(generation.token_ids.tolist()) for generation in generations}) >= 6
+    # Now and then two are the end token alone.
+    long = [tuple(generation.token_ids.tolist()) for generation in generations if len(generation.token_ids) > 2]
+    assert len(set(long)) == len(long) > 4
 
 
 def test_seeded_requests_may_be_more_than_one_batch(served):
