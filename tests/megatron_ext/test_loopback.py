@@ -2,6 +2,7 @@
 
 import os
 import socket
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -13,15 +14,21 @@ from megarl.process.ports import free_port
 from megatron_ext import parallel
 from megatron_ext.loopback import listen_on_loopback
 
+Listener: TypeAlias = tuple[str, int]
 
-def listening_addresses(rank: int, sizes: ParallelSizes) -> tuple[list[str], float]:
+
+def listeners() -> set[Listener]:
+    connections = psutil.Process().net_connections("inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def listening_addresses(rank: int, sizes: ParallelSizes) -> tuple[set[Listener], float]:
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    connections = psutil.Process().net_connections("inet")
-    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN], float(total)
+    return listeners(), float(total)
 
 
-def listening_addresses_by_name(rank: int, sizes: ParallelSizes, port: int) -> tuple[list[str], float]:
+def listening_addresses_by_name(rank: int, sizes: ParallelSizes, port: int) -> tuple[set[Listener], float]:
     parallel.shutdown()
     del os.environ["GLOO_SOCKET_IFNAME"]
     parallel.initialize(sizes, rank, f"tcp://localhost:{port}")
@@ -32,9 +39,11 @@ def listening_addresses_by_name(rank: int, sizes: ParallelSizes, port: int) -> t
 @pytest.mark.parametrize("case", [(listening_addresses,), (listening_addresses_by_name, free_port())])
 def test_ranks_of_one_machine_listen_on_loopback_only(case):
     function, *arguments = case
+    # Ranks are forked from this process, and have what listens here.
+    inherited = listeners()
     results = run_ranks(function, ParallelSizes(world_size=2), *arguments)
     assert [total for _, total in results] == [2.0, 2.0]
-    addresses = {address for found, _ in results for address in found}
+    addresses = {address for found, _ in results for address, _port in found - inherited}
     assert addresses
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
