@@ -44,6 +44,10 @@ LAYOUTS = {
     ),
 }
 BUCKET_BYTES = 1 << 24
+LEARNING_RATE = 1e-2
+# Weights that are a step behind are off by the learning rate. Gradients are added in another order, which Adam makes
+# more of where one is all but zero: up to 1.4e-5, another value on each kind of core.
+TOLERANCE = LEARNING_RATE / 100
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def test_every_reader_finds_the_weights_of_a_run_without_overlap(layout: str, fo
             assert found.keys() == readings[0].keys()
             for name, expected in readings[0].items():
                 worst = float((found[name] - expected).abs().max())
-                assert worst <= 1e-5, f"{name} of rank {rank} is {worst} off with {fields}"
+                assert worst <= TOLERANCE, f"{name} of rank {rank} is {worst} off with {fields}"
 
 
 def of_each(
@@ -116,7 +120,7 @@ def read(
 
 
 def make_model(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronModel:
-    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": 1e-2}, distributed=distributed)
+    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": LEARNING_RATE}, distributed=distributed)
     model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     model.load_huggingface(HuggingFaceCheckpoint(folder))
     model.keep_reference()
