@@ -1,9 +1,10 @@
 """The gain of sampling ahead, really: steps a second of whole runs, with a core for the engine and one for the trainer.
 
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
-of its own; what is counted are the steps after the first ones. At most as many times the steps can be made as a step
-of S=0 is longer than the longer of its two sides, rollout or the rest: at most twice, where the two are equal, which
-the table and the limits here make them, nearly. "In turns" one rests while the other works, as on GPUs that they share.
+of its own; what is counted are the steps after the first ones. "Overlap alone" is how much longer a step of S=0 is than
+the longer of its two sides, rollout or the rest: twice where the two are equal. A schedule passes it where responses of
+several batches are sampled together, and misses it where the two sides slow each other. "In turns" one rests while the
+other works, as on GPUs that they share.
 
 A larger model, where there are GPUs (settings are those of any run):
 
@@ -40,7 +41,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "S=1, in turns": (IN_TURNS, "schedule.max_staleness=1", "schedule.in_flight=recompute"),
     "S=2, in turns": (IN_TURNS, "schedule.max_staleness=2", "schedule.in_flight=recompute"),
 }
-LONGEST, PROMPTS = 288, 16
+LONGEST = 288
 
 
 def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -54,8 +55,9 @@ def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
         *(f"model.path={model}", f"data.train_files=[{files.train}]", "megatron.expert_model_parallel_size=1"),
         *("cluster.trainer_ranks=1", "cluster.engine_threads=1", f"rollout.engine={arguments.engine}"),
         *(f"rollout.max_response_tokens={LONGEST}", "rollout.engine_args.max_model_len=320"),
-        *(f"loop.prompts_per_step={PROMPTS}", "loop.samples_per_prompt=4", "loop.max_tokens_per_micro_batch=1024"),
-        *("checkpoint.every=0", "tracking.loggers=[jsonl]", "algorithm.train_on_truncated_responses=true"),
+        *(f"loop.prompts_per_step={arguments.prompts}", "loop.samples_per_prompt=4", "checkpoint.every=0"),
+        *("loop.max_tokens_per_micro_batch=1024", "algorithm.train_on_truncated_responses=true"),
+        "tracking.loggers=[jsonl]",
         f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
         *([f"model.dtype={arguments.dtype}"] if arguments.dtype else []),
         *arguments.settings,
@@ -92,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--steps", type=at_least_one, default=16, help="that are counted")
+    parser.add_argument("--prompts", type=at_least_one, default=24, help="of a step; they set how long an update takes")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--model", choices=(*TINY, *LARGE), default="qwen3")
@@ -99,11 +102,11 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of all runs")
     arguments = parser.parse_args()
     window = Window(4, arguments.steps)
-    drawn = sorted(tokens_of(ordinal, LONGEST) for ordinal in range(PROMPTS * arguments.steps))
+    drawn = sorted(tokens_of(ordinal, LONGEST) for ordinal in range(arguments.prompts * arguments.steps))
     middle, tail = drawn[len(drawn) // 2], drawn[-len(drawn) // 20]
     print(f"{describe(ROOT)}; {middle} tokens at the median, {tail} at the 95th percentile, {drawn[-1]} at most\n")
     print(
-        "| round | schedule | s a step | CPU s | steps/s, of S=0 | at most | rollout s | update s | refit s"
+        "| round | schedule | s a step | CPU s | steps/s, of S=0 | overlap alone | rollout s | update s | refit s"
         " | prefilled again | gap of kept keys and values, nats |"
     )
     print(f"|---:|---|{'---:|' * 9}", flush=True)
@@ -111,7 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         command = workload(Path(scratch), arguments)
         for number in range(arguments.rounds):
-            first = most = 0.0
+            first = overlapped = 0.0
             for name in arguments.schedules:
                 output = Path(scratch) / f"{number}_{len(gains[name])}_{arguments.schedules.index(name)}"
                 run = [*command, *SCHEDULES[name], f"loop.steps={window.run_steps}", f"output_dir={output}"]
@@ -119,9 +122,9 @@ def main() -> None:
                 stages = mean_seconds(output, window)
                 if not first:
                     first = seen.wall_seconds_per_step
-                    most = first / max(stages["rollout"], first - stages["rollout"])
+                    overlapped = first / max(stages["rollout"], first - stages["rollout"])
                 gains[name].append(first / seen.wall_seconds_per_step)
-                measured = seen.wall_seconds_per_step, seen.cpu_seconds_per_step, gains[name][-1], most
+                measured = seen.wall_seconds_per_step, seen.cpu_seconds_per_step, gains[name][-1], overlapped
                 seconds = (*measured, *(stages[stage] for stage in ("rollout", "update", "refit")))
                 again = mean_of("refit/tokens_recomputed", output, window)
                 gap = mean_of("staleness/kept_kv_gap", output, window)
