@@ -71,10 +71,6 @@ class RaggedBatch:
         """The same sequences with more (or replaced) fields, each [T]."""
         return replace(self, fields={**self.fields, **fields})
 
-    def split_field(self, name: str) -> list[Tensor]:
-        """One view [length] of the field per sequence."""
-        return list(self.fields[name].split(self.lengths.tolist()))
-
 
 ASKED_BY = ("weights", "trained")
 """The fields that say which labels a model is asked about; the first that there is."""

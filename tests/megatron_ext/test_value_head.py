@@ -128,7 +128,8 @@ def expected(folders: Mapping[str, Path]) -> Mapping[str, dict[str, Any]]:
             hidden = model.model(tokens[None]).last_hidden_state[0]
             values.append(model.score(hidden)[:, 0])
             scores.append(model(tokens[None]).logits[0, 0])
-        target = whole_batch().split_field("target")
+        batch = whole_batch()
+        target = batch.fields["target"].split(batch.lengths.tolist())
         loss = sum(
             (v[:-1] - t[1:]).square().sum() / 10 + (s - 3).square()
             for v, s, t in zip(values, scores, target, strict=True)

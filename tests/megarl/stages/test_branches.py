@@ -42,7 +42,8 @@ def batch_of(groups: Sequence[PromptGroup], **algorithm) -> RaggedBatch:
 
 def per_branch(batch: RaggedBatch, field: str) -> list[float]:
     """The value of each branch's tokens, which all have the same."""
-    return [float(each[1]) for each in batch.split_field(field) if len(set(each[1:].tolist())) == 1]
+    of_sequences = batch.fields[field].split(batch.lengths.tolist())
+    return [float(each[1]) for each in of_sequences if len(set(each[1:].tolist())) == 1]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -34,7 +34,7 @@ def fields_read(source: str) -> Iterator[str]:
                 yield node.slice.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-            asks = called in ("field", "constant", "split_field", "values", "at_trained")
+            asks = called in ("field", "constant", "values", "at_trained")
             yield from (each.value for each in node.args if asks and isinstance(each, ast.Constant))
 
 
