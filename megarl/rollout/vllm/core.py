@@ -59,7 +59,7 @@ class Core(Protocol):
 
 
 class InProcessCore:
-    """The core of vLLM's LLMEngine, stepped by `step`: holding it is not to do so."""
+    """The core of vLLM's LLMEngine, stepped by `step`: what is held is not stepped, once nothing is on its way."""
 
     def __init__(self, config: Any) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -94,7 +94,16 @@ class InProcessCore:
 
     def hold(self) -> list[SampleOutput]:
         """See `Core.hold`."""
-        return []
+        from vllm.v1.core.sched.interface import PauseState
+
+        # With asynchronous scheduling a step leaves the next batch on its way, which is of the weights of now.
+        before = self._scheduler.pause_state
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        outputs = []
+        while self._client.engine_core.batch_queue:
+            outputs += self.step()
+        self._scheduler.set_pause_state(before)
+        return outputs
 
     def release(self) -> None:
         """See `Core.release`."""

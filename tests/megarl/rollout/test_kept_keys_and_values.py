@@ -1,16 +1,21 @@
 """Weights that change while responses in flight keep their keys and values, and what meets these afterwards."""
 
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 import torch
-from engine_host import GREEDY
+from engine_host import GREEDY, Served
 from transformers import AutoModelForCausalLM
 
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Request
+from megarl.rollout.vllm.engine import VllmEngine
 
-pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+every_kind = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
 LONG = [7 + place % 50 for place in range(200)]
 """A prompt that fills blocks of vLLM's, so that others find it there."""
@@ -28,26 +33,73 @@ def greedy_over(cache_of, model_of, prompt, token_ids, switch):
     return new(sequence[:, read:], past_key_values=kept, use_cache=True).logits[0, :-1].log_softmax(-1)
 
 
+@pytest.fixture
+def check_kept(endless_prompt, assert_greedy):
+    """Check a greedy answer to `endless_prompt` during which weights were committed as `new`; its new log-probs."""
+
+    def check(folders, turn, old, new):
+        versions, token_ids = here(turn.versions).tolist(), turn.token_ids.tolist()
+        switch = versions.index(new)
+        assert versions == [old] * switch + [new] * (len(versions) - switch)
+        assert_greedy(folders[0], endless_prompt, turn, stop=switch)
+        best = greedy_over(*folders, endless_prompt, token_ids, switch).max(-1)
+        assert token_ids[switch:] == best.indices.tolist()
+        sampled = torch.tensor(turn.log_probs)[switch:]
+        assert torch.allclose(sampled, best.values, atol=1e-5)
+        return sampled
+
+    return check
+
+
+@every_kind
 def test_what_is_in_flight_goes_on_with_what_the_older_weights_have_read(
-    served, half_generated, endless_prompt, assert_greedy, reference_log_probs
+    served, half_generated, endless_prompt, check_kept, reference_log_probs
 ):
     old, new = served.engine.version(), served.engine.version() + 1
     generating = half_generated(served.engine)
     served.update(served.second, new, kv="keep")
     served.engine.resume()
     ((turn,),) = generating.result(60)
-    versions, token_ids = here(turn.versions).tolist(), turn.token_ids.tolist()
-    switch = versions.index(new)
-    assert versions == [old] * switch + [new] * (len(versions) - switch)
-    assert_greedy(served.folders[0], endless_prompt, turn, stop=switch)
-    best = greedy_over(*served.folders, endless_prompt, token_ids, switch).max(-1)
-    assert token_ids[switch:] == best.indices.tolist()
-    sampled = torch.tensor(turn.log_probs)[switch:]
-    assert torch.allclose(sampled, best.values, atol=1e-5)
-    again = reference_log_probs(served.folders[1], endless_prompt + token_ids)[len(endless_prompt) - 1 : -1][switch:]
-    assert (sampled - again[range(len(sampled)), token_ids[switch:]]).abs().max() > 1e-2
+    sampled = check_kept(served.folders, turn, old, new)
+    token_ids = turn.token_ids.tolist()
+    again = reference_log_probs(served.folders[1], endless_prompt + token_ids)[len(endless_prompt) - 1 : -1]
+    again = again[range(len(token_ids)), token_ids][-len(sampled) :]
+    assert (sampled - again).abs().max() > 1e-2
 
 
+def of_a_queueing_engine(folders, prompt):
+    """Answers of an engine that has begun a batch when it gives the tokens of the one before, as those on GPUs have."""
+    engine = VllmEngine(folders[0], {"max_model_len": 512, "kv_cache_memory_bytes": 2**27})
+    engine.start()
+    # vLLM turns it on for asynchronous scheduling, which no CPU has, and pipeline stages.
+    core = engine._core._client.engine_core
+    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+    core.step_fn = core.step_with_batch_queue
+    served = Served(engine, folders)
+    generating = []
+    with ThreadPoolExecutor() as pool:
+        # Begun one after the other, each is in batches of its own, and one of the two is always on its way.
+        for _ in range(2):
+            engine.pause("keep")
+            generating.append(pool.submit(engine.generate, [Request(prompt, replace(GREEDY, max_tokens=400))]))
+            time.sleep(0.5)
+            engine.resume()
+        engine.pause("keep")
+        served.update(served.second, 1, kv="keep")
+        engine.resume()
+        turns = [each.result(60)[0][0] for each in generating]
+    engine.close()
+    return turns
+
+
+def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(folders, endless_prompt, check_kept):
+    with get_context("spawn").Pool(1) as process:
+        turns = process.apply(of_a_queueing_engine, (folders, endless_prompt))
+    for turn in turns:
+        check_kept(folders, turn, old=0, new=1)
+
+
+@every_kind
 def test_a_new_request_meets_no_keys_and_values_of_older_weights(served, pool, half_generated, assert_greedy):
     new = served.engine.version() + 1
     served.engine.generate([Request(LONG, GREEDY)])
