@@ -112,11 +112,12 @@ class Receiver:
                 raise TransferError("weights are compared whole, and changes came")
             found = set(differing(self._views_of(incoming), written))
             names.update(found)
+            # The bucket belongs to the next message as soon as this one is acknowledged.
+            self._stream.synchronize()
             if not found:
                 self._note(incoming)
 
         self._take_all(version, take, in_place=False)
-        self._stream.synchronize()
         return names
 
     def abort(self, reason: str) -> None:

@@ -86,7 +86,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     from megarl.rollout.vllm import adapter_slot, weight_transfer
 
     if device.backend() == "gloo":
-        given = cpu_routed_experts.without_argument(cpu.without_sleep_mode(given))
+        given = cpu_routed_experts.without_argument(cpu.without_arguments_of_gpus(given))
         cpu_fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
     required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}

@@ -212,12 +212,15 @@ def _check_first(dim: int) -> None:
         raise NotImplementedError(f"an exchange of different sizes along dimension {dim} on a CPU")
 
 
-def without_sleep_mode(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without the argument that makes an engine on a GPU able to sleep.
+_OF_GPUS = ("enable_sleep_mode", "moe_backend", "linear_backend")
 
-    vLLM 0.32.0 refuses it on a CPU, where `move_memory_of_sleepers` needs none.
+
+def without_arguments_of_gpus(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` without what makes an engine on a GPU able to sleep, and the choice among a GPU's kernels.
+
+    vLLM 0.32.0 refuses them on a CPU, where `move_memory_of_sleepers` needs none and each layer has one kernel.
     """
-    return {name: value for name, value in given.items() if name != "enable_sleep_mode"}
+    return {name: value for name, value in given.items() if name not in _OF_GPUS}
 
 
 def move_memory_of_sleepers() -> None:

@@ -18,6 +18,7 @@ from vllm.model_executor.kernels.linear import EmulationMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel, CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import FlashInferFp8DeepGEMMDynamicBlockScaledKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -45,6 +46,7 @@ from megarl.rollout.vllm import cpu_experts, cpu_fp8, cpu_number_formats, deep_g
 from megarl.rollout.vllm.cpu_linear import linear
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.made_parameters import as_made
+from megatron_ext import device
 
 
 def _multiplies_raw_weight(module: Any, _config: ModelConfig) -> str | None:
@@ -65,10 +67,12 @@ def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
         return None
     if kernel is CPUFp8BlockScaledMMKernel and cpu_fp8.codes_are_kept():
         return None
-    if kernel is DeepGemmFp8BlockScaledMMKernel:
-        rounds = module.quant_method.fp8_linear.use_deep_gemm_e8m0
+    if kernel in (DeepGemmFp8BlockScaledMMKernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+        # FlashInfer's multiplies few rows by itself, and has DeepGEMM prepare the weight for both.
+        of_layer = module.quant_method.fp8_linear
+        rounds = getattr(of_layer, "fallback", of_layer).use_deep_gemm_e8m0
         return deep_gemm.changes(module.weight, module.weight_scale_inv, config, rounds_scales=rounds)
-    return f"the kernel {kernel.__name__} may keep it in an order of its own"
+    return f"the kernel {kernel.__name__} may keep it in an order of its own{_other('linear_backend', 'cutlass')}"
 
 
 def _keeps_codes_of_experts(module: Any, config: ModelConfig) -> str | None:
@@ -108,7 +112,12 @@ def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: C
         backend is backends.CPU and is_kept_on_cpu()
     ):
         return None
-    return f"the expert kernel {backend.value} may keep it in an order of its own"
+    return f"the expert kernel {backend.value} may keep it in an order of its own{_other('moe_backend', 'triton')}"
+
+
+def _other(argument: str, kernels: str) -> str:
+    """The advice that goes with a kernel of a GPU."""
+    return "" if device.backend() == "gloo" else f", which rollout.engine_args.{argument}={kernels} does not"
 
 
 def _balanced(module: Any) -> str | None:

@@ -35,6 +35,16 @@ def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
     )
 
 
+def _kernels(folder, given):
+    config = make_engine_config(folder, given)
+    return config.kernel_config.moe_backend, config.kernel_config.linear_backend, config.model_config.enable_sleep_mode
+
+
+def test_what_engines_on_gpus_alone_have_is_left_out_on_a_cpu(vllm_process, model_folder):
+    given = {"moe_backend": "triton", "linear_backend": "cutlass", "enable_sleep_mode": True}
+    assert vllm_process(_kernels, model_folder("qwen3", 0), given) == ("auto", "auto", False)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -128,6 +128,22 @@ def _as_deep_gemm_leaves_them(model, scales_dtype=torch.float32):
         module.w13_weight_scale_inv.data = module.w13_weight_scale_inv.data.to(scales_dtype)
 
 
+def _as_flashinfer_leaves_them(model):
+    """The same for the kernel that vLLM takes on Hopper with FlashInfer, and the experts' by Triton."""
+    from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+        FlashInferFp8DeepGEMMDynamicBlockScaledKernel as Kernel,
+    )
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    _as_deep_gemm_leaves_them(model)
+    for module in _linear_layers_in_fp8(model):
+        kernel = Kernel.__new__(Kernel)
+        kernel.fallback = module.quant_method.fp8_linear
+        module.quant_method.fp8_linear = kernel
+    for module in _experts(model):
+        module.quant_method.fp8_backend = Fp8MoeBackend.TRITON
+
+
 def _as_on_blackwell(model):
     _as_deep_gemm_leaves_them(model, torch.int32)
 
@@ -143,6 +159,7 @@ ROUNDED = "they are that from the start with rollout.weights=fp8_block_ue8m0"
         (FP8_BLOCK, _as_triton_leaves_them, None),
         (FP8_BLOCK, _as_deep_gemm_leaves_them, ROUNDED),
         (FP8_BLOCK_UE8M0, _as_deep_gemm_leaves_them, None),
+        (FP8_BLOCK_UE8M0, _as_flashinfer_leaves_them, None),
         (FP8_BLOCK_UE8M0, _as_on_blackwell, PACKED),
     ],
 )
