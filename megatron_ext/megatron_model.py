@@ -367,5 +367,7 @@ def _unpack_all(
     """Values of packed micro-batches, put back into the order of the batch they were packed from."""
     order = _order(micro_batches)
     in_packed_order = torch.cat([unpack(value, each) for value, each in zip(values, packed, strict=True)]).cpu()
+    if not len(batch):
+        return in_packed_order
     pieces = in_packed_order.split(batch.lengths[order].tolist())
     return torch.cat([pieces[position] for position in order.argsort().tolist()])

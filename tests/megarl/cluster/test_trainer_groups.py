@@ -103,6 +103,9 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
     torch.testing.assert_close(scores, torch.stack([each[-1] for each in of_tokens]), atol=1e-5, rtol=0)
     shifted = torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in of_tokens])
     torch.testing.assert_close(values, shifted, atol=1e-5, rtol=0)
+    # One sequence for two ranks: the other has none.
+    alone = opened_values(critic.values(Batch.of(whole.load().select([2]))))
+    torch.testing.assert_close(alone, shifted.split(whole.lengths.tolist())[2], atol=1e-5, rtol=0)
     squares = opened_values(policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"])
     assert squares.shape == (whole.total_tokens,)
     assert (squares[1:7] > 0).all()
