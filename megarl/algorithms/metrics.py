@@ -1,5 +1,6 @@
 """Metrics of one optimizer step, gathered from micro-batches and ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -39,6 +40,10 @@ class Mean:
         totals = torch.stack([quantity.detach().double().sum() for quantity in quantities])
         return Mean(totals, totals.new_tensor(len(quantities[0])), formula)
 
+    def cpu(self) -> "Mean":
+        """The same in memory of the host."""
+        return Mean(self.totals.cpu(), self.count.cpu(), self.formula)
+
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.totals + other.totals, self.count + other.count, self.formula)
 
@@ -54,6 +59,10 @@ class BinCounts:
 
     edges: tuple[float, ...]
     counts: Tensor
+
+    def cpu(self) -> "BinCounts":
+        """The same in memory of the host."""
+        return BinCounts(self.edges, self.counts.cpu())
 
     def __add__(self, other: "BinCounts") -> "BinCounts":
         return BinCounts(self.edges, self.counts + other.counts)
@@ -89,6 +98,16 @@ class Metrics:
             self.kl_to_reference or other.kl_to_reference,
         )
 
+    def cpu(self) -> "Metrics":
+        """The same in memory of the host: a process that has no GPU can read no tensor of one."""
+        return Metrics(
+            {name: each.cpu() for name, each in self.sums.items()},
+            {name: each.cpu() for name, each in self.maxima.items()},
+            {name: each.cpu() for name, each in self.means.items()},
+            {name: each.cpu() for name, each in self.histograms.items()},
+            None if self.kl_to_reference is None else self.kl_to_reference.cpu(),
+        )
+
     @staticmethod
     def merge(pieces: Sequence["Metrics"]) -> "Metrics":
         """The metrics of all `pieces` (at least one) together; all must have the same names."""
@@ -115,18 +134,24 @@ class Metrics:
     def summary(steps: Iterable["Metrics"]) -> dict[str, MetricValue]:
         """One value for each name over the optimizer `steps` (at least one) of one rollout.
 
-        Sums and means are averaged over the steps; of the maxima it is the largest. Counts are added up.
+        Sums and means are averaged over the steps, means over those that have elements; of the maxima it is the
+        largest. Counts are added up.
         """
         steps = list(steps)
         rows = [step.values() for step in steps]
         counts = _merge([step.histograms for step in steps], BinCounts.__add__)
-        numbers = {
-            name: max(row[name] for row in rows)
-            if name in steps[0].maxima
-            else sum(row[name] for row in rows) / len(rows)
-            for name in rows[0]
-        }
+        numbers = {}
+        for name in rows[0]:
+            values = [row[name] for row, step in zip(rows, steps, strict=True) if not step._is_of_nothing(name)]
+            if name in steps[0].maxima:
+                numbers[name] = max(values)
+            else:
+                numbers[name] = sum(values) / len(values) if values else math.nan
         return {**numbers, **{name: each.value for name, each in counts.items()}}
+
+    def _is_of_nothing(self, name: str) -> bool:
+        mean = {**self.means, **self._kl()}.get(name)
+        return mean is not None and not mean.count
 
 
 def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:

@@ -135,9 +135,12 @@ class TrainerWorker:
     def train_step(
         self, share: Batch, micro_batches: MicroBatches, is_asked: bool, objective: Objective, temperature: float
     ) -> StepResult | None:
-        """See `MegatronModel.train_step`."""
+        """See `MegatronModel.train_step`; all in memory of the host."""
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
-        return result if is_asked else None
+        if not is_asked:
+            return None
+        ahead = None if result.ahead is None else result.ahead.cpu()
+        return replace(result, metrics=[each.cpu() for each in result.metrics], ahead=ahead)
 
     def device_name(self) -> str:
         """See `device.name`."""

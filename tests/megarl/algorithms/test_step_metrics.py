@@ -56,6 +56,34 @@ def test_steps_are_averaged_and_of_maxima_the_largest_is_taken() -> None:
     assert Metrics.summary(steps) == {"loss": 3.0, "largest": 5.0, "mean": 3.0}
 
 
+def test_a_step_without_elements_of_a_mean_is_left_out_of_it() -> None:
+    values = [torch.zeros(0), torch.tensor([0.3, 0.5]), torch.tensor([0.8])]
+    steps = [Metrics(means={"gap": Mean.of(each)}, kl_to_reference=Mean.of(each)) for each in values]
+    assert Metrics.summary(steps) == pytest.approx({"gap": 0.6, "policy/kl_to_reference": 0.6})
+    gap = Metrics.summary(steps[:1])["gap"]
+    assert isinstance(gap, float)
+    assert math.isnan(gap)
+
+
+def test_all_tensors_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(
+        {"sum": torch.tensor(1.0)},
+        {"largest": torch.tensor(2.0)},
+        {"mean": Mean.of(torch.tensor([4.0, 8.0]))},
+        {"ratios": ratio_counts(torch.zeros(3))},
+        Mean.of(torch.tensor([6.0])),
+    )
+    # No GPU is needed to see that each is asked to come.
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: self * 10)
+    found = metrics.cpu()
+    assert found.sums == {"sum": torch.tensor(10.0)}
+    assert found.maxima == {"largest": torch.tensor(20.0)}
+    for mean, total, count in ((found.means["mean"], 120.0, 20.0), (found.kl_to_reference, 60.0, 10.0)):
+        assert mean is not None
+        assert (mean.totals.tolist(), float(mean.count)) == ([total], count)
+    assert sum(found.histograms["ratios"].value.counts) == 30
+
+
 def test_counts_of_ratios_add_up_over_pieces_and_steps_to_a_histogram() -> None:
     log_ratios = torch.tensor([0.0, 0.002, -0.5, 7.0])
     steps = [
