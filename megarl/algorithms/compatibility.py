@@ -150,7 +150,7 @@ def _interpolation_spares_something(config: AlgorithmConfig) -> None:
 
 
 def _ratios_are_taken_once(config: AlgorithmConfig) -> None:
-    if config.ratio_to != "rollout" or not POLICY_LOSSES[config.policy_loss].has_ratio:
+    if config.ratio_to != "rollout" or not POLICY_LOSSES[config.policy_loss].has_ratio_to_sampler:
         return
     for correction in config.corrections:
         if CORRECTIONS[correction.kind].weighs:

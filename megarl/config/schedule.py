@@ -1,10 +1,14 @@
 """Whether a schedule goes with the rest of the configuration, and what it adds to it."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.rollout.kv_scales import UNIT
 from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig
+
+if TYPE_CHECKING:
+    from megarl.algorithms.policy_losses.policy_loss import PolicyLoss
 
 _TRUNCATED_AT = 2.0
 """Bound of the importance weights that a schedule turns on, as in the examples of verl and slime."""
@@ -20,10 +24,7 @@ def with_correction(config: MegarlConfig) -> AlgorithmConfig:
     algorithm, schedule = config.algorithm, config.schedule
     if not schedule.max_staleness or not schedule.corrected or _is_corrected(algorithm):
         return algorithm
-    # Torch comes with it, which takes seconds that a configuration without this need not wait.
-    from megarl.algorithms import POLICY_LOSSES
-
-    loss = POLICY_LOSSES.get(algorithm.policy_loss)
+    loss = _policy_loss(algorithm)
     kind = "sequence_importance" if loss is not None and loss.of_response else "token_importance"
     return replace(algorithm, corrections=[CorrectionConfig(kind, high=_TRUNCATED_AT)])
 
@@ -63,4 +64,15 @@ def check_schedule(config: MegarlConfig) -> None:
 
 
 def _is_corrected(algorithm: AlgorithmConfig) -> bool:
-    return bool(algorithm.corrections) or algorithm.ratio_to == "rollout"
+    if algorithm.corrections or algorithm.ratio_to != "rollout":
+        return bool(algorithm.corrections)
+    loss = _policy_loss(algorithm)
+    return loss is not None and loss.has_ratio_to_sampler
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> "PolicyLoss | None":
+    """The loss; None for a name that is refused elsewhere."""
+    # Torch comes with it, which takes seconds that a configuration without this need not wait.
+    from megarl.algorithms import POLICY_LOSSES
+
+    return POLICY_LOSSES.get(algorithm.policy_loss)

@@ -73,6 +73,11 @@ class PolicyLoss:
         return bool({"old_log_probs", "reference_log_probs"} & inputs_of(self.ratio, self.surrogate).keys())
 
     @property
+    def has_ratio_to_sampler(self) -> bool:
+        """Whether its ratio is to the engine's policy with `ratio_to=rollout`, and so corrects for its age."""
+        return "old_log_probs" in inputs_of(self.ratio, self.surrogate)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it reads the reference's log-probs."""
         return "reference_log_probs" in inputs_of(self.ratio, self.surrogate)

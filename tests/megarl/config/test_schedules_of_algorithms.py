@@ -91,3 +91,16 @@ def test_weights_of_single_tokens_are_refused_where_a_response_has_one_ratio(com
     wrong = replace(composed.algorithm, corrections=tokens.algorithm.corrections)
     with pytest.raises(UserError, match=f"policy_loss={name} has one ratio per response, but .* token_importance"):
         validate(replace(composed, algorithm=wrong, schedule=SCHEDULES["recompute"]), "train")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sppo", "sequence_importance"), ("distillation", "token_importance")])
+def test_a_loss_without_a_ratio_to_the_sampler_is_corrected_whatever_its_ratio_is_to(
+    composed: MegarlConfig, name: str, kind: str
+) -> None:
+    bare = replace(composed, algorithm=replace(composed.algorithm, corrections=[], ratio_to="rollout"))
+    config = under(SCHEDULES["recompute"], bare)
+    assert [each.kind for each in config.algorithm.corrections] == [kind]
+    validate(config, "train")
+    uncorrected = replace(bare, schedule=ScheduleConfig(max_staleness=2, corrected=False))
+    with pytest.raises(UserError, match="and nothing corrects for it"):
+        validate(under(uncorrected.schedule, uncorrected), "train")
