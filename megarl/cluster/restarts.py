@@ -77,7 +77,8 @@ class Restarts:
     @property
     def calls(self) -> list[Call[Any]]:
         """The calls of which one has to end before `go_on` has anything to do."""
-        return [call for each in self._under_way.values() for call in each.calls]
+        # Another thread may begin or end a restart meanwhile: the list is made in one step of the interpreter.
+        return [call for each in list(self._under_way.values()) for call in each.calls]
 
     @property
     def is_held_off(self) -> bool:

@@ -57,6 +57,8 @@ class Router:
         self._is_told = threading.Event()
         self._is_closed = False
         self._listener: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
+        """Why nothing is heard any more."""
 
     def begin(
         self, requests: Sequence[Request], among: Sequence[EngineHandle], so_far: Sequence[SoFar] = ()
@@ -78,6 +80,9 @@ class Router:
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="router", daemon=True)
                 self._listener.start()
+            failure = self._failure
+        if failure is not None:
+            self._fail(left, failure)
         for each in begun:
             if not each.left:
                 each.answer.set_result(each.whole())
@@ -212,8 +217,11 @@ class Router:
         try:
             self._hear_all()
         except BaseException as failure:
-            # Nobody would hear of an answer any more.
-            self._fail(list(self._asked.values()), RuntimeError(f"the router failed: {failure!r}"))
+            # Nobody would hear of an answer any more, nor of one that is asked for later.
+            with self._lock:
+                self._failure = RuntimeError(f"the router failed: {failure!r}")
+                asked = list(self._asked.values())
+            self._fail(asked, self._failure)
             raise
 
     def _hear_all(self) -> None:

@@ -142,7 +142,9 @@ class Rollouts:
         with self._changed:
             self._admit()
         while not self._is_decided():
-            if not self._next_are(self._sampled):
+            with self._changed:
+                are_sampled = self._next_are(self._sampled)
+            if not are_sampled:
                 self._by.turns.give_to(self._by.engines)
             with clock.stage("rollout"):
                 self._wait(lambda: self._is_decided() or self._next_are(self._sampled))
