@@ -114,7 +114,6 @@ def check_that_answers_go_on_with_the_next_adapter(slot: Slot, adapted: Adapted,
 
 
 @pytest.mark.sglang
-@pytest.mark.long
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_tensor_parallel_ranks_have_their_parts(sglang_engines: Any, tmp_path: Path, model: str) -> None:
     folder = write_tiny_model(model, tmp_path / "model", seed=0, fields={"num_key_value_heads": 2})
