@@ -1,6 +1,6 @@
 """Scoring of responses: built-in verifiers and users' own functions."""
 
-from megarl.rewards.registry import REWARDS, load_reward
+from megarl.rewards.registry import REWARDS, UNCHECKED, load_reward
 from megarl.rewards.scorer import Outcome, PendingScores, Scorer
 from megarl.rewards.scoring import (
     RewardFailed,
@@ -16,6 +16,7 @@ from megarl.rewards.terms import OVERLONG
 __all__ = [
     "OVERLONG",
     "REWARDS",
+    "UNCHECKED",
     "Outcome",
     "PendingScores",
     "RewardFailed",

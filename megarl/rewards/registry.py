@@ -36,7 +36,10 @@ class Builtin:
     undecided: Mapping[str, float] | None = None
 
 
-_UNCHECKED = {"score": 0.0, "unchecked": 1.0}
+UNCHECKED = "unchecked"
+"""The part that is 1 where a built-in reward could not be decided."""
+
+_UNCHECKED = {"score": 0.0, UNCHECKED: 1.0}
 
 REWARDS: Mapping[str, Builtin] = {
     "exact_match": Builtin("megarl.rewards.text_match:exact_match"),

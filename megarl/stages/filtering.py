@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Trajectory
-from megarl.rewards import OVERLONG
+from megarl.rewards import OVERLONG, UNCHECKED
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.reward import REWARD_MODEL
 
@@ -35,9 +35,7 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
     answers that differ by their length penalty alone would otherwise be kept, and GRPO would blow the penalty up to
     advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
     """
-    source = group.prompt.data_source
-    measured = [[_measure(each, config.filter_on, source) for each in branches] for branches in group.rollouts]
-    values = [sum(each) / len(each) for each in measured]
+    values = [sum(each) / len(each) for each in _measured(group, config.filter_on)]
     mean = sum(values) / len(values)
     low, high = config.filter_low, config.filter_high
     return min(values) < max(values) and (low is None or mean >= low) and (high is None or mean <= high)
@@ -65,16 +63,23 @@ def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup],
     )
 
 
-def _measure(trajectory: Trajectory, name: str, data_source: str) -> float:
+def _measured(group: PromptGroup, name: str) -> list[list[float]]:
+    """The number of each response; 0 for one that took too long or could not be decided, and so has no such part."""
+    decided = [_numbers(each) for each in group.trajectories if _is_decided(each)]
+    if decided and all(name not in each for each in decided):
+        raise UserError(
+            f"algorithm.filter_on={name} is no number of the reward of a response to {group.prompt.data_source}, which"
+            f" has {', '.join(decided[0])}: name one of these"
+        )
+    return [[_numbers(each).get(name, 0.0) for each in branches] for branches in group.rollouts]
+
+
+def _numbers(trajectory: Trajectory) -> dict[str, float]:
     score = trajectory.scored
-    if name == "reward":
-        return score.value
-    if name == "outcome":
-        return sum(value for term, value in score.terms.items() if term not in _SHAPING)
-    known = {**score.parts, **score.terms}
-    if name in known:
-        return known[name]
-    raise UserError(
-        f"algorithm.filter_on={name} is no number of the reward of a response to {data_source}, which has"
-        f" {', '.join(known)}: name one of these, or outcome, or reward"
-    )
+    outcome = sum(value for term, value in score.terms.items() if term not in _SHAPING)
+    return {**score.parts, **score.terms, "outcome": outcome, "reward": score.value}
+
+
+def _is_decided(trajectory: Trajectory) -> bool:
+    unchecked = (value for name, value in trajectory.scored.parts.items() if name.split("/")[-1] == UNCHECKED)
+    return trajectory.failure is None and not any(unchecked)

@@ -7,7 +7,8 @@ from trajectories import group, group_of_scores, with_baseline
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Trajectory
-from megarl.rewards import OVERLONG, Score
+from megarl.data.trajectory import Failure
+from megarl.rewards import OVERLONG, UNCHECKED, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on, left_out, teaches
 from megarl.stages.reward import REWARD_MODEL
@@ -37,6 +38,19 @@ def test_a_name_that_no_reward_has_is_refused_with_those_that_it_has() -> None:
         UserError, match=r"filter_on=accuracy is no number .* to source, which has acc, score, overlong"
     ):
         teaches(MIXED, AlgorithmConfig(filter_on="accuracy"))
+
+
+UNDECIDED = Score(0.0, {UNCHECKED: 1.0}, {"score": 0.0})
+
+
+@pytest.mark.parametrize("filter_on", ["acc", "score", "outcome", "reward"])
+@pytest.mark.parametrize(("score", "failure"), [(Score(0.0), "timed_out"), (UNDECIDED, None)])
+def test_what_was_not_decided_counts_as_0(filter_on: str, score: Score, failure: Failure | None) -> None:
+    (first, second) = ALL_RIGHT.trajectories
+    undecided = replace(second, score=score, failure=failure)
+    config = AlgorithmConfig(filter_on=filter_on)
+    assert teaches(replace(ALL_RIGHT, trajectories=[first, undecided]), config)
+    assert not teaches(replace(ALL_RIGHT, trajectories=[undecided, undecided]), config)
 
 
 @pytest.mark.parametrize(
