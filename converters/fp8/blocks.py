@@ -70,14 +70,15 @@ def tiles(shape: Shape, row_start: int) -> Iterator[Tile]:
 
 
 class Scratch:
-    """Memory for tiles, used again for each of them. Not to be shared by threads."""
+    """Memory of a device for tiles, used again for each of them. Not to be shared by threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
         self._memory: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of the shape of `tile`, with arbitrary content; the next of this type takes its place."""
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < tile.elements:
-            memory = self._memory[dtype] = torch.empty(tile.elements, dtype=dtype)
+            memory = self._memory[dtype] = torch.empty(tile.elements, dtype=dtype, device=self._device)
         return memory[: tile.elements].view(tile.shape)

@@ -59,7 +59,7 @@ def dequantise_into(
     ):
         return
     _check_codes(codes, row_start, column_start)
-    _in_torch(codes, used, out, row_start, column_start, scratch or Scratch())
+    _in_torch(codes, used, out, row_start, column_start, scratch or Scratch(codes.device))
 
 
 def _in_torch(

@@ -68,7 +68,7 @@ def quantise_into(
         weight, codes, scales, power_of_two=power_of_two
     ):
         return
-    _in_torch(weight, codes, scales, power_of_two, scratch or Scratch())
+    _in_torch(weight, codes, scales, power_of_two, scratch or Scratch(weight.device))
 
 
 def _in_torch(
@@ -79,7 +79,9 @@ def _in_torch(
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
         largest = _largest_magnitudes(source, tile, scratch)
         smallest = SMALLEST_MAGNITUDE_OF_POWERS if power_of_two else SMALLEST_MAGNITUDE
-        scale = largest.clamp_(min=smallest) / LARGEST_CODE
+        largest.clamp_(min=smallest)
+        # Not over a number, by whose inverse a GPU would multiply.
+        scale = largest / torch.full_like(largest, LARGEST_CODE)
         if power_of_two:
             scale = _rounded_up(scale)
         single = scratch.like(tile, torch.float32)

@@ -51,7 +51,8 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         if not largest.amax() <= LARGEST_WEIGHT:
             row = tile.start + int((~(largest <= LARGEST_WEIGHT)).nonzero()[0, 0])
             raise ValueError(f"row {row} holds a weight that is NaN, infinite or too large for INT8")
-        scale = largest.clamp_(min=SMALLEST_MAGNITUDE) / LARGEST_CODE
+        # Not over a number, by whose inverse a GPU would multiply.
+        scale = largest.clamp_(min=SMALLEST_MAGNITUDE) / torch.full_like(largest, LARGEST_CODE)
         scales[tile].copy_(scale)
         codes[tile].copy_(values.div(scale).round_())
 
