@@ -112,6 +112,11 @@ def cuda_version() -> str:
     return torch.version.cuda or ""
 
 
+def has_e4m3(where: torch.device) -> bool:
+    """Whether a device converts numbers to e4m3 by itself: GPUs from compute capability 8.9."""
+    return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 9)
+
+
 def synchronize() -> None:
     """Wait until the device has done all that was asked of it."""
     if torch.cuda.is_available():

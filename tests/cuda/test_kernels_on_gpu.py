@@ -34,5 +34,5 @@ def test_a_gpu_makes_the_bytes_of_the_host(copied, quantised, seed):
 def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(value):
     found = block([], [Matrix((130, 136), torch.bfloat16, 1, FP8_BLOCK, 1.0)] * 2, device="cuda")
     found.quantised[1].local[129, 130] = value
-    with pytest.raises(ValueError, match=r"block 1, 1 of matrix 1 .*NaN, infinite or too large"):
+    with pytest.raises(ValueError, match="matrix 1: block 1, 1 holds a weight that is NaN"):
         gather(found, 0)

@@ -21,7 +21,10 @@ SLAB_ROWS = 16
 
 
 class Kind(IntEnum):
-    """The work on a plane; the first four are copies of units of so many bytes."""
+    """The work on a plane; the first four are copies of units of so many bytes.
+
+    Wide: bfloat16 of which each row begins aligned, and four weights lie side by side.
+    """
 
     COPY_1 = 0
     COPY_2 = auto()
@@ -29,6 +32,7 @@ class Kind(IntEnum):
     COPY_8 = auto()
     QUANTISED_BFLOAT16 = auto()
     QUANTISED_FLOAT32 = auto()
+    QUANTISED_WIDE = auto()
 
 
 class CodeFormat(IntEnum):
@@ -53,6 +57,8 @@ _TILES = {
     CodeFormat.INT8_CHANNEL: (SLAB_ROWS, WHOLE_ROW),
 }
 """Rows and columns of a matrix on which one program works."""
+_WIDE_BYTES, _WIDE_ELEMENTS = 16, 8
+"""Two loads of four weights each; twice as many codes."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 
 
@@ -147,7 +153,14 @@ def _quantised(each: Quantised, code_format: CodeFormat) -> _Work:
     size = each.local.element_size()
     plane = Plane(each.local.data_ptr(), each.codes.data_ptr(), rows, columns, row_stride, column_stride, size)
     tiles = math.prod(-(-length // step) for length, step in zip((rows, columns), _TILES[code_format], strict=True))
-    return _Work(_QUANTISED[each.local.dtype], plane, tiles, each)
+    is_wide = code_format == CodeFormat.BLOCK_FP8 and each.local.dtype == torch.bfloat16 and _is_wide(plane)
+    return _Work(Kind.QUANTISED_WIDE if is_wide else _QUANTISED[each.local.dtype], plane, tiles, each)
+
+
+def _is_wide(plane: Plane) -> bool:
+    in_rows = plane.column_stride == 1 and (plane.rows == 1 or plane.row_stride % _WIDE_ELEMENTS == 0)
+    aligned = plane.local % _WIDE_BYTES == plane.packed % _WIDE_ELEMENTS == 0
+    return in_rows and aligned and plane.columns % _WIDE_ELEMENTS == 0
 
 
 def _row(work: _Work, first_tile: int, memory: int) -> list[int]:

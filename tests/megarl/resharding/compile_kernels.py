@@ -12,10 +12,10 @@ from megarl.resharding.kernels.on_gpu.move import move
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-SIGNATURE = dict(zip(move.arg_names, ("*i64", "*i32", "*i64", "constexpr", "constexpr", "constexpr"), strict=True))
+SIGNATURE = dict(zip(move.arg_names, ("*i64", "*i32", "*i64", *["constexpr"] * 4), strict=True))
 
 for code_format in CodeFormat:
     for to_bucket in (True, False):
-        constants = {(3,): int(code_format), (4,): to_bucket, (5,): True}
+        constants = {(3,): int(code_format), (4,): to_bucket, (5,): True, (6,): True}
         source = ASTSource(move, SIGNATURE, constexprs=constants, attrs={})
         print(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])

@@ -168,6 +168,9 @@ def local_view(box: Box, generator: torch.Generator, device: str) -> Tensor:
     shape = (*(size + box.start for size in box.shape[:-1]), *(size * box.step + box.start for size in box.shape[-1:]))
     size = torch.Size(shape).numel() * box.local.itemsize
     raw = torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(box.local).view(shape).to(device)
+    if box.packed is not box.local:
+        # Devices choose the bits of a converted NaN.
+        raw.nan_to_num_()
     if box.turned and raw.dim() > 1:
         raw = raw.transpose(0, -1).contiguous().transpose(0, -1)
     index = [slice(box.start, None) for _ in box.shape]

@@ -5,11 +5,23 @@ changed word, two words in each other's place and boxes in another order all giv
 their parts in any order. Bytes between boxes are not counted.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from megarl.resharding.kernels.block import Block
+from megarl.resharding.kernels.launch_table import CodeFormat
 from megarl.resharding.kernels.on_gpu.move import SUMS, move
+from megatron_ext import device
 
+_LAUNCHES: Mapping[tuple[CodeFormat, bool], Mapping[str, int]] = {
+    (CodeFormat.BLOCK_FP8, True): {"num_warps": 4, "maxnreg": 96},
+    (CodeFormat.BLOCK_FP8, False): {"num_warps": 8, "maxnreg": 64},
+}
+"""Warps and registers, by codes and whether the bucket is filled: the fastest on an H200, as the results of 2026-11-26
+of `benchmarks/kernels.py` say.
+"""
+_OTHERS: Mapping[str, int] = {"num_warps": 8}
 _MASK = 2**64 - 1
 # Odd, so that a multiplication loses nothing modulo 2^64; from Knuth's linear congruential generator MMIX.
 _FACTOR = 6364136223846793005
@@ -41,8 +53,9 @@ def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     results = torch.zeros(SUMS + 1, dtype=torch.int64, device=block.memory.device)
     if table.tiles:
         grid = (table.tiles,)
-        constants = (int(table.code_format), to_bucket, before is not None)
-        move[grid](table.rows, table.row_of_tile, results, *constants, num_warps=8, enable_fp_fusion=False)
+        constants = (int(table.code_format), to_bucket, before is not None, device.has_e4m3(block.memory.device))
+        options = _LAUNCHES.get((table.code_format, to_bucket), _OTHERS)
+        move[grid](table.rows, table.row_of_tile, results, *constants, enable_fp_fusion=False, **options)
     if before is None and not block.quantised:
         return None
     *sums, unfailed = results.tolist()

@@ -43,11 +43,11 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     for slab in range(0, SQUARE, SLAB):
         local, _at, inside = slab_of(row, tile, slab, LOCAL)
         largest = tl.maximum(largest, tl.max(float32_bits(tl.load(local, mask=inside, other=0.0)) & 0x7FFFFFFF))
-    scale, halved = _scale(largest, tl.load(row + _POWER_OF_TWO))
+    scale, halved = scale_of(largest, tl.load(row + _POWER_OF_TWO))
     # A power of two is halved in its exponent.
     kept = scale - (halved << 23)
     tl.store(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile, kept)
-    total = _scale_sum(row, tile, kept, WITH_CHECKSUM)
+    total = scale_sum(row, tile, kept, WITH_CHECKSUM)
     for slab in range(0, SQUARE, SLAB):
         local, at, inside = slab_of(row, tile, slab, LOCAL)
         codes = _encode(float32_bits(tl.load(local, mask=inside, other=0.0)), scale, halved)
@@ -60,7 +60,7 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 def dequantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     """Dequantise one block; returns its part of the checksum, and not zero if a code or the scale is no number."""
     scale = tl.load(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile)
-    total = _scale_sum(row, tile, scale, WITH_CHECKSUM)
+    total = scale_sum(row, tile, scale, WITH_CHECKSUM)
     largest = tl.full((), 0, tl.int32)
     for slab in range(0, SQUARE, SLAB):
         local, at, inside = slab_of(row, tile, slab, LOCAL)
@@ -74,7 +74,7 @@ def dequantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 
 @triton.jit
-def _scale(largest, power_of_two):
+def scale_of(largest, power_of_two):
     """The bits of the scale of a block whose largest magnitude has these bits; and whether, as 0 or 1, it is halved."""
     smallest = tl.where(power_of_two != 0, bits_of(_SMALLEST_MAGNITUDE_OF_POWERS), bits_of(_SMALLEST_MAGNITUDE))
     magnitude = tl.maximum(largest, smallest).to(tl.float32, bitcast=True)
@@ -98,7 +98,8 @@ def _encode(bits, scale, halved):
 
 
 @triton.jit
-def _scale_sum(row, tile, scale, WITH_CHECKSUM: tl.constexpr):
+def scale_sum(row, tile, scale, WITH_CHECKSUM: tl.constexpr):
+    """The part of the checksum that is of a block's scale, given by its bits."""
     total = tl.full((), 0, tl.int64)
     if WITH_CHECKSUM:
         total = scale.to(tl.int64) * ((tl.load(row + SCALES_OFFSET_BYTES) >> 2) + tile + 1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megarl.resharding.kernels.launch_table import COPY_UNITS, CodeFormat, Kind
-from megarl.resharding.kernels.on_gpu import block_fp8, int8_channel, mxfp8
+from megarl.resharding.kernels.on_gpu import block_fp8, block_fp8_wide, int8_channel, mxfp8
 from megarl.resharding.kernels.on_gpu.tiles import (
     COLUMNS,
     FIRST_TILE,
@@ -30,6 +30,7 @@ _COPY_2 = tl.constexpr(int(Kind.COPY_2))
 _COPY_4 = tl.constexpr(int(Kind.COPY_4))
 _COPY_8 = tl.constexpr(int(Kind.COPY_8))
 _BFLOAT16 = tl.constexpr(int(Kind.QUANTISED_BFLOAT16))
+_WIDE = tl.constexpr(int(Kind.QUANTISED_WIDE))
 _FLOAT32 = tl.constexpr(int(Kind.QUANTISED_FLOAT32))
 _BLOCK_FP8 = tl.constexpr(int(CodeFormat.BLOCK_FP8))
 _MXFP8 = tl.constexpr(int(CodeFormat.MXFP8))
@@ -39,10 +40,19 @@ _COPY_UNITS = tl.constexpr(COPY_UNITS)
 
 
 @triton.jit
-def move(table, row_of_tile, results, CODE_FORMAT: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
+def move(
+    table,
+    row_of_tile,
+    results,
+    CODE_FORMAT: tl.constexpr,
+    TO_BUCKET: tl.constexpr,
+    WITH_CHECKSUM: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+):
     """Move one tile. `results` are zeros: sums of the checksum, then tiles from the first that failed to the end.
 
-    Compiled for each format of codes, so that a program has the registers of its own alone.
+    Compiled for each format of codes, so that a program has the registers of its own alone. A GPU that `HAS_E4M3`
+    rounds to it by itself.
     """
     tile = tl.program_id(0)
     row = table + tl.load(row_of_tile + tile) * ROW
@@ -60,6 +70,8 @@ def move(table, row_of_tile, results, CODE_FORMAT: tl.constexpr, TO_BUCKET: tl.c
         total = _copy(row, inner, tl.int8, 1, TO_BUCKET, WITH_CHECKSUM)
     elif kind == _BFLOAT16:
         total, bad = _quantised(row, inner, tl.bfloat16, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
+    elif kind == _WIDE:
+        total, bad = _wide(row, inner, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM, HAS_E4M3)
     elif kind == _FLOAT32:
         total, bad = _quantised(row, inner, tl.float32, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
     if WITH_CHECKSUM:
@@ -105,4 +117,23 @@ def _quantised(
             total, bad = int8_channel.quantise(row, tile, LOCAL, WITH_CHECKSUM)
         else:
             total, bad = int8_channel.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
+    return total, bad
+
+
+@triton.jit
+def _wide(
+    row,
+    tile,
+    CODE_FORMAT: tl.constexpr,
+    TO_BUCKET: tl.constexpr,
+    WITH_CHECKSUM: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+):
+    total = tl.full((), 0, tl.int64)
+    bad = tl.full((), 0, tl.int32)
+    if CODE_FORMAT == _BLOCK_FP8:
+        if TO_BUCKET:
+            total, bad = block_fp8_wide.quantise(row, tile, HAS_E4M3, WITH_CHECKSUM)
+        else:
+            total, bad = block_fp8_wide.dequantise(row, tile, WITH_CHECKSUM)
     return total, bad
