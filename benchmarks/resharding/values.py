@@ -66,7 +66,7 @@ def wrong(
     """The names of those `tensors` of a rank that hold another bit than they should; padding is not looked at."""
     found = []
     for placement, values in _values(layout, rank, hf_dtypes, whole_tensor):
-        held = tensors[placement.local_name][placement.local_box.slices()]
+        held = tensors[placement.local_name][placement.local_box.slices()].cpu()
         if held.dtype != values.dtype or not torch.equal(_bytes(held), _bytes(values)):
             found.append(placement.local_name)
     return sorted(set(found))

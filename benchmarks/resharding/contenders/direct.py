@@ -7,7 +7,7 @@ from functools import partial
 
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports import MAPPED, TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.moved import Moved
 from megatron_ext.loopback import LOOPBACK, open_store
@@ -27,11 +27,12 @@ class Direct:
         destination: Destination,
         *,
         with_checksum: bool,
-        transport: str = "shared_memory",
+        transport: str | None = None,
         ucx_tls: str = "",
         delta: bool = False,
     ) -> None:
         self._party, self._destination = party, destination
+        transport = transport or MAPPED["gloo" if party.scenario.device == "cpu" else "nccl"]
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
         messages = derive(layout, party.number)

@@ -54,6 +54,8 @@ DIRECT_GLOO_TO_MEGATRON = "direct, checksums (gloo), to Megatron"
 MEGATRON_CORE = "megatron.core.resharding (gloo), to Megatron"
 GATHERED_BROADCAST = "all-gather, broadcast (gloo)"
 GATHERED_SHARED = "all-gather (gloo), shared memory"
+ON_GPU = (DIRECT, DIRECT_WITHOUT_CHECKSUMS, DIRECT_GLOO, DIRECT_RDMA, FP8, FP8_GLOO, FP8_RDMA)
+"""Contenders that move weights from and to a GPU."""
 CONTENDERS: Mapping[str, Callable[[Party], Contender]] = {
     MEMCPY: Memcpy,
     NIXL_READ: NixlRead,
