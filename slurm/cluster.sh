@@ -5,7 +5,10 @@
 #   CONTAINER        an image made with Dockerfile.cuda, for enroot and pyxis (registry#name:tag, /images/megarl.sqsh);
 #                    without one, .venv of the checkout, made by `make setup CUDA=1`
 #   CONTAINER_MOUNTS what the container sees beside the checkout: /models:/models,/data:/data,/runs:/runs
-#   HEAD_IP          address of the first node for the others (default: what its host name resolves to); Ray listens there
+#   SOCKET_IFNAME    the interface of each node that Ray, NCCL, gloo and refits make their connections over, such as ib0
+#                    (default: that of the address that the first node's name resolves to or, where that is loopback as
+#                    on Debian, of its default route; on the others, that of the route to there)
+#   HEAD_IP          address of the first node in the place of that of SOCKET_IFNAME, wrong where a requeued job gets another
 #   RAY_PORT         port of Ray's head (default 6379)
 #   START_TIMEOUT_S  how long the nodes may take to join (default 300)
 #   MAX_RESTARTS     how often the job goes back into the queue when a process or a machine died (default 3)
@@ -25,8 +28,20 @@ else
   programs="$PWD/.venv/bin"
   [[ -x "$programs/megarl" ]] || fail "no .venv in $PWD: run make setup CUDA=1 there and submit from there, or give CONTAINER"
 fi
+
+# Addresses of this node for the others, the best first.
+own_addresses() {
+  if [[ -n "${SOCKET_IFNAME:-}" ]]; then
+    ip -4 -oneline address show dev "$SOCKET_IFNAME" 2>/dev/null | awk '{print $4}' | cut --delimiter=/ --fields=1
+  else
+    hostname --ip-address | tr ' ' '\n' || true
+    # Nothing is sent there: it is an address of documentation, which only the default route leads to.
+    ip -4 -oneline route get 203.0.113.1 2>/dev/null | grep --only-matching 'src [0-9.]*' | cut --delimiter=' ' --fields=2
+  fi
+}
+
 # The script runs on the first node of the allocation.
-head_ip="${HEAD_IP:-$(hostname --ip-address | tr ' ' '\n' | grep --max-count=1 --extended-regexp '^[0-9.]+$' || true)}"
+head_ip="${HEAD_IP:-$(own_addresses | grep --extended-regexp '^[0-9.]+$' | grep --invert-match '^127\.' | head -n 1 || true)}"
 address="$head_ip:${RAY_PORT:-6379}"
 
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
@@ -72,8 +87,11 @@ on_cancel() {
 # run_on_cluster COMMAND...: run it on the first node, when a Ray node is up on each; sets `status`. The address of the
 # Ray cluster is `$address`.
 run_on_cluster() {
+  [[ -n "$head_ip" || -z "${SOCKET_IFNAME:-}" ]] ||
+    fail "$SLURMD_NODENAME has no interface '$SOCKET_IFNAME' with an IPv4 address: give SOCKET_IFNAME one that all nodes have," \
+      "of $(ip -4 -oneline address show | awk '$2 != "lo" {print $2}' | sort --unique | paste --serial --delimiters=' ')"
   [[ -n "$head_ip" && "$head_ip" != 127.* ]] ||
-    fail "the name of this node resolves to '$head_ip': give HEAD_IP, its address for the others"
+    fail "the other nodes do not reach $SLURMD_NODENAME at '$head_ip': give SOCKET_IFNAME, the interface of their network"
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   make_token
@@ -81,7 +99,7 @@ run_on_cluster() {
   trap end_cluster EXIT
   trap on_cancel TERM
   step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    "$programs/python" -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME"
+    "$programs/python" -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME" ${SOCKET_IFNAME:+"--interface=$SOCKET_IFNAME"}
   ray_step="$!"
   step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
     "$programs/python" -m megarl.cluster.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"

@@ -1,11 +1,14 @@
 """Environment variables of NCCL, gloo and UCX that a node's own network asks for: one table, and what it looks at."""
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
+
+from converters.errors import UserError
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -62,6 +65,22 @@ def network_environment(address: str) -> dict[str, str]:
         return {}
     values = {default.name: default.value(network) for default in DEFAULTS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface of this machine, such as ib0. Raises UserError where it has none."""
+    here = {
+        name: each.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in reversed(addresses)
+        if each.family == socket.AF_INET
+    }
+    if interface not in here:
+        raise UserError(
+            f"{socket.gethostname()} has no interface {interface!r} with an IPv4 address: give SOCKET_IFNAME one"
+            f" that all nodes have, of {' '.join(sorted(here.keys() - {'lo'}))}"
+        )
+    return here[interface]
 
 
 def look_at(address: str, infiniband: Path = _INFINIBAND) -> Network | None:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO
 
 from converters.errors import UserError
+from megarl.cluster.network_environment import address_of
 from megarl.process.scratch import scratch_folder
 from megarl.sandbox.process_tree import die_with
 
@@ -104,8 +105,11 @@ def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def serve(address: str, head: str) -> int:
-    """Be a node of the Ray cluster at an address, of which `head` is the first machine, until told to end."""
+def serve(address: str, head: str, interface: str | None) -> int:
+    """Be a node of the Ray cluster at an address, of which `head` is the first machine, until told to end.
+
+    The others listen on the `interface`; None is that of their route to the first.
+    """
     # A notice that comes early is not to end it.
     for number in _NODE_HEARS:
         signal.signal(number, lambda *_: None)
@@ -116,9 +120,8 @@ def serve(address: str, head: str) -> int:
         log, temporary = folder / "start.log", folder / "t"
         temporary.mkdir()
         with log.open("wb") as output:
-            node = Supervised(
-                _ray_start(address, name, head, folder / "r"), _NODE_HEARS, _environment(temporary), output
-            )
+            start = _ray_start(address, name, head, interface, folder / "r")
+            node = Supervised(start, _NODE_HEARS, _environment(temporary), output)
             code = node.wait(_RAY_ENDS_S)
         if node.was_told:
             return 0
@@ -126,11 +129,13 @@ def serve(address: str, head: str) -> int:
         return code or 1
 
 
-def _ray_start(address: str, name: str, head: str, folder: Path) -> list[str]:
+def _ray_start(address: str, name: str, head: str, interface: str | None, folder: Path) -> list[str]:
     host, _, port = address.rpartition(":")
     where = [f"--address={address}"]
     if name == head:
         where = ["--head", f"--node-ip-address={host}", f"--port={port}", *_HEAD_ALONE]
+    elif interface is not None:
+        where.append(f"--node-ip-address={address_of(interface)}")
     return [
         *("ray", "start", "--block", *where, "--disable-usage-stats", "--include-log-monitor=false"),
         *(f"--temp-dir={folder}", f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
@@ -198,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = tasks.add_parser("node", help="be a Ray node until SIGUSR2")
     node.add_argument("address")
     node.add_argument("--head", required=True)
+    node.add_argument("--interface")
     command = tasks.add_parser("run", help="run a command when all nodes are up")
     command.add_argument("address")
     command.add_argument("--nodes", nargs="+", required=True)
@@ -206,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.task == "node":
-            return serve(options.address, options.head)
+            return serve(options.address, options.head, options.interface)
         return run(options.address, options.nodes, options.timeout, options.command)
     except UserError as error:
         print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)

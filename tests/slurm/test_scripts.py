@@ -23,6 +23,18 @@ STAND_INS = {
           "requeue 7") touch requeued ;;
           *) exit 1 ;;
         esac""",
+    "hostname": """[[ "$1" == --ip-address ]] && echo "$NAMED" """,
+    # As iproute2 shows them.
+    "ip": """
+        case "$*" in
+          "-4 -oneline address show dev ib0") echo '5: ib0    inet 198.51.100.7/24 brd 198.51.100.255' ;;
+          "-4 -oneline address show")
+            printf '%s\n' '1: lo    inet 127.0.0.1/8' '2: eno1    inet 192.0.2.7/24' '5: ib0    inet 198.51.100.7/24' ;;
+          "-4 -oneline route get "*)
+            [[ -n "$ROUTED" ]] || { echo "RTNETLINK answers: Network is unreachable" >&2; exit 2; }
+            echo "203.0.113.1 via 192.0.2.254 dev eno1 src $ROUTED uid 0 \\    cache " ;;
+          *) echo "Device \"${@: -1}\" does not exist." >&2; exit 1 ;;
+        esac""",
 }
 
 
@@ -44,6 +56,8 @@ def submit(tmp_path):
             "SLURM_CPUS_ON_NODE": "8",
             "SLURMD_NODENAME": "n1",
             "HEAD_IP": "192.0.2.1",
+            "NAMED": "192.0.2.7",
+            "ROUTED": "192.0.2.9",
             "RUN_CODE": "0",
             "PATH": f"{programs}:{os.environ['PATH']}",
             **environment,
@@ -105,10 +119,39 @@ def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, "192.0.2.7"),
+        ({"NAMED": "fe80::7%eno1 192.0.2.7"}, "192.0.2.7"),
+        ({"NAMED": "127.0.1.1"}, "192.0.2.9"),
+        ({"NAMED": "127.0.1.1 192.0.2.8"}, "192.0.2.8"),
+        ({"SOCKET_IFNAME": "ib0"}, "198.51.100.7"),
+        ({"SOCKET_IFNAME": "ib0", "HEAD_IP": "192.0.2.1"}, "192.0.2.1"),
+    ],
+)
+def test_the_first_node_says_where_the_others_reach_it(submit, tmp_path, environment, address):
+    done = submit("sft.sh", **{"HEAD_IP": "", **environment})
+    assert done.returncode == 0, done.stderr
+    interface = " --interface=ib0" if "SOCKET_IFNAME" in environment else ""
+    steps = (tmp_path / "steps").read_text()
+    assert f" -m megarl.cluster.slurm node {address}:6379 --head n1{interface}\n" in steps
+    assert f"-- megarl sft cluster.address={address}:6379 " in steps
+
+
+@pytest.mark.parametrize(
     ("environment", "says"),
     [
         ({"SLURM_JOB_ID": ""}, "eval.sh: run it with sbatch"),
-        ({"HEAD_IP": "127.0.0.1"}, "eval.sh: the name of this node resolves to '127.0.0.1': give HEAD_IP"),
+        ({"HEAD_IP": "127.0.0.1"}, "eval.sh: the other nodes do not reach n1 at '127.0.0.1': give SOCKET_IFNAME"),
+        (
+            {"HEAD_IP": "", "NAMED": "127.0.1.1", "ROUTED": ""},
+            "eval.sh: the other nodes do not reach n1 at '': give SOCKET_IFNAME",
+        ),
+        (
+            {"HEAD_IP": "", "SOCKET_IFNAME": "ib1"},
+            "eval.sh: n1 has no interface 'ib1' with an IPv4 address: give SOCKET_IFNAME one that all nodes have,"
+            " of eno1 ib0",
+        ),
     ],
 )
 def test_what_keeps_a_job_from_starting_is_one_sentence(submit, environment, says):

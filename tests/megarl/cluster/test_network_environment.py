@@ -1,11 +1,13 @@
 """Environment variables that follow from the network of a node."""
 
+import socket
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from megarl.cluster.network_environment import DEFAULTS, Network, RdmaPort, look_at, network_environment
+from converters.errors import UserError
+from megarl.cluster.network_environment import DEFAULTS, Network, RdmaPort, address_of, look_at, network_environment
 
 
 def values(network):
@@ -31,7 +33,15 @@ def test_the_fastest_ports_are_those_of_the_run():
 @pytest.fixture
 def address(monkeypatch):
     """An address of this machine, whatever its interfaces are."""
-    here = {name: [SimpleNamespace(address=address)] for name, address in (("lo", "127.0.0.1"), ("eth7", "10.1.2.3"))}
+    here = {
+        "lo": [SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")],
+        "eth7": [
+            SimpleNamespace(family=socket.AF_INET6, address="fe80::1%eth7"),
+            SimpleNamespace(family=socket.AF_INET, address="10.1.2.3"),
+            SimpleNamespace(family=socket.AF_INET, address="10.1.2.4"),
+        ],
+        "ib0": [SimpleNamespace(family=socket.AF_PACKET, address="00:00:10:29")],
+    }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: here)
     return "10.1.2.3"
 
@@ -53,3 +63,9 @@ def test_loopback_and_addresses_of_others_ask_for_nothing(address):
     assert network_environment("127.0.0.1") == {}
     assert network_environment("10.9.9.9") == {}
     assert network_environment(address)["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_an_interface_is_known_by_its_first_address(address):
+    assert address_of("eth7") == address
+    with pytest.raises(UserError, match=r"has no interface 'ib0' with an IPv4 address: .* have, of eth7$"):
+        address_of("ib0")

@@ -76,3 +76,12 @@ def test_nodes_that_never_arrive_are_named():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=rf"^after 0\.1 s n1, n2 had not joined .* {address}: .*--exclude=n1,n2\)"):
         wait_for_nodes(address, ["n1", "n2"], 0.1)
+
+
+def test_an_interface_that_a_node_does_not_have_is_one_sentence():
+    task = ("-m", "megarl.cluster.slurm", "node", "192.0.2.1:6379", "--head", "n1", "--interface=absent0")
+    environment = {**os.environ, "SLURMD_NODENAME": "n2", "SLURM_CPUS_ON_NODE": "1"}
+    done = subprocess.run([sys.executable, *task], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "has no interface 'absent0' with an IPv4 address" in line
