@@ -8,8 +8,9 @@ threads need not wait for.
 import ctypes
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from converters.formats.torch_dist import frame
 from converters.stream.targets import Written
 from megatron_ext import checkpoint_folder, device, versions
-from megatron_ext.host_copies import HostCopies
+from megatron_ext.host_copies import HostCopies, HostTensor, on_host
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,13 @@ class _Writer(FileSystemWriterAsync):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Note what is to be written."""
         self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        self._items = [(item, planner.resolve_data(item)) for item in plan.items]
+        self._items: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
 
     def copy(self) -> None:
         """Copy to the host what may change."""
         if self._copies is not None:
-            tensors = self._copies.of([data for _, data in self._items if isinstance(data, Tensor)])
-            self._items = [(item, next(tensors) if isinstance(data, Tensor) else data) for item, data in self._items]
+            copies = self._copies.of([data for _, data in self._items if isinstance(data, Tensor)])
+            self._items = [(item, next(copies) if isinstance(data, Tensor) else data) for item, data in self._items]
 
     def write(self) -> None:
         """Write the file, to the disk itself. Raises OSError if that fails."""
@@ -197,13 +198,14 @@ class _Writer(FileSystemWriterAsync):
             os.fsync(file.fileno())
 
     def _write_item(self, file: Any, item: WriteItem, data: Any) -> "_Checked":
-        start, checksum = file.tell(), 0
-        pieces = _framed(data) if isinstance(data, Tensor) else [(content := data.getbuffer(), crc32(content))]
-        for content, own in pieces:
+        start = file.tell()
+        if isinstance(data, Tensor):
+            data = on_host(data)
+        pieces = _framed(data) if isinstance(data, HostTensor) else [(content := data.getbuffer(), crc32(content))]
+        for content, _ in pieces:
             file.write(content)
-            checksum = crc32_combine(checksum, own, len(content))
         length = file.tell() - start
-        return _Checked(item.index, length, _StorageInfo(self._name, start, length), checksum)
+        return _Checked(item.index, length, _StorageInfo(self._name, start, length), _joined(pieces))
 
     def retrieve_write_results(self) -> list[WriteResult]:
         """The items of this rank, with their places."""
@@ -221,13 +223,17 @@ class _Writer(FileSystemWriterAsync):
         super().finish(metadata, results)
 
 
-def _framed(tensor: Tensor) -> list[tuple[Any, int]]:
+def _framed(tensor: HostTensor) -> list[tuple[Any, int]]:
     """A tensor as `torch.save` writes it, in pieces, each with its CRC-32."""
-    elements = tensor.detach().cpu().contiguous()
-    content = _bytes_of(elements)
-    checksum = crc32(content)
-    head, tail = frame(elements.dtype, tuple(elements.shape)).around(checksum)
-    return [(head, crc32(head)), (content, checksum), (tail, crc32(tail))]
+    contents = [(content, crc32(content)) for content in map(_bytes_of, tensor.pieces)]
+    checksum = _joined(contents)
+    head, tail = frame(tensor.dtype, tensor.shape).around(checksum)
+    return [(head, crc32(head)), *contents, (tail, crc32(tail))]
+
+
+def _joined(pieces: Iterable[tuple[Any, int]]) -> int:
+    """The CRC-32 of pieces that follow each other, each with its own."""
+    return reduce(lambda checksum, piece: crc32_combine(checksum, piece[1], len(piece[0])), pieces, 0)
 
 
 def _bytes_of(elements: Tensor) -> memoryview:

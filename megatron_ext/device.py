@@ -160,6 +160,10 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+HOST_BUCKET_BYTES = 2**28
+"""What to cut large memory of the host into: pinned memory comes in powers of two, of which a bucket wastes none."""
+
+
 def host_memory(size_bytes: int) -> Tensor:
     """uint8 [size_bytes] of the host, which a GPU copies from and to by itself."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -1,7 +1,9 @@
 """Host memory for a copy of what a rank saves, made once and used again by every save."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_ext import device
@@ -9,28 +11,58 @@ from megatron_ext import device
 _ALIGNMENT_BYTES = 64
 
 
+@dataclass(frozen=True)
+class HostTensor:
+    """Bytes of a tensor on the host, in pieces (uint8) that follow each other."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Sequence[Tensor]
+
+
+def on_host(tensor: Tensor) -> HostTensor:
+    """A tensor in one piece, which is its own memory where that is the host's already."""
+    return HostTensor(tensor.dtype, tuple(tensor.shape), [_bytes_of(tensor.detach().cpu())])
+
+
 class HostCopies:
-    """Copies of tensors in one piece of host memory, as long as the longest list of them; pinned, beside a GPU."""
+    """Copies of tensors in buckets of host memory, as many as the longest list of them fills; pinned, beside a GPU."""
 
-    def __init__(self) -> None:
-        self._memory = device.host_memory(0)
+    def __init__(self, bucket_bytes: int = device.HOST_BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[Tensor] = []
 
-    def of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    def of(self, tensors: Sequence[Tensor]) -> Iterator[HostTensor]:
         """Copies of the `tensors`, in their order; they last until the next call.
 
         Other work that was asked of the device may go on meanwhile, but for what changes the `tensors`.
         """
-        offsets, end = [], 0
+        starts, end = [], 0
         for tensor in tensors:
-            offsets.append(end)
+            starts.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if end > len(self._memory):
-            self._memory = self._memory[:0].clone()  # let go of the old before there is a new one
-            self._memory = device.host_memory(end)
+        while len(self._buckets) * self._bucket_bytes < end:
+            self._buckets.append(device.host_memory(self._bucket_bytes))
         copies, stream = [], device.SideStream()
         with stream.entered():
-            for tensor, offset in zip(tensors, offsets, strict=True):
-                place = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies.append(place.copy_(tensor.detach(), non_blocking=True))
+            for tensor, start in zip(tensors, starts, strict=True):
+                pieces = self._pieces(start, tensor.nbytes)
+                parts = _bytes_of(tensor.detach()).split([len(piece) for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    piece.copy_(part, non_blocking=True)
+                copies.append(HostTensor(tensor.dtype, tuple(tensor.shape), pieces))
         stream.synchronize()
         return iter(copies)
+
+    def _pieces(self, start: int, nbytes: int) -> list[Tensor]:
+        """So many bytes from `start` on, as if the buckets were one memory."""
+        pieces, end = [], start + nbytes
+        while start < end:
+            number, offset = divmod(start, self._bucket_bytes)
+            pieces.append(self._buckets[number][offset : offset + end - start])
+            start += len(pieces[-1])
+        return pieces
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from megatron_ext import device
 
-# Pinned memory comes in powers of two; a bucket of one wastes none of it.
-_BUCKET_BYTES = 2**28
 # Scalars, such as the step counts of Adam, take longer to move than they are worth.
 _SMALLEST_BYTES = 2**10
 
@@ -59,7 +57,7 @@ class HostCopy:
     sides at a time.
     """
 
-    def __init__(self, storages: Sequence[torch.UntypedStorage], bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(self, storages: Sequence[torch.UntypedStorage], bucket_bytes: int = device.HOST_BUCKET_BYTES) -> None:
         # Nothing that was asked of the device before may still read or write them.
         device.synchronize()
         self.nbytes = nbytes_of(storages)
