@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,21 +24,23 @@ class TensorBoardLogger:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import
 
-        folder = run.place("tensorboard")
-        self._writer = SummaryWriter(str(folder), purge_step=run.first_step if run.resumed else None)
+        folder = str(run.place("tensorboard"))
+        # A start that fails before its first metric is to leave no event file, which the next would have to keep.
+        self._open = cache(lambda: SummaryWriter(folder, purge_step=run.first_step if run.resumed else None))
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Write one scalar or histogram per metric and flush."""
+        writer = self._open()
         for name, value in metrics.items():
             if isinstance(value, Histogram):
                 self._log_histogram(step, name, value)
             else:
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+                writer.add_scalar(name, value, step)
+        writer.flush()
 
     def _log_histogram(self, step: int, name: str, histogram: Histogram) -> None:
         weighted = list(zip(histogram.middles, histogram.counts, strict=True))
-        self._writer.add_histogram_raw(
+        self._open().add_histogram_raw(
             name,
             min=histogram.edges[0],
             max=histogram.edges[-1],
@@ -50,8 +53,9 @@ class TensorBoardLogger:
         )
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Close the event file, if there is one."""
+        if self._open.cache_info().currsize:
+            self._open().close()
 
 
 class WandbLogger:

@@ -82,6 +82,12 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert scalars(tmp_path, "eval/accuracy") == [(0, 0.25), (1, 0.5)]
 
 
+def test_a_start_that_fails_leaves_no_event_file_for_the_next_to_keep(tmp_path):
+    for _ in range(2):
+        LOGGERS["tensorboard"].make(Run(tmp_path, 0, 2)).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensorboard_hides_the_void_steps_of_a_resumed_run(tmp_path):
     killed = LOGGERS["tensorboard"].make(Run(tmp_path, 0, 9))
     for step in range(4):
