@@ -19,6 +19,7 @@ from torch import Tensor
 from converters.formats.torch_dist.common_state import CHECKPOINT_VERSION
 from converters.formats.torch_dist.megatron_lm import Vocabulary, megatron_lm_arguments
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext import device
 from megatron_ext.fully_sharded import first_element, is_cut, outlined, own_rows
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.optimizer_shards import shards
@@ -152,6 +153,8 @@ def sharded_rng_state() -> ShardedObject:
         "torch": torch.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
+    if (of_gpu := device.gpu_rng_state()) is not None:
+        state["cuda"] = of_gpu
     return ShardedObject(_RNG, state, (torch.distributed.get_world_size(),), (torch.distributed.get_rank(),))
 
 
@@ -161,3 +164,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
+    # A checkpoint of a CPU has none.
+    if "cuda" in state:
+        device.set_gpu_rng_state(state["cuda"])

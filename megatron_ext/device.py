@@ -160,8 +160,19 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def gpu_rng_state() -> Tensor | None:
+    """State of the generator that this process's GPU draws from by itself; None without a GPU."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+def set_gpu_rng_state(state: Tensor) -> None:
+    """Let that generator go on from a state; without a GPU there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+
+
 HOST_BUCKET_BYTES = 2**28
-"""What to cut large memory of the host into: pinned memory comes in powers of two, of which a bucket wastes none."""
+"""Size of a piece of large memory of the host: pinned memory comes in powers of two, and a piece of one wastes none."""
 
 
 def host_memory(size_bytes: int) -> Tensor:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from launch import run_in_turn
+from launch import run_in_turn, run_ranks
 from test_checkpoint import (
     DP2,
     SAVED_AFTER,
@@ -194,6 +194,28 @@ def save_again(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> l
         checkpoint.load(model, target / str(number))
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.local_tensors().items())
     return planned
+
+
+def test_the_generator_of_a_gpu_goes_on_from_where_it_was_saved():
+    assert run_ranks(random_numbers_of_a_gpu, ParallelSizes()) == [None]
+
+
+def random_numbers_of_a_gpu(rank: int, sizes: ParallelSizes) -> None:
+    from megatron_ext.checkpoint_state import set_rng_state, sharded_rng_state
+
+    of_cpu = sharded_rng_state().data
+    assert of_cpu.keys() == {"python", "numpy", "torch", "tracker"}
+    gpu = torch.Generator().manual_seed(1)
+    with mock.patch.multiple(
+        torch.cuda, is_available=lambda: True, get_rng_state=gpu.get_state, set_rng_state=gpu.set_state
+    ):
+        saved = sharded_rng_state().data
+        expected = torch.rand(3, generator=gpu)
+        set_rng_state(saved)
+        assert torch.equal(torch.rand(3, generator=gpu), expected)
+        # One of an older checkpoint says nothing of it.
+        set_rng_state(of_cpu)
+    set_rng_state(saved)
 
 
 def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
