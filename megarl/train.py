@@ -8,7 +8,7 @@ from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job
 from megarl.run.opening import Start
-from megarl.schema import MegarlConfig
+from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch, without_small_groups
 from megarl.stages.evaluate import evaluate
@@ -92,7 +92,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     metrics |= job.rollouts.metrics()
     metrics |= step_metrics(sampled, batch, version, config) | gaps
     metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
-    if job.data.eval_prompts and _due(state.step, config.loop.eval_every, config.loop.steps):
+    if job.data.eval_prompts and evaluates_after(state.step, config.loop):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
     metrics |= job.turns.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
@@ -142,6 +142,11 @@ def _evaluate(job: Job) -> dict[str, float]:
         temperature=loop.eval_temperature,
         seed=loop.seed,
     )
+
+
+def evaluates_after(step: int, loop: LoopConfig) -> bool:
+    """Whether the held-out prompts are answered after a step: the last and all between, or none at all."""
+    return loop.eval_every > 0 and _due(step, loop.eval_every, loop.steps)
 
 
 def _due(step: int, every: int, last: int) -> bool:

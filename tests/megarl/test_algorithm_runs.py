@@ -156,7 +156,7 @@ RUNS = (
         (
             "data.eval_files=[{held_out}]",
             "loop.eval_samples=4",
-            "loop.eval_every=0",
+            f"loop.eval_every={STEPS}",
             "reward_model.path={scorer}",
             "reward_model.ranks=1",
             "reward_model.weight=0.1",
