@@ -181,7 +181,7 @@ def _lower_half(codes, scale):
 
 @triton.jit
 def _parts_of_sum(row, words, at, WITH_CHECKSUM: tl.constexpr):
-    """What each word adds to the checksum."""
+    """The part of the checksum that is of each word."""
     parts = tl.zeros_like(words).to(tl.int64)
     if WITH_CHECKSUM:
         # A bucket has fewer than 2^31 words: the product is one of 32 bits by 32.
