@@ -22,6 +22,7 @@ class Thresholds(Protocol):
     warn_log_prob_difference: float | None
     warn_no_signal: float | None
     warn_truncated_fraction: float | None
+    warn_timed_out_fraction: float | None
     warn_expert_imbalance: float | None
 
 
@@ -162,6 +163,20 @@ ALERTS: tuple[Alert, ...] = (
                 lambda config: (
                     not config.reward.overlong_buffer_tokens and config.algorithm.advantage not in ("max_rl", "prime")
                 ),
+            ),
+        ),
+    ),
+    Alert(
+        "rewards_timed_out",
+        "reward/timed_out_fraction",
+        "warn_timed_out_fraction",
+        "many responses take too long to score, and their rewards say nothing of them",
+        (
+            Advice("look at what the reward function waits for"),
+            Advice("raise reward.timeout_s"),
+            Advice("raise reward.workers"),
+            Advice(
+                "set reward.on_timeout=stop to be shown the first", lambda config: config.reward.on_timeout != "stop"
             ),
         ),
     ),

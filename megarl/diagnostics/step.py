@@ -95,7 +95,8 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
     Failures are counted over all that was to be scored, greedy baselines included.
     """
     scored = [(group.prompt.data_source, each) for group in sampled for each in group.only_scored().trajectories]
-    failures = [each.failure for group in sampled for each in group.members if each.failure is not None]
+    members = [each for group in sampled for each in group.members]
+    failures = [each.failure for each in members]
     rewards = np.array([trajectory.reward for _, trajectory in scored])
     parts: dict[str, list[float]] = defaultdict(list)
     sources: dict[str, list[float]] = defaultdict(list)
@@ -108,8 +109,9 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/max": float(rewards.max()),
         "reward/min": float(rewards.min()),
-        "reward/dropped": float(len(failures)),
+        "reward/dropped": float(sum(each.score is None for each in members)),
         "reward/timed_out": float(failures.count("timed_out")),
+        "reward/timed_out_fraction": failures.count("timed_out") / len(failures),
         "reward/lost": float(failures.count("lost")),
         **{f"reward/source/{name}/mean": float(np.mean(values)) for name, values in sources.items()},
         **{f"reward/part/{name}": float(np.mean(values)) for name, values in parts.items()},

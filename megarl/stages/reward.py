@@ -156,6 +156,6 @@ def check_any_scored(groups: Sequence[PromptGroup]) -> None:
         timed_out, lost = (sum(each.failure == how for each in members) for how in ("timed_out", "lost"))
         raise UserError(
             f"the reward function failed for all {len(members)} responses ({timed_out} took too long, the processes of "
-            f"{lost} were killed), and reward.on_error=drop and reward.on_timeout=drop leave none: repair it (with "
-            "stop, the first failure is shown)"
+            f"{lost} were killed) and none is left: repair it (with reward.on_error=stop and reward.on_timeout=stop the"
+            " first failure is shown)"
         )

@@ -20,8 +20,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/max", "", "largest reward"),
     Metric("reward/min", "", "smallest reward"),
     Metric("reward/source/<name>/mean", "", "mean reward of the responses to the prompts of one data source"),
-    Metric("reward/dropped", "responses", "left out because the reward function failed (reward.on_error=drop)"),
+    Metric(
+        "reward/dropped", "responses", "left out as they have no score (reward.on_error=drop, reward.on_timeout=drop)"
+    ),
     Metric("reward/timed_out", "responses", "scoring took longer than reward.timeout_s (see reward.on_timeout)"),
+    Metric("reward/timed_out_fraction", "", "share of the responses whose scoring took longer than reward.timeout_s"),
     Metric("reward/lost", "responses", "left out because every process that scored them was killed"),
     Metric("reward/part/<name>", "", "mean of a number that the reward function gave beside its score"),
     Metric("response_length/mean", "tokens", "mean length of a response, its end token included"),

@@ -22,6 +22,7 @@ class Keys:
     warn_log_prob_difference: float | None = 0.1
     warn_no_signal: float | None = 0.9
     warn_truncated_fraction: float | None = 0.5
+    warn_timed_out_fraction: float | None = 0.5
     warn_expert_imbalance: float | None = 8.0
 
 

@@ -83,9 +83,10 @@ def test_the_text_of_a_conversation_is_all_after_the_first_prompt():
 
 
 @pytest.mark.parametrize(
-    ("how", "rewards"), [({}, [1.0, None, 0.0, 2.0]), ({"on_timeout": "drop"}, [1.0, None, None, 2.0])]
+    ("how", "rewards", "dropped"),
+    [({}, [1.0, None, 0.0, 2.0], 1), ({"on_timeout": "drop"}, [1.0, None, None, 2.0], 2)],
 )
-def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_counted(tmp_path, how, rewards):
+def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_counted(tmp_path, how, rewards, dropped):
     file = tmp_path / "mine.py"
     file.write_text(
         "import time\ndef act(data_source, solution_str, ground_truth, extra_info):\n"
@@ -97,7 +98,8 @@ def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_count
     assert [each.score and each.reward for each in scored.trajectories] == rewards
     assert [each.failure for each in scored.trajectories] == [None, "failed", "timed_out", None]
     metrics = reward_metrics([scored])
-    assert (metrics["reward/dropped"], metrics["reward/timed_out"]) == (2, 1)
+    assert (metrics["reward/dropped"], metrics["reward/timed_out"]) == (dropped, 1)
+    assert metrics["reward/timed_out_fraction"] == 0.25
 
 
 # By hand, from the formula of verl 0.10.0.dev's DAPO reward manager: longest response 20, buffer 8, factor 1.
@@ -145,6 +147,7 @@ def test_metrics_of_rewards():
             "reward/min": 1.0,
             "reward/dropped": 3.0,
             "reward/timed_out": 1.0,
+            "reward/timed_out_fraction": 1 / 6,
             "reward/lost": 1.0,
             "reward/source/a/mean": 1.0,
             "reward/source/b/mean": 3.0,
