@@ -1,6 +1,7 @@
 """The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from converters.errors import UserError
+from megarl.rollout.cpu_linear import LinearInAnyBatch
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megatron_ext import device
 from megatron_ext.routed_experts import Routing
@@ -58,13 +60,21 @@ class SamplingModel:
     def compute(self, token_ids: list[list[int]], cache: DynamicCache) -> Computed:
         """A pass over rows of tokens of one length, after those of `cache`; it grows."""
         rows = torch.tensor(token_ids, device=self.module.device)
-        output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with _in_any_batch():
+            output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
         experts = None if self._routing_recorder is None else self._routing_recorder.take(len(token_ids))
         return Computed(output.logits[:, -1].float(), experts)
 
     def empty_cache(self) -> DynamicCache:
         """A cache without keys and values."""
         return DynamicCache(config=self.module.config)
+
+
+def _in_any_batch() -> AbstractContextManager[object]:
+    """Inside, on a CPU, linear layers give a row the same bits in any batch: samples that an engine which died has not
+    given are fewer in the next.
+    """
+    return LinearInAnyBatch() if device.device().type == "cpu" else nullcontext()
 
 
 def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:

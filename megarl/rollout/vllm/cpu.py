@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.rollout.cpu_linear import linear, with_enough_rows
 from megarl.rollout.vllm import cpu_experts
-from megarl.rollout.vllm.cpu_linear import linear, with_enough_rows
 from megarl.rollout.worker_memory import WorkerMemory
 from megatron_ext import device
 

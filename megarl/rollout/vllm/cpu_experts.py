@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.rollout.vllm.cpu_linear import linear
+from megarl.rollout.cpu_linear import linear
 
 
 def install() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from converters.fp8 import dequantise
+from megarl.rollout.cpu_linear import linear
 from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
-from megarl.rollout.vllm.cpu_linear import linear
 
 
 def install() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from converters.number_formats import INT8_CHANNEL, MXFP8, NVFP4
+from megarl.rollout.cpu_linear import linear
 from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
-from megarl.rollout.vllm.cpu_linear import linear
 
 
 def install() -> None:

@@ -41,9 +41,9 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from megarl.rollout.alike_layers import for_all_layers, like_layers, of_layers
+from megarl.rollout.cpu_linear import linear
 from megarl.rollout.tracing import trace_load_weights
 from megarl.rollout.vllm import cpu_experts, cpu_fp8, cpu_number_formats, deep_gemm
-from megarl.rollout.vllm.cpu_linear import linear
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.made_parameters import as_made
 from megatron_ext import device

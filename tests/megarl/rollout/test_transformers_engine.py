@@ -53,6 +53,23 @@ def test_a_response_is_the_same_bit_for_bit_whatever_is_served_before_and_with_i
     assert [served.engine.generate([request])[0] for request in requests] == together
 
 
+@pytest.mark.parametrize(("name", "experts"), [("qwen3", None), ("qwen3_moe", "eager")])
+def test_a_row_has_the_same_logits_beside_any_number_of_others(model_folder, name, experts):
+    arguments = TransformersArguments(dtype="float32", experts_implementation=experts)
+    model = SamplingModel(model_folder(name, 1), arguments)
+    tokens = torch.randint(4, 50, (5, 8), generator=torch.Generator().manual_seed(0))
+
+    def first_of(rows):
+        cache = model.empty_cache()
+        model.compute([PROMPTS[0]], cache)
+        cache.batch_repeat_interleave(rows)
+        return [model.compute(row[:rows, None].tolist(), cache).logits[0] for row in tokens]
+
+    alone = first_of(1)
+    for rows in range(2, 9):
+        assert all(map(torch.equal, first_of(rows), alone))
+
+
 def test_submitted_requests_end_one_by_one_and_those_of_a_refused_call_all_with_its_sentence(served):
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
     served.engine.submit(dict(enumerate(requests, start=10)))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.vllm import cpu_linear
+from megarl.rollout import cpu_linear
 from megatron_ext import device
 
 WIDTHS = st.sampled_from([8, 16, 24, 48, 64, 96, 100, 128, 192, 256, 384, 512, 1024])
