@@ -93,11 +93,13 @@ def test_rotary_embeddings_of_split_heads(vllm_process):
 def _continuations():
     """Tokens sampled with one seed: all at once, and the rest after cuts, stock and corrected."""
     from vllm import SamplingParams
+    from vllm.platforms import current_platform
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+    current_platform.import_kernels()
     sampler, tokens, cuts = TopKTopPSampler("processed_logprobs"), 40, (0, 1, 2, 17, 39)
-    logits = torch.randn(tokens, 1, 500)
+    logits = torch.randn(tokens, 1, 500, generator=torch.Generator().manual_seed(0))
 
     def sample(first, extra_args=None):
         parameters = SamplingParams(seed=5, extra_args=extra_args)
