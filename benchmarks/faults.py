@@ -46,10 +46,6 @@ REPEATING = ("S=0", "S=1, wait")
 KINDS = ("controller", "engine", "trainer rank", "reward worker")
 OF_THE_CLOCK = ("seconds/", "throughput/", "engines/", "schedule/", "memory/", "refit/")
 """Metrics that a fault, or the clock, may change."""
-OF_LOG_PROBS = ("off_policy/", "log_prob_difference/")
-"""Metrics of how far the log-probs of engine and trainer are apart: numbers near zero, or near one."""
-ROUNDING = 1e-5
-"""How far metrics may differ where transformers goes on behind the tokens that there are: it rounds otherwise."""
 STARTING = 0.25
 LIMIT_S = 600.0
 _POLL_S = 0.02
@@ -270,16 +266,11 @@ def judged(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
         wrong.append("a draw was lost, or trained on twice")
     if max(batch["age"] for batch in batches.values()) > BOUNDS[case.schedule]:
         wrong.append("a token older than the schedule allows")
-    if case.schedule in REPEATING and (gap := difference(outcome, reference)) > (ROUNDING if rounds(case) else 0.0):
+    if case.schedule in REPEATING and (gap := difference(outcome, reference)) > 0:
         wrong.append(f"metrics differ by {gap:.1e}")
     if case.schedule in REPEATING and outcome.weights() != reference.weights():
         wrong.append("the exported weights differ")
     return wrong
-
-
-def rounds(case: Case) -> bool:
-    """Whether responses go on in another engine process whose log-probs need not have the same bits."""
-    return case.kind == "engine" and case.engine == "transformers"
 
 
 def difference(outcome: Outcome, reference: Outcome) -> float:
@@ -288,7 +279,7 @@ def difference(outcome: Outcome, reference: Outcome) -> float:
     if outcome.batches() != reference.batches() or [set(line) for line in ours] != [set(line) for line in theirs]:
         return math.inf
     gaps = [
-        abs(line[name] - value) / max(abs(value), 1.0 if name.startswith(OF_LOG_PROBS) else 1e-9)
+        abs(line[name] - value) / max(abs(value), 1e-9)
         for line, other in zip(ours, theirs, strict=True)
         for name, value in other.items()
         if isinstance(value, int | float) and line[name] != value
@@ -309,19 +300,12 @@ def row(number: int, case: Case, outcome: Outcome, reference: Outcome) -> str:
     restarts = "; ".join(_short(line) for line in outcome.said) or (
         "by hand" if case.kind == "controller" and outcome.step is not None else "none needed"
     )
-    found = f"**{', '.join(wrong)}**" if wrong else _equal(case, outcome, reference)
+    found = f"**{', '.join(wrong)}**" if wrong else "bit for bit" if case.schedule in REPEATING else "each draw once"
     cells = (
         *(str(number), case.engine, case.schedule, case.kind, f"{case.moment:.2f}", done),
         *(restarts, f"{outcome.seconds - reference.seconds:+.0f}", found),
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _equal(case: Case, outcome: Outcome, reference: Outcome) -> str:
-    if case.schedule not in REPEATING:
-        return "each draw once"
-    exact = difference(outcome, reference) == 0
-    return "bit for bit" if exact else "bit for bit, but log-probs of the engine in rounding"
 
 
 def _short(line: str) -> str:

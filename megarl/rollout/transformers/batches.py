@@ -44,7 +44,7 @@ class _Batch:
         self.priority = request.priority
         self._prompt = request.prompt_of(samples[0])
         self._sampling = request.sampling
-        begun = len(request.begun_of(samples[0]))
+        self._begun = begun = len(request.begun_of(samples[0]))
         self._left = request.sampling.max_tokens - begun
         self.rows = [
             _Row(in_flight, sample, random=_stream(request.sampling.seed, sample, begun)) for sample in samples
@@ -112,7 +112,7 @@ class _Batch:
                     row.experts.append(experts[-1].copy())
             return computed.logits
         self._cache = model.empty_cache()
-        computed = model.compute([self._prompt], self._cache)
+        computed = model.compute_prompt(self._prompt, self._begun, self._cache)
         self._cache.batch_repeat_interleave(len(self.rows))
         if computed.experts is not None and model.routing is not None:
             self._prompt_experts = (model.routing.records(computed.experts[0], len(self._prompt)),)

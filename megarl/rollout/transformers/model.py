@@ -65,6 +65,17 @@ class SamplingModel:
         experts = None if self._routing_recorder is None else self._routing_recorder.take(len(token_ids))
         return Computed(output.logits[:, -1].float(), experts)
 
+    def compute_prompt(self, token_ids: list[int], begun: int, cache: DynamicCache) -> Computed:
+        """A pass over one row, of which the last `begun` tokens were sampled, such as by an engine that has died.
+
+        On a CPU these go one by one, as when they were sampled: together they would be rounded otherwise.
+        """
+        first = len(token_ids) - (begun if device.device().type == "cpu" else 0)
+        parts = [self.compute([token_ids[:first]], cache)]
+        parts += [self.compute([[token]], cache) for token in token_ids[first:]]
+        experts = [part.experts for part in parts if part.experts is not None]
+        return Computed(parts[-1].logits, np.concatenate(experts, axis=1) if experts else None)
+
     def empty_cache(self) -> DynamicCache:
         """A cache without keys and values."""
         return DynamicCache(config=self.module.config)

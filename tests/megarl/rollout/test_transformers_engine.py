@@ -54,20 +54,24 @@ def test_a_response_is_the_same_bit_for_bit_whatever_is_served_before_and_with_i
 
 
 @pytest.mark.parametrize(("name", "experts"), [("qwen3", None), ("qwen3_moe", "eager")])
-def test_a_row_has_the_same_logits_beside_any_number_of_others(model_folder, name, experts):
+def test_a_row_has_the_same_logits_beside_any_number_of_others_and_where_another_engine_goes_on(
+    model_folder, name, experts
+):
     arguments = TransformersArguments(dtype="float32", experts_implementation=experts)
     model = SamplingModel(model_folder(name, 1), arguments)
-    tokens = torch.randint(4, 50, (5, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(4, 50, (6, 8), generator=torch.Generator().manual_seed(0))
 
-    def first_of(rows):
+    def first_of(rows, begun=0):
+        """The logits after the tokens of the first row, of which `begun` were sampled before."""
         cache = model.empty_cache()
-        model.compute([PROMPTS[0]], cache)
+        logits = [model.compute_prompt(PROMPTS[0] + tokens[:begun, 0].tolist(), begun, cache).logits[0]]
         cache.batch_repeat_interleave(rows)
-        return [model.compute(row[:rows, None].tolist(), cache).logits[0] for row in tokens]
+        return logits + [model.compute(row[:rows, None].tolist(), cache).logits[0] for row in tokens[begun:]]
 
     alone = first_of(1)
-    for rows in range(2, 9):
-        assert all(map(torch.equal, first_of(rows), alone))
+    for rows in range(1, 9):
+        for begun in range(6):
+            assert all(map(torch.equal, first_of(rows, begun), alone[begun:]))
 
 
 def test_submitted_requests_end_one_by_one_and_those_of_a_refused_call_all_with_its_sentence(served):
