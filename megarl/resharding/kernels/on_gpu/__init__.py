@@ -18,8 +18,8 @@ _LAUNCHES: Mapping[tuple[CodeFormat, bool], Mapping[str, int]] = {
     (CodeFormat.BLOCK_FP8, True): {"num_warps": 4, "maxnreg": 96},
     (CodeFormat.BLOCK_FP8, False): {"num_warps": 8, "maxnreg": 64},
 }
-"""Warps and registers, by codes and whether the bucket is filled: the fastest on an H200, as the results of 2026-11-26
-of `benchmarks/kernels.py` say.
+"""Warps and registers, by codes and whether the bucket is filled: the fastest of those that were tried on an H200
+(benchmarks/results/kernels_h200.md).
 """
 _OTHERS: Mapping[str, int] = {"num_warps": 8}
 _MASK = 2**64 - 1
