@@ -91,6 +91,6 @@ def test_an_engine_does_not_wake_where_there_is_no_room(sleeper, kind, tmp_path)
 
 
 def rss():
-    """Of the largest child: a worker of vLLM. The engine of transformers is in this process, which may have none."""
+    """Resident bytes of the largest child, a worker of vLLM; an engine of transformers is in this process."""
     children = psutil.Process().children(recursive=True)
     return max((child.memory_info().rss for child in children), default=0)
