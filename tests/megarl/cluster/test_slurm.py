@@ -69,7 +69,8 @@ def test_a_program_does_not_outlive_its_task(task):
     started, _ = task
     (program,) = psutil.Process(started.pid).children()
     started.kill()
-    program.wait(timeout=10)
+    _, alive = psutil.wait_procs([program], timeout=10)
+    assert alive == []
 
 
 def test_nodes_that_never_arrive_are_named():

@@ -6,7 +6,7 @@ The rule is that of `block_fp8`.
 import triton
 import triton.language as tl
 
-from converters.fp8.blocks import LARGEST_SCALE, LARGEST_WEIGHT
+from converters.fp8.blocks import BLOCK, LARGEST_SCALE, LARGEST_WEIGHT
 from megarl.resharding.kernels.launch_table import Column
 from megarl.resharding.kernels.on_gpu.block_fp8 import scale_of, scale_sum
 from megarl.resharding.kernels.on_gpu.numbers import bits_of, decoded, e4m3
@@ -24,7 +24,7 @@ from megarl.resharding.kernels.on_gpu.tiles import (
 _POWER_OF_TWO = tl.constexpr(int(Column.POWER_OF_TWO))
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
-_ACROSS = tl.constexpr(32)
+_ACROSS = tl.constexpr(BLOCK // 4)
 """Words in a row of a block."""
 _SLAB = tl.constexpr(32)
 """Rows that a program has in its registers at once."""

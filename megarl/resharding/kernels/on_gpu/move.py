@@ -71,7 +71,8 @@ def move(
     elif kind == _BFLOAT16:
         total, bad = _quantised(row, inner, tl.bfloat16, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
     elif kind == _WIDE:
-        total, bad = _wide(row, inner, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM, HAS_E4M3)
+        if CODE_FORMAT == _BLOCK_FP8:
+            total, bad = _wide(row, inner, TO_BUCKET, WITH_CHECKSUM, HAS_E4M3)
     elif kind == _FLOAT32:
         total, bad = _quantised(row, inner, tl.float32, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
     if WITH_CHECKSUM:
@@ -121,19 +122,8 @@ def _quantised(
 
 
 @triton.jit
-def _wide(
-    row,
-    tile,
-    CODE_FORMAT: tl.constexpr,
-    TO_BUCKET: tl.constexpr,
-    WITH_CHECKSUM: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-):
-    total = tl.full((), 0, tl.int64)
-    bad = tl.full((), 0, tl.int32)
-    if CODE_FORMAT == _BLOCK_FP8:
-        if TO_BUCKET:
-            total, bad = block_fp8_wide.quantise(row, tile, HAS_E4M3, WITH_CHECKSUM)
-        else:
-            total, bad = block_fp8_wide.dequantise(row, tile, WITH_CHECKSUM)
-    return total, bad
+def _wide(row, tile, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr, HAS_E4M3: tl.constexpr):
+    if TO_BUCKET:
+        return block_fp8_wide.quantise(row, tile, HAS_E4M3, WITH_CHECKSUM)
+    else:  # Triton compiles what stands behind a return, too
+        return block_fp8_wide.dequantise(row, tile, WITH_CHECKSUM)

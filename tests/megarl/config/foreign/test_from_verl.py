@@ -21,7 +21,7 @@ SHARED = {"nodes": 1, "shared": True}
 def translated(folder: Path, script: str) -> TranslatedRecipe:
     file = folder / "run.sh"
     file.write_text(script)
-    return from_verl([str(file)], {"HOME": "/root"})
+    return from_verl([str(file)], {"HOME": "/home/someone"})
 
 
 def values(recipe: TranslatedRecipe, *groups: str) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def test_grpo_with_megatron(tmp_path: Path) -> None:
         "cluster.pools.all.roles": ["trainer", "engine"],
         "cluster.pools.all.nodes": 1,
         "cluster.pools.all.shared": True,
-        "data.train_files": ["/root/data/train.parquet"],
-        "data.eval_files": ["/root/data/test.parquet"],
+        "data.train_files": ["/home/someone/data/train.parquet"],
+        "data.eval_files": ["/home/someone/data/test.parquet"],
         "data.max_prompt_tokens": 16,
         "data.overlong_prompts": "drop",
-        "model.path": "/root/models/tiny",
+        "model.path": "/home/someone/models/tiny",
         "model.dtype": "fp32",
         "output_dir": "checkpoints/verl_example/tiny_megatron",
     }
