@@ -58,6 +58,13 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
     A number that is not a number is out of range.
     """
+    check_each_part(config)
+    for check in _CHECKS:
+        check(config)
+
+
+def check_each_part(config: AlgorithmConfig) -> None:
+    """Raise UserError for a name that is not known, or a number out of range."""
     for kind, registry in _PARTS_WITH_OPTIONS.items():
         _check_part(kind, registry, config)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
@@ -65,8 +72,6 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         if getattr(config, name) not in known:
             raise UserError(f"algorithm.{name}={getattr(config, name)!r} is not known: it must be {' or '.join(known)}")
     _check_values(config)
-    for check in _CHECKS:
-        check(config)
 
 
 def option_keys() -> list[str]:

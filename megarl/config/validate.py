@@ -11,6 +11,7 @@ from typing import Any, get_args
 from converters.errors import UserError, did_you_mean
 from converters.number_formats import AS_TRAINED, NUMBER_FORMATS
 from megarl.algorithms import PreferenceObjective
+from megarl.algorithms.compatibility import check_each_part
 from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
 from megarl.config.lora import check_lora, refuse_lora
@@ -151,6 +152,7 @@ def check_single_values(config: MegarlConfig) -> None:
             raise UserError(f"{key}={_value(config, key)} is too large: it must be at most {maximum}")
     if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
         raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
+    check_each_part(config.algorithm)
 
 
 def _check_job(config: MegarlConfig) -> None:

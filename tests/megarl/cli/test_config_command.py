@@ -40,11 +40,30 @@ def test_json_has_every_key_with_value_and_origin(capsys: pytest.CaptureFixture[
     assert found["megatron.lr"] == {"value": 1e-3, "origin": "flag --lr"}
 
 
-def test_a_value_that_no_run_takes_is_printed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--config-name", "grpo_qwen3_moe", "rollout.engine=vlm", "--given"]) == 2
-    printed = capsys.readouterr()
-    assert "engine: vlm" in printed.out
-    assert "rollout.engine=vlm is none of sglang, transformers, vllm; did you mean vllm" in printed.err
+@pytest.mark.parametrize(
+    ("override", "printed", "says"),
+    [
+        (
+            "rollout.engine=vlm",
+            "engine: vlm",
+            "rollout.engine=vlm is none of sglang, transformers, vllm; did you mean vllm",
+        ),
+        (
+            "algorithm.advantage=grop",
+            "advantage: grop",
+            "algorithm.advantage='grop' is not known; did you mean grpo?",
+        ),
+        ("algorithm.kl_estimator=k9", "kl_estimator: k9", "algorithm.kl_estimator='k9' is not known"),
+        ("algorithm.kl_coefficient=-1", "kl_coefficient: -1", "algorithm.kl_coefficient must be at least 0"),
+    ],
+)
+def test_a_value_that_no_run_takes_is_printed_and_refused(
+    capsys: pytest.CaptureFixture[str], override: str, printed: str, says: str
+) -> None:
+    assert main(["config", "--config-name", "grpo_qwen3_moe", override, "--given"]) == 2
+    said = capsys.readouterr()
+    assert printed in said.out
+    assert says in said.err
 
 
 def test_a_difference_names_both_values_and_where_they_come_from(
