@@ -82,19 +82,18 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options, gpu)
     config, hf_config = _read(options)
     models = trained_models(config, hf_config)
-    refusal, placement = "", None
+    placement = None
     try:
         placement = place_job(config, models, gpus_per_node=options.gpus_per_node, nodes=options.nodes)
         placed = say_placement(placement, options.gpus_per_node)
     except UserError as error:
-        # The needs of every rank are of interest all the same.
-        refusal = placed = f"not placed: {error}"
+        placed = f"not placed: {error}"
+        # Before the minutes that a large job takes.
+        print(f"megarl: {placed}; what each rank needs is rehearsed all the same", file=sys.stderr, flush=True)
     with phase("rehearsing ranks and an engine"):
         job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
     fits = _print(options, job, placed, config.rollout.replicas, time.perf_counter() - start)
-    if refusal:
-        print(f"megarl: {refusal}", file=sys.stderr)
-    return 0 if fits and not refusal else EXIT_DOES_NOT_FIT
+    return 0 if fits and placement else EXIT_DOES_NOT_FIT
 
 
 def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
