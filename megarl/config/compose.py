@@ -30,6 +30,8 @@ PRESETS = ("algorithm",)
 """Groups of the configuration that have a folder of ready-made choices."""
 _REPLACES_NOTHING = re.compile(r"No match in the defaults list\. To append to your default list use (\S+)")
 """Hydra's words where a preset is to be replaced and the recipe has none."""
+_WANTS_LIST = "is not a ListConfig"
+"""OmegaConf's words where a list has been given one value."""
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:
@@ -104,7 +106,12 @@ def _named() -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration key {error.full_key}: {str(error.msg).splitlines()[0]}") from error
+        key, reason = error.full_key, str(error.msg).splitlines()[0]
+        if _WANTS_LIST in reason:
+            raise UserError(
+                f"{key}={error.value}: {key} is a list; put its values in brackets, '{key}=[{error.value}]'"
+            ) from error
+        raise UserError(f"configuration key {key}: {reason}") from error
 
 
 def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +177,12 @@ def _forced(text: str) -> str:
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
+    if override.is_sweep_override():
+        key, _, values = text.partition("=")
+        raise UserError(
+            f"override {text!r} gives several values: a list has them in brackets, '{key}=[{values}]', and one value "
+            f"with commas has quotes of its own, \"{key}='{values}'\""
+        )
     changes_value = not override.is_delete() and not override.is_add() and not override.is_force_add()
     return f"++{text}" if changes_value and not chooses_file(override) else text
 
