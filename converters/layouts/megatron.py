@@ -35,8 +35,10 @@ def check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None
     """Raise UserError where heads, experts, layers or MLP widths cannot be divided by the sizes."""
     parallel.layers_of_stages(architecture.num_layers)
     experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
-    if experts % ranks or (ranks > 1 and not experts):
-        nearest = nearest_sizes(ranks, lambda size: experts % size == 0, experts) if experts else "1"
+    if not experts and ranks > 1:
+        raise UserError(f"the model has no experts for expert_model_parallel_size = {ranks} to divide; leave it at 1")
+    if experts % ranks:
+        nearest = nearest_sizes(ranks, lambda size: experts % size == 0, experts)
         raise UserError(
             f"the model's {experts} experts cannot be divided by expert_model_parallel_size = {ranks}; change that size"
             f" to {nearest}"

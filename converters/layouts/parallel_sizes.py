@@ -94,7 +94,8 @@ class ParallelSizes:
         dense = self.tensor_model_parallel_size * self.context_parallel_size
         expert = self.expert_model_parallel_size * self.expert_tensor_size
         step = lcm(dense, expert) * self.pipeline_model_parallel_size
-        return nearest_sizes(self.world_size, lambda world: world % step == 0, self.world_size + step)
+        below = self.world_size // step * step
+        return f"{below} or {below + step}" if below else str(step)
 
     @property
     def chunks(self) -> int:

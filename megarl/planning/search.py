@@ -28,6 +28,8 @@ class FallenOut:
     least_bytes: int = 0
     """Memory that the nearest one lacks."""
     nearest: str = ""
+    idle: int = 0
+    """Further candidates, with more data-parallel parts than there are responses."""
 
     def add(self, lacking: int, name: str) -> None:
         """Count one that lacks so many bytes."""
@@ -69,6 +71,12 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
         engines = _fitting_engines(template, engine_gpus, lacking[1])
         fitting += len(trainers) * len(engines)
         found.extend(_together(trainers, engines))
+    if not found and lacking[0].idle and not lacking[0].count:
+        raise UserError(
+            f"no trainer on {gpus} GPUs has responses for all of its ranks: a step has"
+            f" {template.workload.responses}, in {say_count(template.workload.updates, 'update')}; give fewer GPUs, or"
+            " more --prompts or --samples"
+        )
     if not found:
         reasons = "; ".join(filter(None, (each.say() for each in lacking))) or "the model cannot be cut over them"
         raise UserError(
@@ -96,6 +104,7 @@ def _fitting_trainers(template: PlannedStep, gpus: int, lacking: FallenOut) -> l
     world, fully_sharded = refit.cluster.gpus_per_node, refit.trainer.use_torch_fsdp2
     for sizes in all_trainer_sizes(refit.architecture, gpus, world, fully_sharded=fully_sharded):
         if sizes.data_parallel_size * template.workload.updates > template.workload.responses:
+            lacking.idle += 1
             continue
         for is_full in dict.fromkeys((recompute.is_full, True)):
             training = replace(template.training, recompute=replace(recompute, is_full=is_full))

@@ -12,8 +12,9 @@ from conversions import BF16, MODELS, content_of, convert, everything_in, export
 from refusal import assert_refused
 from safetensors.torch import load_file, save_file
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
-from converters.layouts.megatron import ParallelSizes
+from converters.layouts.megatron import ParallelSizes, check_divisible
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,12 @@ WRONG_SIZES = [
     ),
     ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, "stage of 0 layers|cannot be"),
 ]
+
+
+def test_a_dense_model_has_no_experts_to_divide():
+    dense = read_architecture(MODELS["qwen3_tied"])
+    with pytest.raises(UserError, match="has no experts for expert_model_parallel_size = 4 to divide; leave it at 1"):
+        check_divisible(dense, ParallelSizes(world_size=4, expert_model_parallel_size=4))
 
 
 @pytest.mark.parametrize(("sizes", "message"), WRONG_SIZES)

@@ -57,3 +57,9 @@ def test_what_falls_out_is_counted_with_the_nearest() -> None:
 def test_where_nothing_fits_the_nearest_is_named() -> None:
     with pytest.raises(UserError, match=r"nothing fits on 8 GPUs: .* cuts of the trainer do not fit; the nearest"):
         search(small_step(memory_gbyte=8), GPUS)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_more_gpus_than_a_step_has_work_for_are_said_to_be_so(colocated: bool) -> None:
+    with pytest.raises(UserError, match=r"on 1000000 GPUs has responses for all of its ranks: .*; give fewer GPUs, or"):
+        search(small_step(colocated=colocated), 1_000_000)
