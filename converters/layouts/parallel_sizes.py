@@ -1,7 +1,8 @@
 """Parallel sizes: the ways in which Megatron cuts a model, and the part of each cut that a rank has."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 from converters.errors import UserError, nearest_sizes
 
@@ -44,12 +45,14 @@ class ParallelSizes:
             if value is not None and not isinstance(value, bool) and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
         self._check_fully_sharded()
-        dense_name = "tensor_model_parallel_size x context_parallel_size"
-        if self.context_parallel_size == 1:
-            dense_name = "tensor_model_parallel_size"
-        self._check_world(dense_name, self.tensor_model_parallel_size * self.context_parallel_size)
-        expert_name = "expert_model_parallel_size x expert_tensor_parallel_size"
-        self._check_world(expert_name, self.expert_model_parallel_size * self.expert_tensor_size)
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        dense = {"tensor_model_parallel_size": tensor, "context_parallel_size": context}
+        self._check_world(dense if context > 1 else {"tensor_model_parallel_size": tensor})
+        expert, expert_tensor = self.expert_model_parallel_size, self.expert_tensor_size
+        follows = "" if self.expert_tensor_parallel_size else " (not set: as tensor_model_parallel_size)"
+        self._check_world(
+            {"expert_model_parallel_size": expert, f"expert_tensor_parallel_size{follows}": expert_tensor}
+        )
         if self.chunks > 1 and self.pipeline_model_parallel_size == 1:
             raise UserError(
                 f"virtual_pipeline_model_parallel_size is {self.chunks} with pipeline_model_parallel_size 1;"
@@ -82,11 +85,12 @@ class ParallelSizes:
             if self.use_torch_fsdp2 and is_refused:
                 raise UserError(f"use_torch_fsdp2 works without {setting} only: {reason}; leave one of the two out")
 
-    def _check_world(self, name: str, size: int) -> None:
-        if self.world_size % (size * self.pipeline_model_parallel_size):
+    def _check_world(self, factors: Mapping[str, int]) -> None:
+        factors = {**factors, "pipeline_model_parallel_size": self.pipeline_model_parallel_size}
+        if self.world_size % prod(factors.values()):
             raise UserError(
-                f"{self.world_size} ranks cannot be divided by {name} x pipeline_model_parallel_size"
-                f" = {size} x {self.pipeline_model_parallel_size}; change one of these sizes, or use"
+                f"{self.world_size} ranks cannot be divided by {' x '.join(factors)} ="
+                f" {' x '.join(map(str, factors.values()))}; change one of these sizes, or use"
                 f" {self._nearest_worlds()} ranks"
             )
 

@@ -110,12 +110,17 @@ def test_vocabulary_is_padded_to_a_multiple_of_tensor_parallelism():
         (
             {"world_size": 6, "tensor_model_parallel_size": 2, "context_parallel_size": 2},
             "6 ranks cannot be divided by tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel"
-            "_size = 4 x 1",
+            "_size = 2 x 2 x 1",
         ),
         ({"world_size": 2, "expert_model_parallel_size": 4}, "2 ranks .* by expert_model.* or use 4 ranks"),
         (
             {"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-            "2 ranks cannot be divided by expert_model_parallel_size x expert_tensor_parallel_size",
+            r"2 ranks .* by expert_model_parallel_size x expert_tensor_parallel_size \(not set: as tensor_model_"
+            r"parallel_size\) x pipeline_model_parallel_size = 2 x 2 x 1; .* 4 ranks",
+        ),
+        (
+            {"world_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+            "2 ranks .* by expert_model_parallel_size x expert_tensor_parallel_size x pipeline_model_.* = 2 x 2 x 1;",
         ),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual stages need at least 2 pipeline stages"),
         ({"num_layers_in_first_pipeline_stage": 2}, "they need at least 2 pipeline stages"),
