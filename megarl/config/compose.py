@@ -86,6 +86,7 @@ def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -
     folders = _folders(config_dir)
     with _hydra(config_name, folders) as searchpath:
         recipe = hydra_compose(config_name, [*searchpath, *map(_forced, overrides)])
+    _check_not_empty(config_name, folders)
     values = OmegaConf.to_container(recipe, resolve=False)
     assert isinstance(values, dict)
     check_keys(values)
@@ -93,6 +94,15 @@ def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -
         merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _check_not_empty(config_name: str, folders: Sequence[Path]) -> None:
+    file = next((file for folder in folders if (file := folder / f"{config_name}.yaml").is_file()), None)
+    if file and yaml.safe_load(file.read_text()) is None:
+        raise UserError(
+            f"recipe {config_name} is empty: {file} has no key; give it some, or begin with the keys of another"
+            " recipe, as `defaults: [grpo_qwen3_moe, _self_]` does"
+        )
 
 
 def _open(merged: DictConfig) -> list[str]:

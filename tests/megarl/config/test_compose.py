@@ -21,6 +21,7 @@ def recipes(tmp_path: Path) -> str:
     (tmp_path / "built_on_ours.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\noutput_dir: out\n")
     (tmp_path / "misspelt.yaml").write_text("output_dir: out\nmodel: {path: m}\nlop: {steps: 7}\n")
     (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     (tmp_path / "dangling.yaml").write_text("defaults: [nowhere]\n")
     return str(tmp_path)
 
@@ -148,6 +149,7 @@ def test_keys_of_verl_that_we_share_are_not_refused(recipes: str) -> None:
         ("misspelt", r"lop\.steps does not exist"),
         ("broken", "recipe broken cannot be composed"),
         ("dangling", "recipe dangling: .*nowhere"),
+        ("empty", r"^recipe empty is empty: .*empty\.yaml has no key"),
     ],
 )
 def test_wrong_recipes_are_named(recipes: str, name: str, says: str) -> None:
