@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from converters.errors import UserError, did_you_mean
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import check_keys
-from megarl.config.renamed_keys import OWNED
+from megarl.config.renamed_keys import ELSEWHERE, OWNED
 from megarl.config.schedule import with_correction
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
@@ -128,6 +128,8 @@ def _check_megatron(group: str, options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in OWNED:
             raise UserError(f"{group}.{name} follows from {OWNED[name]}: set {OWNED[name]} instead")
+        if name in ELSEWHERE:
+            raise UserError(f"{group}.{name} is no option of megatron-core; did you mean {ELSEWHERE[name]}?")
     return check_options(options, f"{group}.")
 
 

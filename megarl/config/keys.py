@@ -6,8 +6,10 @@ from functools import cache
 from typing import Any
 
 from converters.errors import UserError, nearest_names
+from megarl.config.foreign.slime_flags import SAME
 from megarl.config.renamed_keys import (
     EARLIER,
+    ELSEWHERE,
     MEGATRON_LM_ABSENT,
     MEGATRON_LM_FLAGS,
     OWNED,
@@ -72,7 +74,8 @@ def advice(key: str) -> str:
     for prefix in sorted(VERL_PREFIXES, key=len, reverse=True):
         if key.startswith(prefix) and (translated := VERL_PREFIXES[prefix] + key.removeprefix(prefix)) in all_keys():
             return f"; it is a key of verl, here called {translated}"
-    nearest = _nearest(key)
+    leaf = key.rpartition(".")[2]
+    nearest = [ELSEWHERE[leaf]] if leaf in ELSEWHERE else _nearest(key)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
@@ -83,8 +86,15 @@ def flag_hints() -> dict[str, str]:
         for name in {key.rpartition(".")[2], key.replace(".", "_")}:
             leaves.setdefault(name, []).append(key)
     hints = {name: f"give it as {' or '.join(f'{key}=...' for key in keys)}" for name, keys in leaves.items()}
-    hints |= {name: f"here it is {key}" for name, key in MEGATRON_LM_FLAGS.items()}
+    elsewhere = {name: key for name, key in {**SAME, **ELSEWHERE}.items() if name not in hints}
+    hints |= {name: f"here it is {_as_given(key)}" for name, key in {**elsewhere, **MEGATRON_LM_FLAGS}.items()}
     return hints | dict(MEGATRON_LM_ABSENT)
+
+
+def _as_given(key: str) -> str:
+    """A key, or the flag that gives it."""
+    group, _, option = key.partition(".")
+    return f"--{option.replace('_', '-')}" if group == "megatron" else key
 
 
 def _nearest(key: str) -> list[str]:

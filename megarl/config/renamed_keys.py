@@ -173,6 +173,25 @@ MEGATRON_LM_FLAGS: Mapping[str, str] = {
 }
 """Argument of Megatron-LM's training script that is not a field of megatron-core -> key of megarl."""
 
+ELSEWHERE: Mapping[str, str] = {
+    "cp": "megatron.context_parallel_size",
+    "ep": "megatron.expert_model_parallel_size",
+    "kl_coef": "algorithm.kl_coefficient",
+    "learning_rate": "megatron.lr",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_steps": "loop.steps",
+    "n": "loop.samples_per_prompt",
+    "num_generations": "loop.samples_per_prompt",
+    "num_generations_per_prompt": "loop.samples_per_prompt",
+    "num_prompts_per_step": "loop.prompts_per_step",
+    "pp": "megatron.pipeline_model_parallel_size",
+    "tp": "megatron.tensor_model_parallel_size",
+    "train_batch_size": "loop.prompts_per_step",
+}
+"""Last part of a key, or a flag, in TRL, NeMo RL or common use -> key of megarl."""
+
 OWNED: Mapping[str, str] = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",

@@ -67,6 +67,9 @@ print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
         ("train --config-name quickstart", "leaves model.path open"),
         ("train --config-name quickstart model.path=m --tensor-model-paralel-size 2", "--tensor-model-parallel-size?"),
         ("train --config-name quickstart model.path=m --global-batch-size 2", "here it is loop.prompts_per_step"),
+        ("train --config-name quickstart model.path=m --learning-rate 1e-6", "here it is --lr"),
+        ("train --config-name quickstart model.path=m --n-samples-per-prompt 8", "here it is loop.samples_per_prompt"),
+        ("train --config-name quickstart model.path=m --lr-warmup-iters 8", "here it is --lr-warmup-steps"),
         (
             "train --config-name quickstart model.path=m --torch-fsdp2-no-reshard-after-forward",
             "give the weights that they gathered back",

@@ -9,7 +9,7 @@ from megarl.algorithms.compatibility import option_keys
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import all_keys, schema_keys
-from megarl.config.renamed_keys import EARLIER, MEGATRON_LM_FLAGS, VERL
+from megarl.config.renamed_keys import EARLIER, ELSEWHERE, MEGATRON_LM_FLAGS, VERL
 from megarl.schema import MegarlConfig
 
 GIVEN = ["model.path=m", "output_dir=o"]
@@ -73,6 +73,9 @@ def test_own_recipes_build_on_ours(recipes: str) -> None:
         (["lop.seed=3"], r"lop\.seed does not exist; did you mean loop\.seed\?"),
         (["++loop.stps=3"], r"loop\.stps does not exist"),
         (["steps=3"], r"did you mean (loop\.steps or sft|sft\.steps or loop)\.steps\?"),
+        (["rollout.n=3"], r"rollout\.n does not exist; did you mean loop\.samples_per_prompt\?"),
+        (["learning_rate=3"], r"did you mean megatron\.lr\?"),
+        (["megatron.learning_rate=3"], r"did you mean megatron\.lr\?"),
         (["zzz.qqq=3"], r"zzz\.qqq does not exist$"),
         (["loop=3"], r"loop is a group of keys; set one of them, such as loop\.steps"),
         (["loop.steps=many"], r"loop\.steps: Value 'many'"),
@@ -130,7 +133,7 @@ def test_a_key_of_an_earlier_megarl_is_answered_with_its_name_of_now(recipes: st
 
 def test_translations_name_keys_that_exist() -> None:
     assert not set(EARLIER) & set(all_keys())
-    for target in {*EARLIER.values(), *VERL.values(), *MEGATRON_LM_FLAGS.values()}:
+    for target in {*EARLIER.values(), *VERL.values(), *MEGATRON_LM_FLAGS.values(), *ELSEWHERE.values()}:
         for part in target.split(" and "):
             assert part.split("=")[0].split(" ")[0] in {*all_keys(), *option_keys()}, target
 
