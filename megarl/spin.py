@@ -96,7 +96,7 @@ def _conversation(prompt: list[int], reply: list[int]) -> Conversation:
 def _read(start: Start, files: list[str]) -> list[Conversation]:
     config = start.config
     limit = config.loop.max_tokens_per_micro_batch
-    return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit)
+    return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit, "preference")
 
 
 def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:

@@ -32,10 +32,15 @@ class Chat(NamedTuple):
 
 
 def load_conversations(
-    files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", messages_column: str, max_tokens: int
+    files: Sequence[str | Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    messages_column: str,
+    max_tokens: int,
+    group: str = "sft",
 ) -> list[Conversation]:
     """Read, render and tokenise the chats ({role, content} lists in `messages_column`) of parquet `files`.
 
+    `group` is that of the configuration which names files and column, for sentences about a bad one.
     The mask of an assistant turn begins after the generation prompt and ends with the turn's end token, so that it
     covers what the model would have to generate and nothing else. It comes from rendering the chat turn by turn.
 
@@ -45,11 +50,11 @@ def load_conversations(
     turns without a special token.
     """
     if not files:
-        raise UserError("no data file is given; name parquet files in sft.train_files (or sft.eval_files)")
+        raise UserError(f"no data file is given; name parquet files in {group}.train_files (or {group}.eval_files)")
     chats = [
         Chat(where, check_messages(row[messages_column], where))
         for file in files
-        for number, row in read_rows(file, [messages_column])
+        for number, row in read_rows(file, [messages_column], named_by={messages_column: f"{group}.messages_column"})
         for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
     ]
     conversations = tokenise(chats, tokenizer, max_tokens)

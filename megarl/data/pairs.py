@@ -77,7 +77,8 @@ def _tokens(pair: PreferencePair, *, shared_prefixes: bool) -> int:
 def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Chat, Chat]]:
     """The chats of the chosen and the rejected reply of every row."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
-    for number, row in read_rows(file, columns):
+    keys = [f"preference.{name}_column" for name in ("prompt", "chosen", "rejected")]
+    for number, row in read_rows(file, columns, named_by=dict(zip(columns, keys, strict=True))):
         where = [f"row {number} (from 0) of {file}, column {column!r}" for column in columns]
         prompt = check_messages(row[config.prompt_column], where[0])
         yield (

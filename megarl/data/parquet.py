@@ -1,6 +1,6 @@
 """Rows of parquet files, with errors that name the file, the column and the row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ _ROWS_PER_BATCH = 1024
 
 
 def read_rows(
-    file: str | Path, needed: Sequence[str], optional: Sequence[str] = ()
+    file: str | Path, needed: Sequence[str], optional: Sequence[str] = (), named_by: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (row number from 0, {column: value}) of one parquet file; an optional column it lacks is left out.
 
+    `named_by` has, for a column whose name is set in the configuration, the key that sets it.
     Raises `UserError` for a file that is missing, unreadable, not parquet, empty, or without a needed column.
     """
     path = Path(file)
@@ -24,7 +25,7 @@ def read_rows(
         raise UserError(f"data file {path} does not exist; check data.train_files and the other lists of files")
     try:
         with pq.ParquetFile(path) as parquet:
-            columns = _columns(path, parquet, needed, optional)
+            columns = _columns(path, parquet, needed, optional, named_by or {})
             row = 0
             for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
                 for values in batch.to_pylist():
@@ -36,13 +37,17 @@ def read_rows(
         ) from error
 
 
-def _columns(path: Path, parquet: pq.ParquetFile, needed: Sequence[str], optional: Sequence[str]) -> list[str]:
+def _columns(
+    path: Path, parquet: pq.ParquetFile, needed: Sequence[str], optional: Sequence[str], named_by: Mapping[str, str]
+) -> list[str]:
     existing = parquet.schema_arrow.names
     absent = [column for column in needed if column not in existing]
     if absent:
+        keys = [named_by[column] for column in absent if column in named_by]
+        settings = f", or name the right one in {' and '.join(keys)}" if keys else ""
         raise UserError(
             f"data file {path} has no column {', '.join(map(repr, absent))}; its columns are "
-            f"{', '.join(map(repr, existing)) or 'none'}: rename one of them or name the right column in the config"
+            f"{', '.join(map(repr, existing)) or 'none'}: rename one of them{settings}"
         )
     if parquet.metadata.num_rows == 0:
         raise UserError(f"data file {path} has no rows; write at least one or take it off the list of files")

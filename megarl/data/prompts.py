@@ -90,7 +90,8 @@ def _too_long(row: _Row, length: str, limit: int) -> UserError:
 
 def _read_file(file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str) -> list[_Row]:
     rows = []
-    for number, row in read_rows(file, ["data_source", prompt_column, "reward_model"], ["extra_info"]):
+    needed, named_by = ["data_source", prompt_column, "reward_model"], {prompt_column: "data.prompt_column"}
+    for number, row in read_rows(file, needed, ["extra_info"], named_by):
         where = f"row {number} (from 0) of {file}"
         messages = check_messages(row[prompt_column], f"{where}, column {prompt_column!r}")
         reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}

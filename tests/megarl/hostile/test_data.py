@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.data import load_conversations, load_prompts
+from megarl.data import load_conversations, load_pairs, load_prompts
 from megarl.rewards.registry import load_reward
-from megarl.schema import DataConfig
+from megarl.schema import DataConfig, PreferenceConfig
 
 CHAT = [{"role": "user", "content": "1+1="}]
 TAKEN = "def score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
@@ -119,6 +119,18 @@ def test_a_file_with_wrong_bytes_is_taken_or_refused(judge, written, seed):
 def test_a_template_that_makes_no_prompt_is_refused(judge, tokenizer, written, monkeypatch, name):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
     assert "data.parquet" in judge(written(row()))
+
+
+def test_an_absent_column_is_told_with_the_setting_that_names_it(tokenizer, written, refusal):
+    path = written({"question": CHAT, "chosen": "2"})
+    assert "or name the right one in data.prompt_column" in refusal(load_prompts, [path], tokenizer, DataConfig())
+    sentence = refusal(load_pairs, [path], tokenizer, PreferenceConfig(), 64)
+    assert sentence.endswith("or name the right one in preference.prompt_column and preference.rejected_column")
+    for group in ("sft", "preference"):
+        sentence = refusal(load_conversations, [path], tokenizer, "messages", 64, group)
+        assert sentence.endswith(
+            f"'question', 'chosen': rename one of them, or name the right one in {group}.messages_column"
+        )
 
 
 def test_a_template_that_never_ends_is_ended(judge, tokenizer, written, monkeypatch):
