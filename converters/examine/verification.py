@@ -51,8 +51,9 @@ def verify(folder: Path, *, workers: int, progress: Progress) -> Verification:
     checkpoint = open_checkpoint(folder)
     if isinstance(checkpoint, HuggingFaceCheckpoint):
         raise UserError(
-            f"{folder} has no checksums, since megarl did not write it: only its structure could be checked, and its"
-            f" {len(checkpoint.shapes)} tensors have the bytes that their headers promise"
+            f"{folder} has no checksums: it is a HuggingFace folder without {MANIFEST}, which megarl writes into its"
+            f" own; the {len(checkpoint.shapes)} tensors have the bytes that their headers promise, and for more"
+            " compare it with another copy, by megarl diff"
         )
     return _by_records(checkpoint, workers=workers, progress=progress)
 
