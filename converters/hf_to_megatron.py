@@ -33,7 +33,7 @@ from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.torch_dist import PlannedChunk, plan_chunks, stored_pieces
 from converters.manifest import write_manifest
-from converters.output_folder import OutputFolder
+from converters.output_folder import OutputFolder, refuse_inside
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import HuggingFaceSource
 from converters.stream.targets import Part, Place, Target
@@ -183,6 +183,7 @@ def convert_checkpoint(
         "vocabulary_multiple": vocabulary_multiple,
         "padded_vocabulary": padded_vocabulary,
     }
+    refuse_inside(folder, hf_folder)
     with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
         written = write_targets(
             plan.targets, source, output.partial, output.journal, workers=workers, progress=progress

@@ -28,7 +28,7 @@ from converters.layout import Shape
 from converters.layouts.torch_dist import Piece, stored_pieces
 from converters.manifest import MANIFEST, Manifest, manifest_of, require_files, write_manifest
 from converters.number_formats import FP8_BLOCK
-from converters.output_folder import OutputFolder
+from converters.output_folder import OutputFolder, refuse_inside
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
 from converters.stream.targets import Part, Place, Target
@@ -95,6 +95,7 @@ def export_checkpoint(
         shard_size_bytes=shard_size_bytes,
     )
     purpose = {"from": _fingerprint(checkpoint), "config": config, "fp8": fp8, "shard_size_bytes": shard_size_bytes}
+    refuse_inside(folder, megatron_folder)
     with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
         for file, header in plan.headers.items():
             _write_header(output.partial / file, header)

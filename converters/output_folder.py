@@ -17,6 +17,14 @@ _PARTIAL = ".partial"
 _JOURNAL = ".journal"
 
 
+def refuse_inside(folder: Path, source: Path) -> None:
+    """Raise UserError for an output in the folder that is read, which would then hold what its manifest does not."""
+    written, read = folder.resolve(), source.resolve()
+    if written.is_relative_to(read):
+        place = source if written == read else f"in {source}"
+        raise UserError(f"the output {folder} is {place}, which is read: choose a folder outside of it")
+
+
 class OutputFolder:
     """`folder` while it is written, under the name `partial`.
 

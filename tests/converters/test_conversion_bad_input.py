@@ -219,6 +219,14 @@ def test_folders_that_are_not_there_or_hold_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("work", [convert, export])
+def test_an_output_in_its_own_source_is_refused(work, original, megatron_original, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(original if work is convert else megatron_original, source)
+    for out in (source, source / "out", source / "deep/out"):
+        assert_refused(work, source, out, "source, which is read: choose a folder outside of it")
+
+
+@pytest.mark.parametrize("work", [convert, export])
 def test_an_output_that_is_in_the_way_is_let_be(work, original, megatron_original, tmp_path):
     source = original if work is convert else megatron_original
     (tmp_path / "out").mkdir()

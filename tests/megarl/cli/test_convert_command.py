@@ -145,7 +145,7 @@ def test_a_dry_run_needs_config_json_only_and_plans_what_is_written(
         (["--pp", "2", "--decoder-first-pipeline-num-layers", "2"], "a pipeline stage of 0 layers"),
         (["--workers", "0"], "--workers 0 leaves nobody to do the work"),
         (["--hf", "nowhere"], "nowhere is not a folder"),
-        (["--out", "model"], "model exists; delete it"),
+        (["--out", "model"], "the output model is model, which is read: choose a folder"),
         (["--out", "model/config.json/out"], "config.json"),
         (["--hf", "model/config.json"], "is not a folder"),
     ],
