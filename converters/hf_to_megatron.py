@@ -14,6 +14,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint, copy_side_files, write_config
 from converters.formats.torch_dist import (
     LATEST,
+    METADATA,
     RELEASE,
     Chunk,
     Contents,
@@ -168,6 +169,11 @@ def convert_checkpoint(
     Interrupted, the same call goes on where it was. Raises UserError for anything wrong with the checkpoint, the sizes
     or the output folder, before or without anything of it being left.
     """
+    if any((hf_folder / name).is_file() for name in (METADATA, LATEST)):
+        raise UserError(
+            f"{hf_folder} is a torch_dist checkpoint of Megatron already: megarl convert makes one of a HuggingFace"
+            " folder, and megarl export a HuggingFace folder of this"
+        )
     checkpoint = HuggingFaceCheckpoint(hf_folder)
     architecture = read_architecture(checkpoint.config)
     check_checkpoint(checkpoint, architecture)

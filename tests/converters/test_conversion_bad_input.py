@@ -218,6 +218,12 @@ def test_folders_that_are_not_there_or_hold_nothing(tmp_path):
     assert_refused(export, tmp_path / "empty", tmp_path / "there/out", "has neither .metadata nor")
 
 
+def test_a_checkpoint_of_megatron_is_not_converted_again(megatron_original, tmp_path):
+    assert_refused(
+        convert, megatron_original, tmp_path / "out", "is a torch_dist checkpoint of Megatron already: .*export"
+    )
+
+
 @pytest.mark.parametrize("work", [convert, export])
 def test_an_output_in_its_own_source_is_refused(work, original, megatron_original, tmp_path):
     source = tmp_path / "source"
