@@ -2,18 +2,18 @@
 
 from statistics import median
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from megarl.doctor.cluster_check import ClusterReport
 from megarl.doctor.findings import GIB
 from megarl.doctor.node_probe import Link, Node
+from megarl.doctor.report import whole_lines
 
 
 def print_cluster(report: ClusterReport) -> None:
     """Print a line for each node, then the faults, then whether the cluster is sound."""
-    console = Console(soft_wrap=True)
+    console = whole_lines()
     table = Table(
         *("node", "address", "device", "free memory", "slowest TFLOP/s", "GB/s", "ms there and back", "clock"),
         title="Nodes",

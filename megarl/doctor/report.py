@@ -9,10 +9,18 @@ from rich.table import Table
 from megarl.doctor.findings import GIB, Finding
 from megarl.doctor.inventory import Inventory
 
+_WIDTH_IN_A_FILE = 10_000
+
+
+def whole_lines() -> Console:
+    """A console whose tables are as wide as a terminal, and in a file as wide as what is in them."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=_WIDTH_IN_A_FILE)
+
 
 def print_report(inventory: Inventory, findings: Sequence[Finding]) -> None:
     """Print what is there, then what would not work, then whether the main job can run."""
-    console = Console(soft_wrap=True)
+    console = whole_lines()
     facts = Table(title="This machine", title_justify="left", show_header=False)
     for name, value in _rows(inventory):
         facts.add_row(name, value)

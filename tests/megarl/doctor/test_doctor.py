@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.doctor.inventory import PACKAGES, installed_version
+from megarl.doctor.cluster_check import ClusterReport
+from megarl.doctor.cluster_report import print_cluster
+from megarl.doctor.findings import Finding
+from megarl.doctor.inventory import PACKAGES, installed_version, take_inventory
+from megarl.doctor.node_probe import Node
+from megarl.doctor.report import print_report
 from megarl.rollout.sglang.installation import PACKAGES as PACKAGES_OF_SGLANG
 from megarl.rollout.sglang.installation import PYTHON_VARIABLE
 from megarl.rollout.sglang.kind import VERSIONS
@@ -24,6 +29,18 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["packages"]["torch"] == version("torch")
     assert report["unmet_requirements"] == []
     assert report["memory_bytes"] > report["memory_available_bytes"] > 0
+
+
+def test_names_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    finding = Finding(False, "rollout.engine_args.a_name_longer_than_a_column", "because " * 60 + "so", "none")
+    print_report(take_inventory(), [finding])
+    said = capsys.readouterr().out
+    assert finding.what in said
+    assert finding.why in said
+    node = Node("a-node-of-a-cluster-with-a-name-of-its-own", "10.0.0.1", {}, [], ())
+    print_cluster(ClusterReport([node], [], []))
+    assert node.name in capsys.readouterr().out
 
 
 def test_an_engine_in_an_environment_of_its_own_is_seen(
