@@ -152,7 +152,7 @@ def main() -> None:
         "",
         f"Machine: {machine}",
         "",
-        "Command: `python benchmarks/kv_scales.py`",
+        "Command: `.venv/bin/python benchmarks/kv_scales.py`",
         "",
         f"SmolLM2-135M-Instruct, {options.sequences} sequences of {options.tokens} tokens; mean difference of"
         " log-probs, in nats, from those with keys and values in float32.",

@@ -251,7 +251,9 @@ def main() -> None:
             dist.destroy_process_group()
         return
     small = Size(asked.plain_tokens, asked.vocabulary, asked.hidden, asked.dtype)
-    page = report(whole, small, asked.ranks, "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    page = report(
+        whole, small, asked.ranks, ".venv/bin/python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    )
     print(page)
     if asked.write:
         asked.write.write_text(page)

@@ -56,7 +56,7 @@ def _cpu_seconds() -> float:
 
 def page(names: Sequence[str]) -> str:
     """The page of these recipes."""
-    command = "    python benchmarks/rehearsals.py --markdown FILE"
+    command = "    .venv/bin/python benchmarks/rehearsals.py --markdown FILE"
     head = ["# Rehearsals of large recipes", __doc__.partition("\n\n")[2].replace("\n", " ").strip()]
     head += [f"{time.strftime('%Y-%m-%d')}, {describe(Path.cwd())}.", command]
     return "\n\n".join([*head, *(part for name in names for part in rehearse(name))]) + "\n"

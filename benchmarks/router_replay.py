@@ -72,7 +72,7 @@ def main() -> None:
         f"Date: {time.strftime('%Y-%m-%d')}",
         f"Machine: {describe(Path(tempfile.gettempdir()))}",
         f"Versions: torch {torch.__version__}, transformers {transformers.__version__}",
-        f"Command: `python benchmarks/router_replay.py --prompts {arguments.prompts}`",
+        f"Command: `.venv/bin/python benchmarks/router_replay.py --prompts {arguments.prompts}`",
         f"Qwen3-MoE, random weights, {MODEL}; {arguments.prompts * SAMPLES} responses of up to {RESPONSE} tokens."
         " A choice is of a token in a layer. Gaps are |engine - trainer| of the sampled tokens' log-probs, in nats.",
         "\n".join(_HEADER + rows(arguments.prompts)),

@@ -8,7 +8,7 @@ other works, as on GPUs that they share.
 
 A larger model, where there are GPUs (settings are those of any run):
 
-    python benchmarks/schedules_real.py --model dense_1b --dtype bf16 --schedules "S=0" "S=1" "S=1, keep"
+    .venv/bin/python benchmarks/schedules_real.py --model dense_1b --dtype bf16 --schedules "S=0" "S=1" "S=1, keep"
 """
 
 import argparse

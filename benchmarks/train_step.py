@@ -6,8 +6,8 @@ with AdamW, where rows are padded to the longest, and beside it the most memory 
 alone, and the share of the device's peak in bf16. Runs alternate, figures are medians; what is measured is CPU time or,
 on a GPU, wall time. Writes Markdown. A GPU is used where there is one:
 
-    python benchmarks/train_step.py --dtype bf16 --models dense_1b moe_2b --prefix-model dense_1b --response 512 \
-        --max-tokens 32768
+    .venv/bin/python benchmarks/train_step.py --dtype bf16 --models dense_1b moe_2b --prefix-model dense_1b \
+        --response 512 --max-tokens 32768
 """
 
 import argparse
@@ -332,7 +332,7 @@ def report(options: argparse.Namespace) -> str:
         f"Date: {time.strftime('%Y-%m-%d')}",
         f"Machine: {describe(ROOT)}; {torch.get_num_threads()} thread(s); {device.name()}",
         f"Versions: torch {torch.__version__}, transformers {transformers.__version__}",
-        "Command: `python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "`",
+        "Command: `.venv/bin/python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "`",
     ]
     parallel.initialize(ParallelSizes(), 0, f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}")
     with tempfile.TemporaryDirectory() as folder:
