@@ -225,7 +225,7 @@ def damaged(original, tmp_path_factory):
 
 
 @given(damage=damages())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_damage_is_refused_or_changes_nothing(original, damaged, damage):
     target = damaged / "hf"
     shutil.rmtree(target, ignore_errors=True)

@@ -35,6 +35,8 @@ LAYOUTS = {
     "deepseek_v3": "pipeline_model_parallel_size",
 }
 
+FURTHER = ("qwen3", "deepseek_v3")
+
 # The one whose training begins with a converted checkpoint.
 CONVERTED = "qwen3_moe"
 # The one of which a timeline is written: pipeline stages send each other activations, and engines have processes of
@@ -47,7 +49,7 @@ PREDICTING = "deepseek_v3"
 ADAPTED = "qwen3"
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER)])
 def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     config = make_config(model, tmp_path)
     source = Path(config.model.path)

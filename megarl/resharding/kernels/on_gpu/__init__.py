@@ -48,14 +48,19 @@ def scatter(block: Block, before: int | None) -> int | None:
     return total
 
 
+def launch_options(code_format: CodeFormat, *, to_bucket: bool) -> Mapping[str, int]:
+    """Triton's options of a launch: warps, registers where they are bounded, and no product fused with a sum."""
+    return {**_LAUNCHES.get((code_format, to_bucket), _OTHERS), "enable_fp_fusion": False}
+
+
 def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     table = block.table
     results = torch.zeros(SUMS + 1, dtype=torch.int64, device=block.memory.device)
     if table.tiles:
         grid = (table.tiles,)
         constants = (int(table.code_format), to_bucket, before is not None, device.has_e4m3(block.memory.device))
-        options = _LAUNCHES.get((table.code_format, to_bucket), _OTHERS)
-        move[grid](table.rows, table.row_of_tile, results, *constants, enable_fp_fusion=False, **options)
+        options = launch_options(table.code_format, to_bucket=to_bucket)
+        move[grid](table.rows, table.row_of_tile, results, *constants, **options)
     if before is None and not block.quantised:
         return None
     *sums, unfailed = results.tolist()
