@@ -80,25 +80,58 @@ def rehearse_micro_batch(
     if backward and layers:
         micro_batch = look_ahead(micro_batch, layers)
     chunks = model.chunks if backward else model.bare_chunks
+    passes = _Passes(model, micro_batch, chunks, alive)
     alive.peak = alive.nbytes
     with alive, torch.set_grad_enabled(backward):
-        outputs = [_forward(chunk, micro_batch, model) for chunk in chunks]
         if not backward:
+            passes.forward()
             return ActivationBytes(0, alive.peak)
-        # A second one in flight tells what each keeps: tables are made once, and Megatron's modules and circles of
-        # recomputed layers hold some of the last one even after its backward pass.
-        first = alive.nbytes
-        outputs += [_forward(chunk, micro_batch, model) for chunk in chunks]
-        kept = alive.nbytes - first
+        return passes.in_turn() if model.options.parallel.use_torch_fsdp2 else passes.in_flight()
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Passes of one micro-batch through the chunks of a rank, of which the first one makes tables for all."""
+
+    model: MegatronModel
+    micro_batch: MicroBatch
+    chunks: Sequence[torch.nn.Module]
+    alive: Alive
+
+    def in_flight(self) -> ActivationBytes:
+        """Two micro-batches, the second of which tells what each keeps.
+
+        Megatron's modules and circles of recomputed layers hold some of the last one even after its backward pass.
+        """
+        outputs = self.forward()
+        first = self.alive.nbytes
+        outputs += self.forward()
+        kept = self.alive.nbytes - first
+        self._go_back(outputs)
+        return ActivationBytes(kept, self.alive.peak - kept)
+
+    def in_turn(self) -> ActivationBytes:
+        """A micro-batch after another: FSDP2 gives the output layer's weights back as the first one has read them."""
+        self._go_back(self.forward())
+        for chunk in self.chunks:
+            # They count as state.
+            chunk.zero_grad()
+        before = self.alive.peak = self.alive.nbytes
+        outputs = self.forward()
+        kept = self.alive.nbytes - before
+        self._go_back(outputs)
+        return ActivationBytes(kept, self.alive.peak)
+
+    def forward(self) -> list[Tensor]:
+        """Outputs of the chunks."""
+        return [_forward(chunk, self.micro_batch, self.model) for chunk in self.chunks]
+
+    def _go_back(self, outputs: list[Tensor]) -> None:
         while outputs:
-            _go_back(outputs.pop())
-        for chunk in model.bare_chunks:
+            output = outputs.pop()
+            output.backward(torch.ones_like(output))
+        for chunk in self.model.bare_chunks:
             chunk.set_input_tensor(None)
-    return ActivationBytes(kept, alive.peak - kept)
-
-
-def _go_back(output: Tensor) -> None:
-    output.backward(torch.ones_like(output))
 
 
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronModel) -> Tensor:

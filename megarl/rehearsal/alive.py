@@ -3,8 +3,10 @@
 import weakref
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,10 +14,15 @@ from megarl.rehearsal.operands import tensors_of
 
 
 class Alive(TorchDispatchMode):
-    """Inside, counts the memory of tensors that are made; it is given back when the last view of it is gone."""
+    """Inside, counts the memory of tensors that are made; it is given back when the last view of it is gone.
 
-    def __init__(self) -> None:
+    FSDP2 keeps tensors and takes their memory away: a storage counts with the size that it has.
+    """
+
+    def __init__(self, counted: type[Tensor] = FakeTensor) -> None:
+        """`counted` are the tensors that have memory: in a `fake_rank` other ones are constants."""
         super().__init__()
+        self._counted = counted
         self.nbytes = 0
         """Memory of what was made inside and is still there."""
         self.peak = 0
@@ -25,15 +32,35 @@ class Alive(TorchDispatchMode):
         self._number_of: dict[int, int] = {}
         self._numbers = count()
 
+    def __enter__(self) -> Any:
+        # No operator: modes are not told of it.
+        resize, alive = torch.UntypedStorage.resize_, self
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            resize(storage, size)
+            alive._resize(storage)
+            return storage
+
+        self._patched = patch.object(torch.UntypedStorage, "resize_", resize_and_count)
+        self._patched.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patched.stop()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = {id(each.untyped_storage()) for each in _fake((args, kwargs))}
-        for tensor in _fake(result):
+        given = {id(each.untyped_storage()) for each in self._tensors((args, kwargs))}
+        for tensor in self._tensors(result):
             storage = tensor.untyped_storage()
             if id(storage) not in given and id(storage) not in self._number_of:
                 self._add(storage)
         return result
+
+    def _tensors(self, values: Any) -> list[Tensor]:
+        return [each for each in tensors_of(values) if isinstance(each, self._counted)]
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         number, size = next(self._numbers), storage.nbytes()
@@ -43,9 +70,12 @@ class Alive(TorchDispatchMode):
         self.peak = max(self.peak, self.nbytes)
         weakref.finalize(storage, self._remove, id(storage))
 
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        number = self._number_of.get(id(storage))
+        if number is not None:
+            self.nbytes += storage.nbytes() - self.storages[number]
+            self.storages[number] = storage.nbytes()
+            self.peak = max(self.peak, self.nbytes)
+
     def _remove(self, storage_id: int) -> None:
         self.nbytes -= self.storages.pop(self._number_of.pop(storage_id))
-
-
-def _fake(values: Any) -> list[FakeTensor]:
-    return [each for each in tensors_of(values) if isinstance(each, FakeTensor)]

@@ -35,7 +35,8 @@ def distinct_ranks(layout: Layout, parallel: ParallelSizes) -> list[DistinctRank
 
     Ranks of the same tensor, expert-tensor and pipeline coordinates have equal shapes, since experts are numbered from
     0 on each rank; others are compared by the shapes that the layout gives them. The lowest rank of each kind is also
-    the first of its data-parallel group, whose part of the optimizer state is the largest: padding is at the end.
+    the first of its data-parallel group, whose part of the optimizer state is the largest: padding is at the end. With
+    FSDP2 it has the most rows.
     """
     by_place: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.world_size):

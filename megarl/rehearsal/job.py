@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
@@ -131,10 +130,7 @@ def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[
 
 
 def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[TrainedModel]":
-    """The policy, whose config.json is given, and the models beside it, which are the policy's where they have none.
-
-    Raises UserError for FSDP2, whose gathering needs ranks that are there.
-    """
+    """The policy, whose config.json is given, and the models beside it, which are the policy's where they have none."""
     from megarl.rehearsal.trainer_rank import TrainedModel
 
     reference = PolicyObjective(config.algorithm).needs_reference
@@ -150,11 +146,6 @@ def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[
                 reference=name == "implicit_reward_model",
                 is_frozen=name not in _TRAINED,
             )
-        )
-    if any(each.options.parallel.use_torch_fsdp2 for each in models):
-        raise UserError(
-            "megarl rehearse builds one rank at a time, and with megatron.use_torch_fsdp2=true ranks compute with each"
-            " other's rows of the weights: leave it out of what is rehearsed"
         )
     return models
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from converters.architectures import Architecture, Head, read_architecture, with_head
 from converters.errors import UserError
 from converters.layouts.megatron import megatron_layout
+from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.activations import ActivationBytes, MicroBatchSize, rehearse_micro_batch
 from megarl.rehearsal.alive import Alive
 from megatron_ext import compat
+from megatron_ext.fully_sharded import own_rows
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.offload import optimizer_tensors
 from megatron_ext.options import MegatronOptions
@@ -95,22 +97,23 @@ def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> Reh
 def build(trained: TrainedModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
     model = MegatronModel(read_architecture(trained.hf_config), trained.options, rank, head=trained.head)
-    check_layout(model.local_tensors(), trained, rank)
+    check_layout(model.local_tensors(), trained, trained.options.parallel.unsharded, rank)
     if trained.is_frozen:
         model.freeze()
         return model
     model.add_adapters()
+    model.prepare_training(total_steps=1)
+    check_layout(model.local_tensors(), trained, trained.options.parallel, rank)
     if trained.reference:
         model.keep_reference()
-    model.prepare_training(total_steps=1)
     compat.prime_optimizer_state(model.optimizer)
     return model
 
 
-def check_layout(tensors: Mapping[str, Tensor], trained: TrainedModel, rank: int) -> None:
-    """Compare the tensors of a rank with what the layout says it holds; see `rehearse_rank`."""
+def check_layout(tensors: Mapping[str, Tensor], trained: TrainedModel, parallel: ParallelSizes, rank: int) -> None:
+    """Compare the tensors of a rank with what the layout of these sizes says it holds; see `rehearse_rank`."""
     architecture, options = trained.architecture(), trained.options
-    shard = megatron_layout(architecture, options.parallel, module_names=module_names()).shard(rank)
+    shard = megatron_layout(architecture, parallel, module_names=module_names()).shard(rank)
     types = architecture.hf_dtypes(options.params_dtype)
     expected = {
         placement.local_name: (shard.local_shapes[placement.local_name], types[placement.hf_name])
@@ -135,12 +138,21 @@ def state_bytes(model: MegatronModel) -> StateBytes:
     weights = _storages(model.local_tensors().values())
     if not model.chunks:
         return StateBytes(sum(weights.values()))
-    buffers = [each for chunk in model.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    gradients = _storages(each.grad_data for each in buffers)
+    gradients = _storages(list(_gradients(model)))
     optimizer = _storages(_not_on_host(optimizer_tensors(model.optimizer)))
     reference = _storages(model.reference.tensors.values()) if model.reference else {}
     own = {key: size for key, size in optimizer.items() if key not in weights}
     return StateBytes(*(sum(each.values()) for each in (weights, gradients, own, reference)))
+
+
+def _gradients(model: MegatronModel) -> Iterator[Tensor]:
+    """Megatron's buffers, or tensors as large as what the optimizer makes of a rank's rows."""
+    if model.options.parallel.use_torch_fsdp2:
+        for group in model.optimizer.param_groups:
+            yield from (torch.empty_like(own_rows(each)) for each in group["params"])
+        return
+    for chunk in model.chunks:
+        yield from (each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _not_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -29,11 +29,6 @@ def sizes(architecture: Architecture) -> list[Box]:
         ("--nodes -3", "--nodes -3 is too small; give at least 1"),
         ("rollout.weights=fp9", "rollout.weights=fp9 is none of as_trained, fp8_block"),
         ("rollout.replicas=0", "rollout.replicas=0 is too small"),
-        (
-            "megatron.use_torch_fsdp2=true megatron.expert_model_parallel_size=1"
-            " megatron.expert_tensor_parallel_size=null",
-            "leave it out of what is rehearsed",
-        ),
         ("--prediction-layers -1", "--prediction-layers -1 is too small; give at least 0"),
     ],
 )

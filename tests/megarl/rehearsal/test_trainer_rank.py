@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
+from torch import Tensor
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
@@ -13,7 +14,8 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rehearsal.activations import MicroBatchSize
+from megarl.rehearsal.activations import MicroBatchSize, rehearse_micro_batch
+from megarl.rehearsal.alive import Alive
 from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
 from megarl.rehearsal.job import model_config
 from megarl.rehearsal.own_process import call_apart
@@ -31,6 +33,7 @@ SIZES = ParallelSizes(
 )
 OPTIONS = MegatronOptions(SIZES, torch.bfloat16, optimizer={"lr": 1e-3})
 BATCH = RaggedBatch(torch.arange(4, 16), torch.tensor([5, 7]), {"weights": torch.ones(12)})
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMALL = MicroBatchSize(tokens=64, longest=48)
 
 
@@ -55,8 +58,7 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
 
 def test_a_recomputed_layer_keeps_its_input_for_each_micro_batch_in_flight(folder: Path) -> None:
     stages = ParallelSizes(2, pipeline_model_parallel_size=2)
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    options = MegatronOptions(stages, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=recompute)
+    options = MegatronOptions(stages, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=RECOMPUTE)
     config = read_json(folder / CONFIG)
     few, many = (
         rehearse_ranks(TrainedModel("trainer", {**config, "num_hidden_layers": layers}, options), [0], SMALL)
@@ -73,6 +75,36 @@ def real_state(rank: int, _sizes: ParallelSizes, folder: Path) -> StateBytes:
     model.prepare_training(1)
     model.train_step(BATCH, [[0, 1]], SftObjective())
     return state_bytes(model)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_state_and_activations_are_those_of_real_ranks_also_with_fsdp2(recomputed: bool, tmp_path: Path) -> None:
+    folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 5})
+    config, transformer = read_json(folder / CONFIG), RECOMPUTE if recomputed else {}
+    found = []
+    for sizes in (ParallelSizes(2), ParallelSizes(2, use_torch_fsdp2=True)):
+        options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=transformer)
+        rehearsed = rehearse_ranks(TrainedModel("trainer", config, options), range(2), SMALL)
+        assert rehearsed == run_ranks(real_micro_batches, sizes, folder, options)
+        found.append(rehearsed[0])
+    plain, cut = found
+    # Between the passes whole weights are there of what the loss reads: the output layer and the norm before it.
+    read_later = (config["vocab_size"] + 1) * config["hidden_size"] * torch.bfloat16.itemsize
+    assert cut.activations.kept - plain.activations.kept == read_later
+    # In a pass they are there of a layer or two as well, and of no more.
+    gathered = cut.predictions - plain.predictions
+    assert read_later < gathered < plain.state.weights / 2
+
+
+def real_micro_batches(rank: int, _sizes: ParallelSizes, folder: Path, options: MegatronOptions) -> RehearsedRank:
+    model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+    model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.prepare_training(1)
+    alive = Alive(Tensor)
+    predictions = rehearse_micro_batch(model, SMALL, alive, backward=False)
+    activations = rehearse_micro_batch(model, SMALL, alive, backward=True)
+    model.train_step(BATCH, [[0, 1]], SftObjective())
+    return RehearsedRank(rank, len(model.local_tensors()), state_bytes(model), predictions.peak, activations)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +124,10 @@ def test_a_tensor_that_the_layout_does_not_know_is_found(folder: Path, name: str
         each.local_name: torch.empty(shard.local_shapes[each.local_name], dtype=types[each.hf_name])
         for each in shard.placements
     }
-    check_layout(held, trained, 0)
+    check_layout(held, trained, SIZES, 0)
     held[name] = change(held.get(name))
     with pytest.raises(UserError, match=rf"rank 0 of trainer: {name}.*{found}"):
-        check_layout(held, trained, 0)
+        check_layout(held, trained, SIZES, 0)
 
 
 def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
