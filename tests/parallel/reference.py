@@ -21,8 +21,14 @@ from megatron_ext.options import MegatronOptions
 
 TEMPERATURE = 0.8
 SEED = 5
-SEEDS: Mapping[tuple[str, Size], int] = {("qwen3_moe", Size(layers=12, experts=6, heads=8)): 6}
-"""Other seeds of models in which a router would score two experts within 2e-8: rounding would choose between them."""
+SEEDS: Mapping[tuple[str, Size], int] = {
+    ("qwen3_moe", Size(layers=12, experts=6, heads=8)): 6,
+    ("deepseek_v3", Size(layers=12, experts=4, heads=8)): 6,
+    ("deepseek_v3", Size(layers=14, experts=6, heads=6)): 6,
+}
+"""Other seeds of models in which rounding grows: a router of the first would score two experts within 2e-8, and choose
+between them by it; gradients of the others differ by 1.4e-5 and 1.1e-5 in one layout, and with other seeds by 5e-6.
+"""
 
 
 @dataclass(frozen=True)
