@@ -10,7 +10,8 @@ from megarl.data import Turn
 from megarl.rollout.protocol import Progress
 from megarl.rollout.request_in_flight import SampleInFlight
 
-_TOKENS = 64
+TOKENS = 64
+"""Tokens of a sample, at most, between what is told of it."""
 SECONDS = 0.05
 AT_ONCE = 8192
 """Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
@@ -36,7 +37,7 @@ class Telling:
     def is_due(self) -> bool:
         """Whether to tell, after one more step."""
         self._steps += 1
-        return bool(self._numbers) and (self._steps >= _TOKENS or time.monotonic() >= self._next_s)
+        return bool(self._numbers) and (self._steps >= TOKENS or time.monotonic() >= self._next_s)
 
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
         """The new tokens of those `samples` that were submitted, if there are any; in pieces that travel by value."""

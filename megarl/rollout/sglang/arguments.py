@@ -22,6 +22,8 @@ _REQUIRED: Mapping[str, Any] = {
     "host": "127.0.0.1",
     "skip_tokenizer_init": True,
     "skip_server_warmup": True,
+    # Each answer of a stream has what is new: with all there is, tokens would travel as often as they are told of.
+    "incremental_streaming_output": True,
     # The others cannot draw by the seed of a sample.
     "sampling_backend": "pytorch",
     # By itself it serves requests as they come, and with priorities the highest first.

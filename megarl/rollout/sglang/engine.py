@@ -5,7 +5,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang.arguments import adapter_config
 from megarl.rollout.sglang.calls import LOAD_FORMAT
@@ -80,7 +80,7 @@ class SglangEngine(OwnedEngine):
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
         returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(_RETURNS_EXPERTS) else None
         limits = Limits(about["max_req_input_len"], vocabulary, returned, self._has_slot)
-        self._in_flight = InFlight(self._server.client, limits, self._fails)
+        self._in_flight = InFlight(self._server.client, limits, self._fails, self._hears)
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
@@ -171,13 +171,16 @@ class SglangEngine(OwnedEngine):
 
         return by_worker(self._workers(worker.stop_profiler))
 
-    # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
+    # The methods below, too, run in the owner thread, but for `_watch`, `_fails` and `_hears`.
 
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         return self._in_flight.add(requests, listener)
 
     def _can_step(self) -> bool:
         return False
+
+    def _samples(self) -> Iterable[SampleInFlight]:
+        return self._in_flight.samples()
 
     def _compute(self) -> None:
         raise AssertionError("the server steps by itself")
@@ -353,6 +356,12 @@ class SglangEngine(OwnedEngine):
         """Let the engine die of an error that is seen outside of the owner thread."""
         if not self._is_ending:
             self._owner.submit(self._die, error)
+
+    def _hears(self) -> None:
+        """Tell of new tokens, in the thread that hears of them."""
+        if self._telling.is_due():
+            for progress in self._telling.of(self._samples()):
+                self._told.put(progress)
 
     def _end_server(self) -> None:
         if self._server is not None:

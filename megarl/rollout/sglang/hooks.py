@@ -16,6 +16,7 @@ from megarl.rollout.quantised_load import in_asked_format
 from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -31,6 +32,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
+    HookRegistry.register(f"{_STREAM}.accept", tell_versions, HookType.AROUND)
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
@@ -49,6 +51,20 @@ def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any,
 
     worker.answer(updater.get_model_runner())
     return True, "Success"
+
+
+def tell_versions(original: Callable[..., None], stream: Any, *, req: Any) -> None:
+    """Tell the versions of the tokens of a sample that goes on; SGLang 0.5.23 does when it has ended."""
+    told = len(stream.weight_versions)
+    original(stream, req=req)
+    if len(stream.weight_versions) > told and stream.weight_versions[-1] is None:
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+        stream.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=stream.current_weight_version,
+            num_output_tokens=req.send_token_offset,
+        )
 
 
 def let_segment_go(name: str, *_: Any, **__: Any) -> None:

@@ -1,51 +1,79 @@
-"""Requests in flight: each is one call of the server, which answers it when all its samples are finished."""
+"""Requests in flight: each is one call of the server, which tells of its samples until they are finished."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
-
-import numpy as np
 
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.rollout.protocol import EngineDiedError, Request
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.sglang.client import CallRefusedError, Client
-from megarl.rollout.sglang.samples import Limits, aborted, check, question, turns
+from megarl.rollout.sglang.samples import Limits, aborted, check, ended, hear, question
+from megarl.rollout.telling import TOKENS
 
 
-@dataclass(eq=False)
-class _Call:
-    """One request; `future` gets its samples."""
+class _Call(RequestInFlight):
+    """One request; `future` gets its samples.
 
-    request: Request
-    listener: Listener | None
-    prompt_ids: Any
-    future: Future[list[Turn]] = field(default_factory=Future)
-    is_asked: bool = False
-    task: "Future[None] | None" = None
+    Two threads end samples: the one that hears the server, and the owner of the engine.
+    """
 
-    def finish(self, samples: list[Turn]) -> None:
-        if not self.future.done():
-            self.future.set_result(samples)
+    def __init__(self, request: Request, listener: Listener | None) -> None:
+        super().__init__(request, listener)
+        self.request = request
+        self.samples = [SampleInFlight(self, number) for number in request.samples]
+        self.task: Future[None] | None = None
+        self._lock = RLock()
+
+    def finish(self, sample: int, turn: Turn) -> None:
+        """See `RequestInFlight.finish`; a sample has ended as it did first."""
+        with self._lock:
+            if sample not in self._turns and not self.future.done():
+                super().finish(sample, turn)
+
+    def hear(self, answer: Mapping[str, Any], limits: Limits) -> bool:
+        """Take what is new in an answer, and end its sample with it; says whether there is more to come."""
+        with self._lock:
+            if self.future.done():
+                return False
+            sample = self.samples[answer["index"]]
+            new = hear(sample, answer)
+            if new and self.listener is not None:
+                self.listener(new)
+            turn = ended(self.request, sample, answer["meta_info"], limits)
+            if turn is not None:
+                self.finish(sample.sample, turn)
+            return turn is None
+
+    def abort(self, limits: Limits) -> None:
+        """End the samples that have not ended, with what was told of them."""
+        with self._lock:
+            for sample in self.samples:
+                self.finish(sample.sample, aborted(sample, limits))
 
     def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+        """Let whoever waits for an answer raise `error`."""
+        with self._lock:
+            if not self.future.done():
+                self.future.set_exception(error)
 
 
 class InFlight:
     """All requests that were not answered. They reach the server while it is not held, and wait here otherwise.
 
     A server that is held would let a request wait where no abort finds it. `fails` is told of an error that no request
-    is to blame for.
+    is to blame for, and `hears` is called whenever there are new tokens.
     """
 
-    def __init__(self, client: Client, limits: Limits, fails: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, client: Client, limits: Limits, fails: Callable[[BaseException], None], hears: Callable[[], None]
+    ) -> None:
         self._client = client
         self._limits = limits
         self._fails = fails
+        self._hears = hears
         self._calls: set[_Call] = set()
         self._waiting: list[_Call] = []
         self._is_held = False
@@ -54,7 +82,7 @@ class InFlight:
         """Take up all `requests`, or none: UserError if one of them cannot be served."""
         for request in requests:
             check(request, self._limits)
-        added = [_Call(each, listener, np.array(each.prompt_token_ids, dtype=np.int32)) for each in requests]
+        added = [_Call(each, listener) for each in requests]
         self._waiting += added
         if not self._is_held:
             self.release()
@@ -73,6 +101,11 @@ class InFlight:
             call.future.add_done_callback(lambda _, call=call: self._calls.discard(call))  # type: ignore[misc]
             call.task = self._client.begin(self._ask(call))
 
+    def samples(self) -> Iterator[SampleInFlight]:
+        """The samples that the server was asked for."""
+        for call in list(self._calls):
+            yield from call.samples
+
     def asked(self) -> bool:
         """Whether the server has requests that it did not answer."""
         return bool(self._calls)
@@ -86,19 +119,19 @@ class InFlight:
         calls = [call for call in self._waiting if answers is None or call.future in answers]
         self._waiting = [call for call in self._waiting if call not in calls]
         for call in calls:
-            call.finish(aborted(call.request, call.prompt_ids, self._limits))
+            call.abort(self._limits)
 
     def abort_asked(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
-        """Finish what the server did not answer, or what of it has these answers, with no token.
+        """Finish what the server did not answer, or what of it has these answers, with the tokens that it told of.
 
         The server ends what nobody waits for.
         """
         for call in list(self._calls):
             if answers is not None and call.future not in answers:
                 continue
-            call.finish(aborted(call.request, call.prompt_ids, self._limits))
             if call.task is not None:
                 call.task.cancel()
+            call.abort(self._limits)
 
     def fail(self, error: EngineDiedError) -> None:
         """Let all requests raise `error`."""
@@ -109,29 +142,18 @@ class InFlight:
                 call.task.cancel()
 
     async def _ask(self, call: _Call) -> None:
-        body = question(call.request, self._limits, stream=call.listener is not None)
+        body = question(call.request, self._limits, interval=TOKENS if call.listener is None else 1)
         try:
-            answer = await (
-                self._client.ask("/generate", body) if call.listener is None else self._streamed(call, body)
-            )
-            call.finish(turns(call.request, answer, call.prompt_ids, self._limits))
+            async for answer in self._client.answers("/generate", body):
+                if call.hear(answer, self._limits):
+                    self._hears()
+            if not call.future.done():
+                raise RuntimeError("SGLang's server told of no end of a sample")
         except CallRefusedError as error:
-            asked = f"a prompt of {len(call.prompt_ids)} tokens with {call.request.sampling}"
+            asked = f"a prompt of {len(call.request.prompt_token_ids)} tokens with {call.request.sampling}"
             call.fail(UserError(f"SGLang refuses {asked}: {error}"))
         except Exception as error:  # noqa: BLE001 - the engine dies of it, and everyone who waits is told
             died = EngineDiedError(f"the SGLang engine died: {error}")
             died.__cause__ = error
             call.fail(died)
             self._fails(error)
-
-    async def _streamed(self, call: _Call, body: dict[str, Any]) -> Any:
-        """The last answer of a stream, which has all tokens; the listener hears of those that are new in each."""
-        assert call.listener is not None
-        answer: Any = None
-        heard = 0
-        async for answer in self._client.answers("/generate", body):
-            token_ids = answer["output_ids"]
-            if token_ids[heard:]:
-                call.listener(token_ids[heard:])
-                heard = len(token_ids)
-        return answer

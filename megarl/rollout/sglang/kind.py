@@ -161,8 +161,8 @@ SGLANG = EngineKind(
     argument_class=("sglang.srt.server_args", "ServerArgs"),
     refused=_REFUSED,
     tested=_TESTED,
-    # It answers a request as a whole, and drops all keys and values with the weights that they were computed with.
-    offers={Ability.LOG_PROBS, Ability.PRIORITIES},
+    # It drops all keys and values with the weights that they were computed with.
+    offers={Ability.LOG_PROBS, Ability.PRIORITIES, Ability.PROGRESS},
     workers=_workers,
     sizes=_sizes,
     at_once=lambda arguments: arguments.get("max_running_requests"),

@@ -4,7 +4,8 @@ import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.request_in_flight import SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 
@@ -48,8 +50,8 @@ def check(request: Request, limits: Limits) -> None:
         raise UserError(f"a prompt with a token outside of the model's vocabulary of {limits.vocabulary}")
 
 
-def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any]:
-    """The body of a call of /generate that samples a request: one entry for each sample, or one alone in a stream."""
+def question(request: Request, limits: Limits, *, interval: int) -> dict[str, Any]:
+    """The body of a call of /generate that samples a request, and tells of each sample every `interval` tokens."""
     sampling = request.sampling
     # The log-probs of an answer are those before top-p and top-k; after them they come with the tokens that are kept.
     is_cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
@@ -58,76 +60,78 @@ def question(request: Request, limits: Limits, *, stream: bool) -> dict[str, Any
         "top_p": sampling.top_p,
         "top_k": min(sampling.top_k, limits.vocabulary) if sampling.top_k > 0 or not is_cut else limits.vocabulary,
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stream_interval": interval,
     }
     # Of a sample that was cut the random numbers go on: they follow from the seed and a token's place.
     each = [
         {**shared, "max_new_tokens": _most(request, sample), "sampling_seed": _seed(sampling, sample)}
         for sample in request.samples
     ]
-    body: dict[str, Any] = {
+    return {
         "input_ids": [request.prompt_of(sample) for sample in request.samples],
         "sampling_params": each,
         "return_logprob": True,
         "logprob_start_len": -1,
-        "stream": stream,
+        "stream": True,
         "return_sampling_mask": is_cut,
         "return_routed_experts": limits.returned is not None,
         "priority": request.priority,
         "lora_path": ADAPTER if limits.adapted else None,
     }
-    return {**body, "input_ids": body["input_ids"][0], "sampling_params": each[0]} if stream else body
 
 
-def turns(request: Request, answer: Any, prompt_ids: Any, limits: Limits) -> list[Turn]:
-    """The samples that the server answered a request with.
+def hear(sample: SampleInFlight, answer: Mapping[str, Any]) -> list[int]:
+    """Take what is new in an answer to a sample; returns the tokens.
 
     Raises FloatingPointError where a log-probability is no number, RuntimeError where an answer breaks the rules.
     """
-    answers = answer if isinstance(answer, list) else [answer]
-    if len(answers) != len(request.samples):
-        raise RuntimeError(f"SGLang gave {len(answers)} samples and was asked for {len(request.samples)}")
-    return [
-        _turn(request, sample, each, _before(request, sample, prompt_ids), limits)
-        for sample, each in zip(request.samples, answers, strict=True)
-    ]
+    about, heard = answer["meta_info"], len(sample.token_ids)
+    # A sample that is aborted while it waits repeats its last token, and all log-probs, behind what is new.
+    total = about["completion_tokens"]
+    token_ids: list[int] = answer["output_ids"][: total - heard]
+    log_probs = _log_probs(about)[: total - heard]
+    if not heard + len(token_ids) == heard + len(log_probs) == total:
+        raise RuntimeError(
+            f"SGLang told of {total} tokens, after {heard} of {len(token_ids)} with {len(log_probs)} log-probabilities"
+        )
+    if not all(each is not None and isfinite(each) for each in log_probs):
+        raise FloatingPointError("SGLang gave log-probabilities that are no numbers; the weights hold NaN or inf")
+    sample.token_ids += token_ids
+    sample.log_probs += cast(Sequence[float], log_probs)
+    sample.versions += _versions(about, total)[heard:]
+    return token_ids
 
 
-def aborted(request: Request, prompt_ids: Any, limits: Limits) -> list[Turn]:
-    """The samples of a request that the server was never asked for."""
-    before = [_before(request, sample, prompt_ids) for sample in request.samples]
-    if limits.returned is None:
-        return [Turn.of(each, [], [], [], "abort") for each in before]
-    records = limits.returned.records
-    return [Turn.of(each, [], [], [], "abort", records([], len(each))) for each in before]
+def ended(request: Request, sample: SampleInFlight, about: Mapping[str, Any], limits: Limits) -> Turn | None:
+    """The turn of a sample, if what its last answer says `about` it ends it. Raises as `hear`."""
+    if about["finish_reason"] is None:
+        return None
+    reason = about["finish_reason"]["type"]
+    if reason not in _FINISH_REASONS:
+        raise RuntimeError(f"SGLang ended a sample for the reason {about['finish_reason']}")
+    tokens = len(sample.token_ids)
+    if reason == "length" and tokens != _most(request, sample.sample):
+        raise RuntimeError(f"SGLang cut a sample after {tokens} tokens of {_most(request, sample.sample)}")
+    before = sample.request.prompt_of(sample.sample)
+    experts = () if limits.returned is None else _experts(about, len(before) + tokens, limits.returned)
+    return _turn(sample, _FINISH_REASONS[reason], experts, about.get("cached_tokens"))
+
+
+def aborted(sample: SampleInFlight, limits: Limits) -> Turn:
+    """The turn of a sample that ends with what was told of it."""
+    before = sample.request.prompt_of(sample.sample)
+    tokens = len(before) + len(sample.token_ids)
+    return _turn(sample, "abort", () if limits.returned is None else limits.returned.records([], tokens), None)
+
+
+def _turn(sample: SampleInFlight, end: FinishReason, experts: Values, cached: int | None) -> Turn:
+    values = np.array(sample.log_probs, dtype=np.float32)
+    before = sample.request.prompt_of(sample.sample)
+    return Turn.of(before, sample.token_ids, values, sample.versions, end, experts, cached)
 
 
 def _most(request: Request, sample: int) -> int:
     return request.sampling.max_tokens - len(request.begun_of(sample))
-
-
-def _before(request: Request, sample: int, prompt_ids: Any) -> Any:
-    """All tokens before what is sampled; `prompt_ids`, which samples share, where there is nothing else."""
-    begun = request.begun_of(sample)
-    return np.concatenate([prompt_ids, np.array(begun, dtype=np.int32)]) if begun else prompt_ids
-
-
-def _turn(request: Request, sample: int, answer: Mapping[str, Any], prompt_ids: Any, limits: Limits) -> Turn:
-    about = answer["meta_info"]
-    reason = about["finish_reason"]["type"]
-    if reason not in _FINISH_REASONS:
-        raise RuntimeError(f"SGLang ended a sample for the reason {about['finish_reason']}")
-    token_ids: list[int] = answer["output_ids"]
-    log_probs = _log_probs(about)
-    if len(log_probs) != len(token_ids):
-        raise RuntimeError(f"SGLang gave {len(token_ids)} tokens and {len(log_probs)} log-probabilities")
-    values = np.array(log_probs, dtype=np.float32)
-    if not np.isfinite(values).all():
-        raise FloatingPointError("SGLang gave log-probabilities that are no numbers; the weights hold NaN or inf")
-    if reason == "length" and len(token_ids) != _most(request, sample):
-        raise RuntimeError(f"SGLang cut a sample after {len(token_ids)} tokens of {_most(request, sample)}")
-    experts = () if limits.returned is None else _experts(about, len(prompt_ids) + len(token_ids), limits.returned)
-    versions, end = _versions(about, len(token_ids)), _FINISH_REASONS[reason]
-    return Turn.of(prompt_ids, token_ids, values, versions, end, experts, about.get("cached_tokens"))
 
 
 def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -> Values:

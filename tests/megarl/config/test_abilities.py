@@ -57,4 +57,4 @@ def test_a_plain_synchronous_run_asks_for_nothing(config_of, monkeypatch) -> Non
 def test_what_engines_lack() -> None:
     """As the page about engines has it, and their tests."""
     lacks = {name: set(Ability) - set(kind.offers) for name, kind in ENGINES.items()}
-    assert lacks == {"vllm": set(), "transformers": set(), "sglang": {Ability.KEPT_KV, Ability.PROGRESS}}
+    assert lacks == {"vllm": set(), "transformers": set(), "sglang": {Ability.KEPT_KV}}

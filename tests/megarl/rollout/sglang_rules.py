@@ -4,7 +4,6 @@ import base64
 import pickle
 import time
 from contextlib import contextmanager
-from itertools import pairwise
 
 import aiohttp
 import psutil
@@ -285,24 +284,62 @@ def an_aborted_sample_gives_what_it_told_of_while_nothing_is_computed(client):
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"]) == len(versions_of(answer))
 
 
-@rule
-def a_stream_has_all_tokens_in_its_last_answer(client):
-    sampling = {"temperature": 0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop_token_ids": []}
+def stream(client, tokens, interval, seeds=(1, 2), heard=None):
+    """A call of /generate that has begun, whose answers go to `heard`, too, as they come."""
+    shared = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "stop_token_ids": []}
     body = {
-        "input_ids": PROMPT,
-        "sampling_params": {**sampling, "sampling_seed": 1},
+        "input_ids": [PROMPT] * len(seeds),
+        "sampling_params": [
+            {**shared, "sampling_seed": seed, "stream_interval": interval, "ignore_eos": True} for seed in seeds
+        ],
         "return_logprob": True,
         "logprob_start_len": -1,
         "stream": True,
         "return_sampling_mask": False,
+        "return_routed_experts": True,
     }
+    heard = [] if heard is None else heard
 
     async def listen():
-        return [answer["output_ids"] async for answer in client.answers("/generate", body)]
+        async for answer in client.answers("/generate", body):
+            heard.append(answer)
+        return heard
 
-    heard = client.begin(listen()).result(60)
-    assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(heard))
-    assert len(heard) > 1
+    return client.begin(listen())
+
+
+@rule
+def a_stream_tells_of_what_is_new_with_log_probs_and_versions(client):
+    expected = tokens_of(ask(client, tokens=20, seeds=(1, 2)))
+    heard = stream(client, tokens=20, interval=8).result(60)
+    for index in (0, 1):
+        own = [answer for answer in heard if answer["index"] == index]
+        assert [token for answer in own for token in answer["output_ids"]] == expected[index]
+        # The first at once, and then every so many, unless the server was slow to send.
+        assert 2 <= len(own) <= 4
+        for before, answer in enumerate(own):
+            total = sum(len(each["output_ids"]) for each in own[: before + 1])
+            assert answer["meta_info"]["completion_tokens"] == len(versions_of(answer)) == total
+            assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+            assert (answer["meta_info"]["finish_reason"] is None) == (answer is not own[-1])
+
+
+@rule
+def a_stream_that_is_aborted_as_it_waits_repeats_its_last_token(client):
+    heard = []
+    asked = stream(client, tokens=400, interval=1, seeds=(1,), heard=heard)
+    while len(heard) < 3:
+        time.sleep(0.02)
+    with paused(client, "retract"):
+        time.sleep(0.3)
+        count, told = len(heard), sum(len(answer["output_ids"]) for answer in heard)
+        client.post("/abort_request", abort_all=True)
+        last = asked.result(60)[-1]
+    assert len(heard) == count + 1
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["meta_info"]["completion_tokens"] == len(versions_of(last)) == told
+    assert last["output_ids"] == heard[-2]["output_ids"][-1:]
+    assert len(last["meta_info"]["output_token_logprobs"]) == told
 
 
 @rule

@@ -71,6 +71,7 @@ class Sample:
         self.most = max(0, min(sampling["max_new_tokens"], limit - len(prompt) - 1))
         self.token_ids, self.log_probs, self.kept_log_probs, self.versions = [], [], [], []
         self.reason = None
+        self.told = 0
 
     def step(self, model, adapters, version, ends):
         hidden = model.hidden((self.prompt + self.token_ids)[-1])
@@ -103,6 +104,27 @@ class Sample:
         fed = np.array((self.prompt + self.token_ids)[:-1], dtype=np.int32)
         return (fed[:, None, None] + np.arange(layers)[:, None] + np.arange(topk)).astype(np.int32) % experts
 
+    def news(self):
+        """An answer with what was not told of yet; None if it is not time to tell, by the rules of such a stream."""
+        new = len(self.token_ids) - self.told
+        if not self.reason and new < self.sampling["stream_interval"] and (self.told or not new):
+            return None
+        answer = self.answer()
+        about = answer["meta_info"]
+        for key in about.keys() & {"output_token_logprobs", "output_token_sampling_logprobs"}:
+            about[key] = about[key][self.told :]
+        answer["output_ids"] = self.token_ids[self.told :]
+        self.told = len(self.token_ids)
+        return answer
+
+    def waiting_aborted(self):
+        """The last answer of a sample that ends as it waits: the last token told again, and all log-probs."""
+        for values in (self.token_ids, self.log_probs, self.kept_log_probs, self.versions):
+            del values[self.told :]
+        answer = self.answer()
+        answer["output_ids"] = self.token_ids[-1:]
+        return answer
+
     def answer(self):
         spans = []
         for place, version in enumerate(self.versions):
@@ -111,6 +133,7 @@ class Sample:
             else:
                 spans.append({"version": version, "start": place, "end": place + 1})
         about = {
+            "completion_tokens": len(self.token_ids),
             "finish_reason": {"type": self.reason} if self.reason else None,
             "weight_versions": spans,
             # JSON has no NaN.
@@ -266,18 +289,25 @@ class StandIn:
                 raise RefusedError(f"top_p must be in (0, 1], got {sample.sampling['top_p']}.")
         self._running.update(samples)
         if asked["stream"]:
-            return await self._stream(request, samples[0])
+            return await self._stream(request, samples)
         await asyncio.gather(*(self._serve(sample) for sample in samples))
         return web.json_response([sample.answer() for sample in samples])
 
-    async def _stream(self, request, sample):
+    async def _stream(self, request, samples):
+        assert self._arguments["incremental_streaming_output"]
         response = web.StreamResponse()
         await response.prepare(request)
 
-        async def tell():
-            await response.write(b"data: " + json.dumps(sample.answer()).encode() + b"\n\n")
+        async def tell(answer, index):
+            if answer is not None:
+                await response.write(b"data: " + json.dumps({**answer, "index": index}).encode() + b"\n\n")
 
-        await self._serve(sample, tell)
+        async def serve(index, sample):
+            await self._serve(sample, lambda: tell(sample.news(), index))
+            if sample.reason == "abort":
+                await tell(sample.waiting_aborted() if self._is_retracted else sample.news(), index)
+
+        await asyncio.gather(*(serve(*each) for each in enumerate(samples)))
         await response.write(b"data: [DONE]\n\n")
         return response
 

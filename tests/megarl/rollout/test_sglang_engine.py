@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
 
 from converters.errors import UserError
+from megarl.cluster.partials import Partials
 from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
@@ -111,13 +112,18 @@ def assert_of(weights, prompt, turn):
 
 
 @pytest.fixture
-def endless(pool, served):
+def long_prompt(served):
+    """A prompt whose greedy response has 450 tokens."""
+    return next([token] for token in range(4, 60) if len(expected(served.first, [token], 450)[0]) == 450)
+
+
+@pytest.fixture
+def endless(pool, long_prompt):
     """Begins a request of which some tokens are there, and not all."""
-    prompt = next([token] for token in range(4, 60) if len(expected(served.first, [token], 450)[0]) == 450)
 
     def begin(engine, samples=1):
         sampling = SamplingParameters(samples=samples, temperature=0, max_tokens=450)
-        generating = pool.submit(engine.generate, [Request(prompt, sampling)])
+        generating = pool.submit(engine.generate, [Request(long_prompt, sampling)])
         time.sleep(0.3)
         assert not generating.done()
         return generating
@@ -216,7 +222,9 @@ def test_an_abort_while_weights_change_comes_back(served, endless):
     new = served.engine.version() + 1
     served.engine.begin_update(new, served.second.names)
     served.engine.pause("abort")
-    assert generating.result(60)[0][0].finish_reason == "abort"
+    ((turn,),) = generating.result(60)
+    assert turn.finish_reason == "abort"
+    assert 0 < len(turn.token_ids) < 450
     served.engine.resume()
     served.update(served.first, new)
 
@@ -294,6 +302,34 @@ def test_a_killed_server_is_noticed_and_leaves_nothing(start, folders, endless):
     assert not segment.exists()
 
 
+def told_until_killed(engine, tokens):
+    """Events of an engine whose server is killed after so many tokens."""
+    told = 0
+    for events in engine.events():
+        yield from events
+        told += sum(len(event.token_ids) for event in events)
+        if told >= tokens:
+            os.kill(engine._server._process.pid, signal.SIGKILL)
+
+
+def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
+    fresh, partials = Served(start(), folders), Partials()
+    sampling = SamplingParameters(samples=2, temperature=0, max_tokens=450)
+    fresh.engine.submit({7: Request(long_prompt, sampling)})
+    with pytest.raises(EngineDiedError, match="SGLang engine died"):
+        # Of each sample the first token and 64 more.
+        list(map(partials.add, told_until_killed(fresh.engine, 130)))
+    fresh.engine.close()
+    begun = partials.of([7])[7]
+    token_ids, log_probs = expected(fresh.first, long_prompt, 450)
+    for each in (begun[0], begun[1]):
+        count = len(each.token_ids)
+        assert 65 <= count < 450
+        assert each.token_ids.tolist() == token_ids[:count]
+        assert each.log_probs.tolist() == pytest.approx(log_probs[:count], abs=1e-5)
+        assert each.versions.tolist() == [0] * count
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
@@ -337,9 +373,8 @@ def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
     with pytest.raises(UserError, match="schedule_low_priority_values_first is set by megarl"):
         server_arguments(folders[0], {"schedule_low_priority_values_first": False}, 1, "key")
     limits = Limits(LIMIT, 64)
-    for stream in (False, True):
-        asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, stream=stream)
-        assert asked["priority"] == 4096
+    asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, interval=64)
+    assert asked["priority"] == 4096
 
 
 def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
