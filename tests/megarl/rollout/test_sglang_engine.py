@@ -303,13 +303,14 @@ def test_a_killed_server_is_noticed_and_leaves_nothing(start, folders, endless):
 
 
 def told_until_killed(engine, tokens):
-    """Events of an engine whose server is killed after so many tokens."""
-    told = 0
+    """Events of an engine whose server is killed after so many tokens, and those that were on their way by then."""
+    told, killed = 0, False
     for events in engine.events():
         yield from events
         told += sum(len(event.token_ids) for event in events)
-        if told >= tokens:
+        if told >= tokens and not killed:
             os.kill(engine._server._process.pid, signal.SIGKILL)
+            killed = True
 
 
 def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
