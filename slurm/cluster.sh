@@ -11,7 +11,8 @@
 #   HEAD_IP          address of the first node in the place of that of SOCKET_IFNAME, wrong where a requeued job gets another
 #   RAY_PORT         port of Ray's head (default 6379)
 #   START_TIMEOUT_S  how long the nodes may take to join (default 300)
-#   MAX_RESTARTS     how often the job goes back into the queue when a process or a machine died (default 3)
+#   MAX_RESTARTS     how often in a row the job goes back into the queue when a process or a machine died (default 3); one
+#                    that was told to end, as at the end of its time, is none of these
 
 fail() {
   echo "$(basename "${BASH_SOURCE[-1]}"): $*" >&2
@@ -119,15 +120,22 @@ run_alone() {
 
 # Puts the job back into the queue where it is to go on: it was told to end and has saved, or something of it died.
 requeue_if_unfinished() {
-  local restarts="${SLURM_RESTART_COUNT:-0}"
+  # Slurm's own count has the ends of the job's time, too. A line for each failure in a row.
+  local failures="$run_folder.failures"
+  if "$is_cancelled" || ((status == 0 || status == 2 || status == 143)); then
+    rm -f "$failures"
+  else
+    echo "exit code $status" >>"$failures"
+  fi
   if "$is_cancelled" || ((status == 0 || status == 2)); then
     return
   fi
-  if ((status != 143 && restarts >= ${MAX_RESTARTS:-3})); then
-    echo "exit code $status after restart $restarts: the job ends (MAX_RESTARTS)" >&2
+  if ((status != 143 && $(wc -l <"$failures") > ${MAX_RESTARTS:-3})); then
+    rm -f "$failures"
+    echo "exit code $status once more after ${MAX_RESTARTS:-3} restarts in a row: the job ends (MAX_RESTARTS)" >&2
     return
   fi
-  echo "exit code $status: the job goes back into the queue (restart $((restarts + 1)))" >&2
+  echo "exit code $status: the job goes back into the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)))" >&2
   # Slurm ends the script for it.
   trap '' TERM
   scontrol requeue "$SLURM_JOB_ID"

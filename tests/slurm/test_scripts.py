@@ -69,12 +69,9 @@ def submit(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts", "is_requeued"),
-    [(0, 0, False), (2, 0, False), (143, 0, True), (143, 9, True), (1, 2, True), (1, 3, False), (137, 0, True)],
-)
-def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code, restarts, is_requeued):
-    done = submit("grpo_deepseek.sh", "loop.steps=5", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (2, False), (143, True), (1, True), (137, True)])
+def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code, is_requeued):
+    done = submit("grpo_deepseek.sh", "loop.steps=5", RUN_CODE=str(code))
     assert done.returncode == code
     assert (tmp_path / "requeued").exists() == is_requeued
     steps = (tmp_path / "steps").read_text()
@@ -83,6 +80,29 @@ def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code,
     assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 loop.steps=5\n" in steps
     assert all(step.startswith("token ") for step in steps.splitlines())
     assert set((tmp_path / "mode").read_text().split()) == {"600"}
+    assert not (tmp_path / ".slurm/7").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_requeued"),
+    [
+        ([1, 137, 1], True),
+        ([1, 137, 1, 1], False),
+        # As in a run of weeks, whose job has a day at a time.
+        ([143] * 9 + [1], True),
+        ([1, 1, 1, 143, 1], True),
+    ],
+)
+def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_path, codes, is_requeued):
+    for restarts, code in enumerate(codes):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        submit("grpo_deepseek.sh", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+    assert (tmp_path / "requeued").exists() == is_requeued
+
+
+def test_a_job_that_has_ended_leaves_no_file(submit, tmp_path):
+    for code in (1, 0, 1, 1, 1, 1):
+        submit("grpo_deepseek.sh", RUN_CODE=str(code))
     assert list((tmp_path / ".slurm").iterdir()) == []
 
 
