@@ -46,8 +46,9 @@ head_ip="${HEAD_IP:-$(own_addresses | grep --extended-regexp '^[0-9.]+$' | grep 
 address="$head_ip:${RAY_PORT:-6379}"
 
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
+# Without --export=ALL a job with `sbatch --export=CONTAINER=...` has steps with these variables alone: no PATH, no secret.
 step() {
-  setsid srun --overlap --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" &
+  setsid srun --export=ALL --overlap --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" &
 }
 
 # A secret of this job, without which Ray takes no connection.
@@ -115,7 +116,7 @@ run_on_cluster() {
 # run_alone PROGRAM ...: run one of ours on the first node, without a Ray cluster; sets `status`.
 run_alone() {
   status=0
-  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$programs/$1" "${@:2}" || status="$?"
+  srun --export=ALL --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$programs/$1" "${@:2}" || status="$?"
 }
 
 # Puts the job back into the queue where it is to go on: it was told to end and has saved, or something of it died.

@@ -122,7 +122,7 @@ def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
 @pytest.mark.parametrize(
     ("script", "does"),
     [
-        ("convert.sh", "/.venv/bin/megarl convert --tp 8"),
+        ("convert.sh", "--mem=0 {root}/.venv/bin/megarl convert --tp 8"),
         ("eval.sh", "-- megarl eval --tp 8 cluster.address=192.0.2.1:6379"),
         ("preflight.sh", "-- megarl doctor --cluster 192.0.2.1:6379 --tp 8"),
         (
@@ -134,7 +134,10 @@ def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
 def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_path, script, does):
     done = submit(script, "--tp", "8", RUN_CODE="2")
     assert (done.returncode, (tmp_path / "requeued").exists()) == (2, False)
-    assert does in (tmp_path / "steps").read_text()
+    steps = (tmp_path / "steps").read_text()
+    assert does.format(root=tmp_path) in steps
+    # What the script sets, as `sbatch --export=CONTAINER=IMAGE` would not have it.
+    assert all(" --export=ALL " in step for step in steps.splitlines())
     assert (SCRIPTS / script).stat().st_mode & stat.S_IXUSR
 
 
