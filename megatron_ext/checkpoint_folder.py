@@ -8,6 +8,7 @@ checkpoint the latest.
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def begin(root: Path, iteration: int) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(f"iter_*{_PARTIAL}"):
-            shutil.rmtree(leftover)
+            _remove(leftover)
         folder = partial_folder(root, iteration)
         folder.mkdir()
     except OSError as error:
@@ -85,7 +86,7 @@ def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep
             replaced.rename(folder)
         raise disk_error(error, root) from error
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _remove(replaced)
     for old in complete_iterations(root)[:-keep]:
         if not keep_every or old % keep_every:
             _delete(root, old)
@@ -96,7 +97,18 @@ def _delete(root: Path, iteration: int) -> None:
     """Delete a checkpoint, which at once loses the name of a complete one."""
     going = root / f"{iteration_folder(root, iteration).name}.deleted{_PARTIAL}"
     iteration_folder(root, iteration).rename(going)
-    shutil.rmtree(going)
+    _remove(going)
+
+
+def _remove(folder: Path) -> None:
+    """Remove what is no checkpoint; what has to stay for now, as on NFS what somebody reads, is left to `begin`."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        where = error.filename or folder
+        why = f"{where}: {error.strerror}"
+        said = f"{folder} cannot be removed ({why}): end what reads there; the next checkpoint tries again"
+        print(said, file=sys.stderr, flush=True)
 
 
 def _listed(folder: Path) -> dict[str, list[Written]]:

@@ -83,6 +83,23 @@ def test_a_run_killed_as_it_deletes_leaves_no_half_of_a_checkpoint(tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", checkpoint_folder.LATEST]
 
 
+def test_an_old_one_that_somebody_reads_ends_no_run_and_goes_with_the_next(tmp_path, monkeypatch, capsys):
+    write(tmp_path, 1)
+
+    def busy(folder, **_options):
+        # As NFS has it while a file there is open on this machine.
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    for iteration in (2, 3):
+        write(tmp_path, iteration, keep=1)
+    assert checkpoint_folder.complete_iterations(tmp_path) == [3]
+    assert "iter_0000001.deleted.partial cannot be removed" in capsys.readouterr().err
+    monkeypatch.undo()
+    write(tmp_path, 4, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", checkpoint_folder.LATEST]
+
+
 def test_the_same_iteration_can_be_written_again(tmp_path):
     write(tmp_path, 4)
     write(tmp_path, 4)
