@@ -6,6 +6,8 @@ from pathlib import Path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that say that there is no room."""
+AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN)
+"""Errors of a file system whose servers do not answer, as NFS and Lustre have them: it may be back soon."""
 
 
 def complete(partial: Path, path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.durable import complete, rename, sync_all
+from converters.durable import AWAY, complete, rename, sync_all
 from converters.errors import UserError
 from converters.formats.torch_dist import LATEST
 from converters.manifest import MANIFEST, read_manifest, require_files, write_manifest
@@ -22,6 +22,10 @@ from converters.stream.targets import Written
 CONTROLLER_STATE = "megarl.json"
 _PARTIAL = ".partial"
 _WRITTEN = "written.json"
+
+
+class DiskAway(Exception):  # noqa: N818 - says what happened
+    """A checkpoint cannot be written, of which nobody has to change anything: the disk may be back later."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -146,9 +150,9 @@ def read_controller_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONTROLLER_STATE).read_text())
 
 
-def disk_error(error: OSError, root: Path) -> UserError:
-    """Error for the user when `root` cannot be written."""
-    return UserError(
-        f"cannot write a checkpoint below {root}: {error.strerror}; free space or choose another output_dir "
-        "(the last complete checkpoint is untouched)"
-    )
+def disk_error(error: OSError, root: Path) -> UserError | DiskAway:
+    """Error of a `root` that cannot be written: one for the user, but where the disk alone is to blame."""
+    failed = f"cannot write a checkpoint below {root}: {error.strerror}"
+    if error.errno in AWAY:
+        return DiskAway(failed)
+    return UserError(f"{failed}; free space or choose another output_dir (the last complete checkpoint is untouched)")

@@ -11,7 +11,9 @@ from typing import Any, Self
 from converters.errors import UserError
 from converters.formats.peft import ADAPTER_CONFIG, read_adapter_config
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.worker_group import WorkerFailed
 from megarl.output.places import CHECKPOINTS
+from megarl.process.errors import RunFailed
 from megarl.schema import MegarlConfig
 from megatron_ext import checkpoint_folder
 from megatron_ext.options import AdapterOptions
@@ -79,6 +81,17 @@ def check_trained_alike(folder: Path, adapter: AdapterOptions | None) -> None:
         )
 
 
+class NotSaved(RunFailed):
+    """A checkpoint could not be written for want of a disk that answers, here or on the machine of a rank."""
+
+    details = ""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(str(reason))
+        self.happened = str(reason)
+        self.sentence = f"{reason}: see to the file system; the same command continues from the last checkpoint"
+
+
 class Checkpoints:
     """Writes the checkpoints of a run, one at a time; with `checkpoint.async_save` the run goes on meanwhile.
 
@@ -97,14 +110,14 @@ class Checkpoints:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
 
         `state_in` writes further files of the controller to a folder and gives the rest of its state. Raises UserError
-        where the disk has no room.
+        where the disk has no room, NotSaved where it does not answer.
         """
         started = time.perf_counter()
         self.complete()
         self._waited_s += time.perf_counter() - started
-        folder = checkpoint_folder.begin(self._root, step)
         self._pending = {"step": step}
         with self._abandoned_on_error():
+            folder = checkpoint_folder.begin(self._root, step)
             self._pending = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
             for name, model in self._models.items():
                 (folder / name).mkdir(exist_ok=True)
@@ -141,8 +154,13 @@ class Checkpoints:
     def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            reason = error.error if isinstance(error, WorkerFailed) else error
+            if isinstance(reason, OSError):
+                reason = checkpoint_folder.disk_error(reason, self._root)
+            if isinstance(reason, checkpoint_folder.DiskAway):
+                raise NotSaved(reason) from error
             raise
 
     def _abandon(self) -> None:

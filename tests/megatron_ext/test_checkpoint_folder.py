@@ -110,7 +110,7 @@ def test_one_that_cannot_take_the_name_of_another_leaves_that_where_it_was(tmp_p
     write(tmp_path, 4)
 
     def fail(partial, folder):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(checkpoint_folder, "rename", fail)
     with pytest.raises(UserError, match="the last complete checkpoint is untouched"):
