@@ -4,7 +4,7 @@
 # From the environment (sbatch --export, or before the command):
 #   CONTAINER        an image made with Dockerfile.cuda, for enroot and pyxis (registry#name:tag, /images/megarl.sqsh);
 #                    without one, .venv of the checkout, made by `make setup CUDA=1`
-#   CONTAINER_MOUNTS what the container sees beside the checkout: /models:/models,/data:/data,/runs:/runs
+#   CONTAINER_MOUNTS what the container sees beside the checkout and /tmp: /models:/models,/data:/data,/runs:/runs
 #   SOCKET_IFNAME    the interface of each node that Ray, NCCL, gloo and refits make their connections over, such as ib0
 #                    (default: that of the address that the first node's name resolves to or, where that is loopback as
 #                    on Debian, of its default route; on the others, that of the route to there)
@@ -21,10 +21,11 @@ fail() {
 
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "run it with sbatch"
 container=()
+# Both steps of the job meet at Ray's sockets in /tmp, which enroot else has anew in the container of each.
 if [[ -n "${CONTAINER:-}" ]]; then
   programs=/megarl/.venv/bin
   container=("--container-image=$CONTAINER" "--container-workdir=$PWD"
-    "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+    "--container-mounts=$PWD:$PWD,/tmp:/tmp${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
 else
   programs="$PWD/.venv/bin"
   [[ -x "$programs/megarl" ]] || fail "no .venv in $PWD: run make setup CUDA=1 there and submit from there, or give CONTAINER"
