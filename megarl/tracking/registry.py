@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
 from megarl.tracking.jsonl import JsonLinesLogger
-from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger
+from megarl.tracking.services import MlflowLogger, ServiceLogger, TensorBoardLogger, WandbLogger
 from megarl.tracking.tracker import Logger, Run, Tracker
 
 
@@ -27,8 +27,15 @@ LOGGERS: Mapping[str, LoggerKind] = {
     "console": LoggerKind(make_console_logger),
     "jsonl": LoggerKind(JsonLinesLogger, files=("metrics.jsonl",)),
     "tensorboard": LoggerKind(TensorBoardLogger, folders=("tensorboard",)),
-    "wandb": LoggerKind(WandbLogger, folders=("wandb",), files=("wandb_run_id",), package="wandb"),
-    "mlflow": LoggerKind(MlflowLogger, files=("mlflow_run_id",), package="mlflow-skinny"),
+    "wandb": LoggerKind(
+        lambda run: ServiceLogger("wandb", WandbLogger(run)),
+        folders=("wandb",),
+        files=("wandb_run_id",),
+        package="wandb",
+    ),
+    "mlflow": LoggerKind(
+        lambda run: ServiceLogger("mlflow", MlflowLogger(run)), files=("mlflow_run_id",), package="mlflow-skinny"
+    ),
 }
 """The loggers that `tracking.loggers` may name."""
 

@@ -2,7 +2,8 @@
 
 import importlib
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.tracking.histogram import Histogram, MetricValue
-from megarl.tracking.tracker import Run
+from megarl.tracking.tracker import Logger, Run
 
 _WANDB_BINS = 512
 """As many bins as wandb takes in a histogram; it raises ValueError for more."""
@@ -118,6 +119,28 @@ class MlflowLogger:
     def close(self) -> None:
         """End the run."""
         self._mlflow.end_run()
+
+
+class ServiceLogger:
+    """A logger to a service that may be away: what it does not take is said and lost there, and no run ends for it."""
+
+    def __init__(self, name: str, logger: Logger) -> None:
+        self._name, self._logger = name, logger
+
+    def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        """Let it have the metrics of one step."""
+        self._try(f"does not take the metrics of step {step}", lambda: self._logger.log(step, metrics))
+
+    def close(self) -> None:
+        """Let it write out what is pending and end."""
+        self._try("does not take the end of the run", self._logger.close)
+
+    def _try(self, what: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - each service has its own
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"warning: {self._name} {what} ({why}); the run goes on", file=sys.stderr, flush=True)
 
 
 def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:

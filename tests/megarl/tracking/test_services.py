@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.errors import UserError
-from megarl.tracking import LOGGERS, Histogram, Run
+from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history
 
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
 WANDB = """
@@ -128,6 +128,27 @@ def test_a_resumed_run_goes_on_with_its_mlflow_run(tmp_path, installed):
     values = {"reward/mean": 0.5}
     assert mlflow.runs == {"run0": [(0, values), (1, values)], "run1": [(0, values)]}
     assert (mlflow.active, set(mlflow.experiments)) == ([], {"sums"})
+
+
+def test_a_service_that_is_away_for_a_while_ends_no_run(tmp_path, installed, monkeypatch, capsys):
+    mlflow = installed("mlflow", MLFLOW)
+    log_metrics = mlflow.log_metrics
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Max retries exceeded\nwith url: /api/2.0/mlflow")
+
+    with open_tracker(["jsonl", "mlflow"], Run(tmp_path, 0, 2)) as tracker:
+        for step in range(3):
+            monkeypatch.setattr(mlflow, "log_metrics", unreachable if step == 1 else log_metrics)
+            tracker.log(step, {"reward/mean": 0.5})
+        monkeypatch.setattr(mlflow, "end_run", unreachable)
+    assert [line["step"] for line in read_history(tmp_path)] == [0, 1, 2]
+    assert [step for step, _ in mlflow.runs["run0"]] == [0, 2]
+    why = "(ConnectionError: Max retries exceeded with url: /api/2.0/mlflow); the run goes on"
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: mlflow does not take the metrics of step 1 {why}",
+        f"warning: mlflow does not take the end of the run {why}",
+    ]
 
 
 LENGTHS = Histogram(edges=(0.5, 2.5, 4.5), counts=(3, 1))
