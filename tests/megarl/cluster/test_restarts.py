@@ -46,7 +46,8 @@ def test_engines_that_die_come_back_and_nothing_is_lost_or_done_twice(open_group
         "engines died more often than cluster.max_engine_restarts=8 allows, the last time: the process of engine_"
     )
     assert ": the first time, the process of engine_" in caught.value.sentence
-    assert caught.value.details.endswith(".log:\nthe last words of an engine, generate")
+    began = r"[-\d]+ [:\d]+ engine_\d is process \d+ on \S+"
+    assert re.search(rf"\.log:\n{began}\nthe last words of an engine, generate$", caught.value.details)
     assert "the last words of an engine, start" in "".join(log.read_text() for log in tmp_path.glob("engine_?.log"))
 
 

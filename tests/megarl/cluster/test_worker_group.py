@@ -1,5 +1,6 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
+import platform
 import re
 import signal
 import stat
@@ -163,7 +164,11 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
         assert first == second
         pids = group.call("pid")
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    assert [(tmp_path / "logs" / f"worker_{i}.log").read_text() for i in (0, 1)] == ["closed in order\n"] * 2
+    for number, pid in enumerate(pids):
+        head, *rest = (tmp_path / "logs" / f"worker_{number}.log").read_text().splitlines()
+        # A log says by itself where to look, and where another run begins.
+        assert re.fullmatch(rf"[-\d]+ [:\d]+ worker_{number} is process {pid} on {platform.node()}", head)
+        assert rest == ["closed in order"]
 
 
 def test_a_cluster_starts_nothing_that_no_run_needs():
@@ -181,7 +186,8 @@ def test_processes_are_numbered_by_machine_and_gpu(make_group, tmp_path):
         group.renumber([1, 0])
         assert group.call("pid") == [second, first]
         group.workers[0].begin("say", "I am the first")
-    assert (tmp_path / "logs" / "worker_0.log").read_text() == "I am the first\nclosed in order\n"
+    written = (tmp_path / "logs" / "worker_0.log").read_text().splitlines()
+    assert [line for line in written if " is process " not in line] == ["I am the first", "closed in order"]
 
 
 def test_a_failure_arrives_while_others_wait(make_group):
