@@ -45,3 +45,9 @@ def test_the_job_joins_the_cluster_of_the_manifest(documents):
     assert secret == {"name": cluster["metadata"]["name"], "key": "auth_token"}
     assert container["args"][0].count(f"--address={cluster['metadata']['name']}-head-svc:6379") == 2
     assert cluster["spec"]["rayVersion"] == version("ray")
+
+
+def test_only_failures_count_among_those_that_end_the_job(documents):
+    refused, moved = documents[1]["spec"]["podFailurePolicy"]["rules"]
+    assert (refused["action"], refused["onExitCodes"]) == ("FailJob", {"operator": "In", "values": [2]})
+    assert (moved["action"], moved["onPodConditions"]) == ("Ignore", [{"type": "DisruptionTarget", "status": "True"}])
