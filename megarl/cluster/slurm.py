@@ -156,8 +156,17 @@ def _environment(temporary: Path) -> dict[str, str]:
 
 
 def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[str]) -> int:
-    """Run a command when all nodes have joined; its exit code."""
-    wait_for_nodes(address, nodes, timeout_s)
+    """Run a command when all nodes have joined; its exit code.
+
+    Raises UserError where they do not, but in a job that was in the queue again: the code is 1 then, as after a death.
+    """
+    try:
+        wait_for_nodes(address, nodes, timeout_s)
+    except UserError as error:
+        if not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+            raise
+        _say(error)
+        return 1
     with scratch_folder() as folder:
         return Supervised(command, _COMMAND_HEARS, _environment(folder)).wait()
 
@@ -215,8 +224,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(options.address, options.head, options.interface)
         return run(options.address, options.nodes, options.timeout, options.command)
     except UserError as error:
-        print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
+        _say(error)
         return 2
+
+
+def _say(error: UserError) -> None:
+    print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

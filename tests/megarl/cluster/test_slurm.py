@@ -79,6 +79,15 @@ def test_nodes_that_never_arrive_are_named():
         wait_for_nodes(address, ["n1", "n2"], 0.1)
 
 
+@pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])
+def test_a_job_that_had_all_of_its_nodes_before_is_not_ended_by_one_that_does_not_come(restarts, code):
+    task = ("-m", "megarl.cluster.slurm", "run", f"127.0.0.1:{free_port()}", "--nodes", "n1", "--timeout", "0.1", "--")
+    environment = {**os.environ, "SLURM_RESTART_COUNT": restarts}
+    done = subprocess.run([sys.executable, *task, "true"], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code
+    assert done.stderr.startswith("megarl: after 0.1 s n1 had not joined the Ray cluster")
+
+
 def test_an_interface_that_a_node_does_not_have_is_one_sentence():
     task = ("-m", "megarl.cluster.slurm", "node", "192.0.2.1:6379", "--head", "n1", "--interface=absent0")
     environment = {**os.environ, "SLURMD_NODENAME": "n2", "SLURM_CPUS_ON_NODE": "1"}
