@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.cli.outcome import table
 from megarl.cli.recipe import add_megatron_args, base_of, is_scaled, print_config, read_config
 from megarl.output.lock import sole_writer
-from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY
+from megarl.output.places import CHECKPOINTS, EXPORT, LOGS, TRAINED_AUXILIARY, models_of
 from megarl.process.loading import load
 from megarl.process.phase import phase
 
@@ -79,7 +79,8 @@ class TrainingCommand:
                 program = load(module, function)
                 from megarl.doctor.cluster_check import sound_cluster
                 from megarl.run.resumption import run_to_its_end
-            with sound_cluster(config.cluster, [Path(config.output_dir)]):
+            models = [path for _, path in models_of(config)]
+            with sound_cluster(config.cluster, [Path(config.output_dir)], models):
                 run_to_its_end(program, config)
         print_places(Path(config.output_dir))
         return 0

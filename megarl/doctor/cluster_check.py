@@ -44,8 +44,11 @@ class NodeSilent(RunFailed):
         super().__init__(self.sentence)
 
 
-def check_cluster(folders: Sequence[str]) -> ClusterReport:
-    """Measure the cluster that this process is connected to; all its nodes are to see the folders."""
+def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> ClusterReport:
+    """Measure the cluster that this process is connected to.
+
+    All its nodes are to see what is written into the folders, and the inputs, which may be read-only.
+    """
     alive = machines(ray.nodes())
     addresses = [node["NodeManagerAddress"] for node in alive]
     # Others that have a part of a node make it slow for a reason.
@@ -56,11 +59,14 @@ def check_cluster(folders: Sequence[str]) -> ClusterReport:
     try:
         _get([probe.clock.remote() for probe in probes], addresses, "start a process", _START_S)
         unseen = _unseen_folders(probes, addresses, folders)
+        absent = _get(
+            [probe.unseen.remote(list(inputs)) for probe in probes], addresses, "look for the inputs", _ANSWER_S
+        )
         looking = [probe.look.remote(is_free=own) for probe, own in zip(probes, free, strict=True)]
         seen: list[Node] = _get(looking, addresses, "measure itself", _ANSWER_S)
         nodes = [
-            replace(node, clock_offset_s=_offset(probe), unseen_folders=own)
-            for node, probe, own in zip(seen, probes, unseen, strict=True)
+            replace(node, clock_offset_s=_offset(probe, node.address), unseen_folders=own, unseen_inputs=missing)
+            for node, probe, own, missing in zip(seen, probes, unseen, absent, strict=True)
         ]
         links = _measure_links(nodes, probes)
     finally:
@@ -70,8 +76,8 @@ def check_cluster(folders: Sequence[str]) -> ClusterReport:
 
 
 @contextmanager
-def sound_cluster(config: ClusterConfig, folders: Sequence[Path]) -> Iterator[None]:
-    """Be connected to the cluster that the configuration names, whose nodes were found to be sound.
+def sound_cluster(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> Iterator[None]:
+    """Be connected to the cluster that the configuration names, whose nodes were found to be sound, and see the inputs.
 
     Raises UserError with what is wrong. Nothing is looked at on one machine, or without `check_nodes`.
     """
@@ -81,7 +87,7 @@ def sound_cluster(config: ClusterConfig, folders: Sequence[Path]) -> Iterator[No
     with ray_cluster(config):
         if len(machines(ray.nodes())) > 1:
             with phase("looking at the nodes"):
-                faults = check_cluster([str(folder) for folder in folders]).faults
+                faults = check_cluster(list(map(str, folders)), list(map(str, inputs))).faults
             if faults:
                 raise UserError(
                     f"{faults[0].node}: {faults[0].what}; {faults[0].remedy}, or start with it all the same"
@@ -103,9 +109,9 @@ def _probe(node: Mapping[str, Any], gpus: float) -> Any:
     return actor.options(scheduling_strategy=place).remote(node["NodeManagerAddress"])
 
 
-def _offset(probe: Any) -> float:
+def _offset(probe: Any, address: str) -> float:
     before = time.time()
-    there = ray.get(probe.clock.remote())
+    (there,) = _get([probe.clock.remote()], [address], "tell its time", _ANSWER_S)
     return there - (before + time.time()) / 2
 
 
@@ -114,13 +120,15 @@ def _unseen_folders(probes: Sequence[Any], addresses: Sequence[str], folders: Se
     name = f".megarl-{secrets.token_hex(8)}"
     unseen: list[tuple[str, ...]] = [() for _ in probes]
     for folder in folders:
-        if failure := ray.get(probes[0].write.remote(folder, name)):
+        # A file system may let it wait for ever.
+        (failure,) = _get([probes[0].write.remote(folder, name)], addresses[:1], f"write into {folder}", _ANSWER_S)
+        if failure:
             raise UserError(f"{addresses[0]} cannot write into {folder} ({failure}): make it, or name another folder")
         try:
             asked = [probe.sees.remote(folder, name) for probe in probes]
             found = _get(asked, addresses, f"look into {folder}", _ANSWER_S)
         finally:
-            ray.get(probes[0].remove.remote(folder, name))
+            _get([probes[0].remove.remote(folder, name)], addresses[:1], f"write into {folder}", _ANSWER_S)
         unseen = [own if there else (*own, folder) for own, there in zip(unseen, found, strict=True)]
     return unseen
 

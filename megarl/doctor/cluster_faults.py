@@ -82,6 +82,14 @@ def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[F
             yield Fault(node.name, f"it does not see what {nodes[0].name} writes into {folder}", "mount it there, too")
 
 
+def _unseen_inputs(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        for path in node.unseen_inputs:
+            yield Fault(
+                node.name, f"it does not see {path}", "put it where all nodes see it, and give its absolute path"
+            )
+
+
 def _clocks(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     middle = median(node.clock_offset_s for node in nodes)
     for node in nodes:
@@ -164,6 +172,7 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _wrong_results,
     _no_way,
     _unseen_folders,
+    _unseen_inputs,
     _other_versions,
     _other_devices,
     _other_ports,

@@ -56,6 +56,8 @@ class Node:
     """How far the clock is ahead of that of the node that asks, give or take half the time of a call."""
     unseen_folders: tuple[str, ...] = ()
     """Folders in which it does not find what another node wrote."""
+    unseen_inputs: tuple[str, ...] = ()
+    """Files and folders that a run reads and it does not have."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class NodeProbe:
                 return False
             time.sleep(0.2)
         return path.read_text() == name
+
+    def unseen(self, paths: list[str]) -> tuple[str, ...]:
+        """The files and folders that are not there."""
+        return tuple(path for path in paths if not Path(path).exists())
 
     def remove(self, folder: str, name: str) -> None:
         """Remove the file."""

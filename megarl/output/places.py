@@ -38,8 +38,8 @@ _FOLDERS = (
 )
 
 
-def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
-    """Every file and folder that a configuration reads, with its key."""
+def models_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
+    """Every folder of weights that a configuration reads, with its key: ranks and engines do, wherever they are."""
     models = {
         "model.path": config.model.path,
         "model.megatron_checkpoint": config.model.megatron_checkpoint,
@@ -49,6 +49,11 @@ def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
         **{f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()},
     }
     yield from ((key, Path(path)) for key, path in models.items() if path)
+
+
+def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
+    """Every file and folder that a configuration reads, with its key."""
+    yield from models_of(config)
     for name, section in (("data", config.data), ("sft", config.sft), ("preference", config.preference)):
         yield from ((f"{name}.train_files", Path(file)) for file in section.train_files)
         yield from ((f"{name}.eval_files", Path(file)) for file in section.eval_files)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from ray.cluster_utils import Cluster
 from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.cluster import runtime
+from megarl.doctor import cluster_check
 from megarl.doctor.cluster_check import sound_cluster
 from megarl.schema import ClusterConfig
 
@@ -87,6 +89,12 @@ def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
         sound_cluster(config, [tmp_path]),
     ):
         pytest.fail("the cluster is not sound")
+    model = tmp_path / "model"
+    with (
+        pytest.raises(UserError, match=rf"^node-1: it does not see {model}; .*give its absolute path"),
+        sound_cluster(config, [tmp_path], [tmp_path, model]),
+    ):
+        pytest.fail("the model is not seen")
     config.check_nodes = False
     with sound_cluster(config, [tmp_path]):
         pass
@@ -95,3 +103,12 @@ def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
 def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):
     assert main(["doctor", "--cluster", address, "--folders", str(tmp_path / "absent")]) == 2
     assert "cannot write into" in capsys.readouterr().err
+
+
+def test_a_folder_that_lets_a_node_wait_is_named(address, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cluster_check, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(secrets, "token_hex", lambda _count: "fixed")
+    # To write there takes somebody who reads, as a file system takes a server that answers.
+    os.mkfifo(tmp_path / ".megarl-fixed")
+    assert main(["doctor", "--cluster", address, "--folders", str(tmp_path)]) == 1
+    assert f"127.0.0.1 did not write into {tmp_path} in 2 s" in capsys.readouterr().err

@@ -48,6 +48,7 @@ def test_a_sound_cluster_has_no_faults():
         (with_second(ports=(RdmaPort("mlx5_0:1", 100),)), "ports that are up are 1 of 100 Gbit/s, elsewhere"),
         (with_second(clock_offset_s=-90.0), "its clock is 90.0 s behind the others"),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
+        (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
     ],
 )
 def test_the_node_with_the_fault_is_named(nodes, says):
