@@ -43,6 +43,8 @@ _COMMAND_HEARS: Mapping[int, signal.Signals | None] = {
 """A signal of Slurm -> what the program gets for it."""
 # No run needs these, and they listen: the autoscaler and web pages.
 _HEAD_ALONE = ("--include-dashboard=false", "--no-monitor")
+_CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+"""Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other."""
 _RAY_ENDS_S = 15.0
 _LOOK_AGAIN_S = 0.5
 _CONNECT_S = 2.0
@@ -121,7 +123,7 @@ def serve(address: str, head: str, interface: str | None) -> int:
         temporary.mkdir()
         with log.open("wb") as output:
             start = _ray_start(address, name, head, interface, folder / "r")
-            node = Supervised(start, _NODE_HEARS, _environment(temporary), output)
+            node = Supervised(start, _NODE_HEARS, _environment_of_node(temporary), output)
             code = node.wait(_RAY_ENDS_S)
         if node.was_told:
             return 0
@@ -140,6 +142,10 @@ def _ray_start(address: str, name: str, head: str, interface: str | None, folder
         *("ray", "start", "--block", *where, "--disable-usage-stats", "--include-log-monitor=false"),
         *(f"--temp-dir={folder}", f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
     ]
+
+
+def _environment_of_node(temporary: Path) -> dict[str, str]:
+    return {name: str(temporary / folder) for name, folder in _CACHES.items()} | _environment(temporary)
 
 
 def _environment(temporary: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.slurm import wait_for_nodes
+from megarl.cluster.slurm import _environment_of_node, wait_for_nodes
 from megarl.process.ports import free_port
 
 # Writes down what it hears, and ends with code 143 as a run that has saved.
@@ -95,3 +95,11 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "has no interface 'absent0' with an IPv4 address" in line
+
+
+def test_compiled_kernels_lie_on_the_node_and_not_in_a_home_that_all_share(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/local/cache")
+    environment = _environment_of_node(tmp_path)
+    assert environment["TRITON_CACHE_DIR"] == f"{environment['TMPDIR']}/triton"
+    assert environment["XDG_CACHE_HOME"] == "/local/cache"
