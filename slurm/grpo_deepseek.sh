@@ -8,8 +8,8 @@
 #
 # Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
 # system. A job that is requeued continues from the last checkpoint below output_dir. 15 minutes before its time is over
-# (--signal; longer than the longest step takes), and when it is preempted, the run is told to write one, and the job goes
-# back into the queue. So it does when a process or a machine dies.
+# (--signal; longer than the longest step and a checkpoint take), and when it is preempted, the run is told to write one,
+# and the job goes back into the queue. So it does when a process or a machine dies.
 #
 # The sizes of grpo_deepseek_v3 need 48 nodes of 8 GPUs, and each of its engines 16 GPUs, of two nodes. On the one node
 # asked for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
