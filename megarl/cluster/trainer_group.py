@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.architectures import Head, Lora
 from converters.cost.compute import PassFlops
+from converters.errors import UserError
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.cluster.batch import REFERENCE, ROUTED_EXPERTS, Batch
@@ -25,6 +26,7 @@ from megarl.cluster.roles import POLICY
 from megarl.cluster.worker_group import Call, WorkerGroup, wait
 from megarl.data.packed_stretches import Packed, unpacked
 from megarl.data.stretches import Values, is_away, joined, stored_together
+from megarl.process.file_system import lost_in_export
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -217,11 +219,13 @@ class TrainerGroup(WorkerGroup):
         self.call("close_transfer")
 
     def export(self, folder: Path, copy_from: Path) -> None:
-        """Write the model as a HuggingFace checkpoint."""
+        """Write the model as a HuggingFace checkpoint. Raises UserError where a file system would lose parts of it."""
+        _check_mapped_by(self._seats, folder)
         self.call("export", folder, copy_from)
 
     def export_adapter(self, folder: Path) -> None:
-        """Write the adapter that is trained as a PEFT folder."""
+        """Write the adapter that is trained as a PEFT folder. Raises as `export`."""
+        _check_mapped_by(self._seats, folder)
         self.call("export_adapter", folder)
 
     def begin_save(self, folder: Path, *, in_background: bool) -> None:
@@ -292,6 +296,11 @@ class TrainerGroup(WorkerGroup):
         ]
         results = wait(self.begin_each(method, of_ranks))
         return [result for rank, result in enumerate(results) if asked[rank]]
+
+
+def _check_mapped_by(seats: Seats, folder: Path) -> None:
+    if sentence := lost_in_export(folder, len({node.id for node in seats.nodes})):
+        raise UserError(sentence)
 
 
 def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:

@@ -34,6 +34,7 @@ from megarl.models.policy import (
 )
 from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
 from megarl.output.places import ADAPTER, EXPORT, LOGS
+from megarl.process.file_system import lost_in_export
 from megarl.process.phase import phase
 from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
@@ -205,6 +206,9 @@ def open_processes(
         seats = stack.enter_context(reserve(roles, config.cluster))
         for line in table({name: each.nodes for name, each in seats.items()}, config.cluster.sharing()):
             print(line, file=sys.stderr, flush=True)
+        machines = len({node.id for name in models for node in seats[name].nodes})
+        if sentence := lost_in_export(Path(config.output_dir), machines):
+            print(f"warning: {sentence}, when the run is done", file=sys.stderr, flush=True)
         # To look for garbage in all that is loaded by now takes 0.3 CPU s of a step of 4,096 responses.
         stack.enter_context(gc_frozen())
         yield Processes(config, seats, stack)

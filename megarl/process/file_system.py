@@ -1,0 +1,32 @@
+"""The file system that a folder is on, where it matters."""
+
+from pathlib import Path
+
+_MOUNTS = Path("/proc/self/mounts")
+_NFS = ("nfs", "nfs4")
+
+
+def type_of(path: Path) -> str:
+    """The type of the file system of a path, as the kernel names it: ext4, nfs4, lustre."""
+    real, found, nearest = path.resolve(), "", -1
+    for line in _MOUNTS.read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        mounted = Path(place.replace("\\040", " "))
+        # The last one of a place is on top of the others.
+        if real.is_relative_to(mounted) and len(mounted.parts) >= nearest:
+            found, nearest = kind, len(mounted.parts)
+    return found
+
+
+def lost_in_export(folder: Path, machines: int) -> str | None:
+    """Why processes of so many machines cannot map the files of an export together; None where they can.
+
+    A machine gives NFS whole pages back, also what others have written there meanwhile.
+    """
+    if machines < 2 or type_of(folder) not in _NFS:
+        return None
+    return (
+        f"{folder} is on NFS, where {machines} machines cannot write an export together: make it of the last checkpoint"
+        " (megarl export --megatron CHECKPOINT --out FOLDER), or move output_dir to another file system and start the"
+        " same command with it"
+    )

@@ -1,0 +1,65 @@
+"""The file system of a folder, by what the kernel says of mounts; there is no NFS here."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from converters.errors import UserError
+from megarl.cluster.trainer_group import TrainerGroup
+from megarl.process import file_system
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A folder on NFS, below one that is not, with one in it that is not either."""
+    mounts = tmp_path / "mounts"
+    lines = (
+        "overlay / overlay rw 0 0",
+        f"tmpfs {tmp_path}/my\\040runs tmpfs rw 0 0",
+        f"server:/runs {tmp_path}/my\\040runs nfs4 rw,vers=4.2 0 0",
+        f"fast {tmp_path}/my\\040runs/fast lustre rw 0 0",
+    )
+    mounts.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(file_system, "_MOUNTS", mounts)
+    return tmp_path / "my runs"
+
+
+def test_the_nearest_mount_says_the_type(runs):
+    assert [
+        file_system.type_of(each) for each in (runs, runs / "grpo/huggingface", runs / "fast/grpo", runs.parent)
+    ] == [
+        "nfs4",
+        "nfs4",
+        "lustre",
+        "overlay",
+    ]
+
+
+def test_this_machine_has_a_type_for_each_folder(tmp_path):
+    assert file_system.type_of(tmp_path)
+    assert file_system.type_of(Path("/proc/self")) == "proc"
+
+
+def ranks_on(*nodes: str) -> SimpleNamespace:
+    called: list[tuple] = []
+    seats = SimpleNamespace(nodes=[SimpleNamespace(id=node) for node in nodes])
+    return SimpleNamespace(_seats=seats, call=lambda *words: called.append(words), called=called)
+
+
+def test_an_export_that_machines_would_write_to_nfs_together_is_refused_before_a_byte_is_written(runs):
+    group = ranks_on("a", "a", "b")
+    for export in (
+        lambda: TrainerGroup.export(group, runs / "new", runs),
+        lambda: TrainerGroup.export_adapter(group, runs),
+    ):
+        with pytest.raises(UserError, match=r"my runs.* is on NFS, where 2 machines cannot .*megarl export --megatron"):
+            export()
+    assert group.called == []
+
+
+@pytest.mark.parametrize(("nodes", "folder"), [(("a", "a"), "new"), (("a", "b"), "fast/new")])
+def test_one_machine_writes_to_nfs_and_several_to_what_keeps_mappings_coherent(runs, nodes, folder):
+    group = ranks_on(*nodes)
+    TrainerGroup.export(group, runs / folder, runs)
+    assert group.called == [("export", runs / folder, runs)]
