@@ -22,6 +22,7 @@ from megatron_ext.loopback import LOOPBACK
 _RAY = "r"
 # Prompts, responses and their statistics; weights never pass through Ray's object store.
 _OBJECT_STORE_BYTES = 256 * 1024**2
+_END_BYTES = 64 * 1024
 _TIMED_OUT = "timed out during startup"
 
 
@@ -118,8 +119,10 @@ def _bind_to_loopback() -> None:
 
 
 def last_lines(path: Path, count: int = 20) -> str:
-    """The end of a log file, for an error message."""
+    """The end of a log file, for an error message; however long the file has become."""
     if not path.exists():
         return "(no output)"
-    lines = path.read_text(errors="replace").splitlines()
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-count:]) or "(no output)"
