@@ -9,7 +9,7 @@
 #                    (default: that of the address that the first node's name resolves to or, where that is loopback as
 #                    on Debian, of its default route; on the others, that of the route to there)
 #   HEAD_IP          address of the first node in the place of that of SOCKET_IFNAME, wrong where a requeued job gets another
-#   RAY_PORT         port of Ray's head (default 6379)
+#   RAY_PORT         port of Ray's head (default 6379), none of 10001 to 19999
 #   START_TIMEOUT_S  how long the nodes may take to join (default 300)
 #   MAX_RESTARTS     how often in a row the job goes back into the queue when a process or a machine died (default 3); one
 #                    that was told to end, as at the end of its time, is none of these
@@ -44,7 +44,8 @@ own_addresses() {
 
 # The script runs on the first node of the allocation.
 head_ip="${HEAD_IP:-$(own_addresses | grep --extended-regexp '^[0-9.]+$' | grep --invert-match '^127\.' | head -n 1 || true)}"
-address="$head_ip:${RAY_PORT:-6379}"
+port="${RAY_PORT:-6379}"
+address="$head_ip:$port"
 
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
 # Without --export=ALL a job with `sbatch --export=CONTAINER=...` has steps with these variables alone: no PATH, no secret.
@@ -95,6 +96,8 @@ run_on_cluster() {
       "of $(ip -4 -oneline address show | awk '$2 != "lo" {print $2}' | sort --unique | paste --serial --delimiters=' ')"
   [[ -n "$head_ip" && "$head_ip" != 127.* ]] ||
     fail "the other nodes do not reach $SLURMD_NODENAME at '$head_ip': give SOCKET_IFNAME, the interface of their network"
+  ((port < 10001 || port > 19999)) ||
+    fail "RAY_PORT=$port is one of those that Ray's workers listen at, 10001 to 19999: give another, or none for 6379"
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   make_token
