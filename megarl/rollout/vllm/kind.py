@@ -167,7 +167,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of a slot that vLLM has."""
 _SLOT = SlotLimits(
     "vLLM",
-    ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
     {
         **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
         "quantization": (None,),
@@ -185,7 +185,8 @@ def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", m
     if adapter.multi_latent_attention and _UP_PROJECTION in modules:
         raise UserError(
             f"{_SLOT.alone} would leave out that of {_UP_PROJECTION}: vLLM decodes with matrices that it makes of this"
-            " weight when it loads it, and no adapter is in these: set lora.merge=true"
+            " weight when it loads it, and no adapter is in these: name modules without it in lora.target_modules, or"
+            " set lora.merge=true"
         )
     _SLOT.check_model(adapter)
     if lora.rank > _LORA_RANKS[-1]:

@@ -36,6 +36,11 @@ CUTS = {
         "megatron.pipeline_model_parallel_size=2",
         "megatron.num_layers_in_first_pipeline_stage=1",
     ],
+    "deepseek_v3": [
+        "megatron.expert_model_parallel_size=1",
+        "megatron.pipeline_model_parallel_size=2",
+        "lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj,gate_proj,up_proj,down_proj]",
+    ],
 }
 """How the trainer of a model is cut."""
 
@@ -111,5 +116,5 @@ def test_an_adapter_alone_makes_the_run_that_merged_weights_make(config_of: Any,
 @pytest.mark.parametrize("model_type", ["qwen3"])
 def test_a_model_whose_adapter_has_no_slot_is_refused_before_anything_starts(config_of: Any, tmp_path: Path) -> None:
     other = write_tiny_model("deepseek_v3", tmp_path / "latent")
-    with pytest.raises(UserError, match=r"would leave out that of kv_b_proj: .*: set lora\.merge=true"):
+    with pytest.raises(UserError, match=r"would leave out that of kv_b_proj: .*, or set lora\.merge=true"):
         Start.of(config_of("run", "lora.merge=false", f"model.path={other}"), "train")

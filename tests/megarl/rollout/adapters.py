@@ -1,17 +1,20 @@
-"""Adapters of a model for tests of engines: folders as PEFT writes them, and PEFT itself as the reference."""
+"""Adapters of a model for tests of engines: folders as PEFT writes them; the reference is PEFT or merged weights."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sglang_adapters import last_token_adapted
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from converters.architectures import Lora, adapter_architecture, read_architecture
+from converters.architectures.lora import base_name
 from converters.formats.peft import create_adapter, finish_adapter
 from converters.formats.safetensors import CONFIG, open_for_writing, partial_folder, read_json
+from converters.formats.safetensors.reader import SINGLE_FILE
 
 
 def write_adapter(model: Path, folder: Path, lora: Lora, seed: int) -> dict[str, Tensor]:
@@ -42,7 +45,7 @@ class Adapted:
         # Of no other test that is collected beside: it takes seconds.
         from peft import PeftModel
 
-        self._in_peft = [
+        self._adapted = [
             PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32), each)
             for each in self._folders
         ]
@@ -50,7 +53,7 @@ class Adapted:
     @torch.no_grad()
     def log_probs(self, adapter: int, token_ids: list[int]) -> Tensor:
         """log_softmax of the logits of all tokens of a sequence: [tokens, vocabulary]."""
-        return self._in_peft[adapter].eval()(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        return self._adapted[adapter].eval()(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
     def greedy(self, adapter: int, prompt: list[int], tokens: int) -> list[int]:
         """The greedy answer, end tokens or not."""
@@ -58,6 +61,22 @@ class Adapted:
         for _ in range(tokens):
             found.append(int(self.log_probs(adapter, found)[-1].argmax()))
         return found[len(prompt) :]
+
+
+class AdaptedByMerging(Adapted):
+    """A model and two adapters of it, of which PEFT drops some: B A is added to the weights, in float32."""
+
+    def _load(self) -> None:
+        self._adapted = []
+        for tensors, folder in zip(self.tensors, self._folders, strict=True):
+            merged = folder.with_name(f"{folder.name}_merged")
+            shutil.copytree(self.model, merged)
+            weights = load_file(merged / SINGLE_FILE)
+            for name, a in tensors.items():
+                if ".lora_A." in name:
+                    weights[base_name(name)] += self.lora.scale * tensors[name.replace(".lora_A.", ".lora_B.")] @ a
+            save_file(weights, merged / SINGLE_FILE, metadata={"format": "pt"})
+            self._adapted.append(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
 
 
 class AdaptedStandIn(Adapted):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import Adapted
+from adapters import Adapted, AdaptedByMerging
 from engine_host import GREEDY, PROMPTS
 from slots import (
     Slot,
@@ -20,6 +20,7 @@ from slots import (
 from converters.architectures import Lora, read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters, UpdateError
 from megarl.schema import RolloutConfig
@@ -27,6 +28,14 @@ from megarl.schema import RolloutConfig
 LORA = Lora(3, 12.0)
 ATTENTION_AND_DOWN = Lora(9, 4.0, ("q_proj", "v_proj", "down_proj"))
 ATTENTION = Lora(3, 12.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
+LATENT_AND_ALL = Lora(
+    3, 12.0, ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+"""All of latent attention that has an adapter in vLLM, and all beside it."""
+PARTS_OF_LATENT = Lora(9, 4.0, ("kv_a_proj_with_mqa", "shared_experts.up_proj", "o_proj"))
+WITHOUT_LATENT_QUERY = Lora(3, 12.0, ("q_proj", "kv_a_proj_with_mqa", "down_proj"))
+SHARING = ("deepseek_v3", "glm4_moe")
+"""Models with shared experts, of which PEFT drops adapters."""
 LONG = SamplingParameters(temperature=0, max_tokens=400)
 
 
@@ -77,6 +86,26 @@ def test_experts_have_their_adapters(
         check_greedy(slot, adapted, version)
 
 
+@pytest.mark.parametrize(
+    ("model", "fields", "lora"),
+    [
+        ("deepseek_v3", {}, LATENT_AND_ALL),
+        ("deepseek_v3", {}, PARTS_OF_LATENT),
+        ("deepseek_v3", {"q_lora_rank": None}, WITHOUT_LATENT_QUERY),
+        ("glm4_moe", {}, LORA),
+    ],
+)
+def test_latent_attention_and_shared_experts_have_their_adapters(
+    engines: Any, tmp_path: Path, model: str, fields: dict[str, Any], lora: Lora
+) -> None:
+    adapted = AdaptedByMerging(write_tiny_model(model, tmp_path / "model", fields=fields), tmp_path, lora)
+    slot = Slot(engines.start, adapted)
+    for version, adapter in enumerate((0, 1, 0)):
+        slot.update(version, adapted.tensors[adapter])
+        check_greedy(slot, adapted, adapter)
+    check_that_answers_go_on_with_the_next_adapter(slot, adapted)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "lora", "arguments"),
@@ -87,12 +116,17 @@ def test_experts_have_their_adapters(
         ("qwen3_moe", LORA, {}),
         ("qwen3_moe", LORA, {"enable_expert_parallel": True}),
         ("qwen3_moe", ATTENTION_AND_DOWN, {}),
+        ("deepseek_v3", LATENT_AND_ALL, {}),
+        ("deepseek_v3", LATENT_AND_ALL, {"enable_expert_parallel": True}),
+        ("deepseek_v3", PARTS_OF_LATENT, {}),
+        ("glm4_moe", LORA, {}),
     ],
 )
 def test_tensor_parallel_ranks_have_their_parts(
     engines: Any, model_folder: Callable[..., Path], tmp_path: Path, model: str, lora: Lora, arguments: dict[str, Any]
 ) -> None:
-    adapted = Adapted(model_folder(model, 0), tmp_path, lora)
+    reference = AdaptedByMerging if model in SHARING else Adapted
+    adapted = reference(model_folder(model, 0), tmp_path, lora)
     slot = Slot(engines.start, adapted, tensor_parallel_size=2, **arguments)
     for version in range(2):
         slot.update(version, adapted.tensors[version])
@@ -129,13 +163,13 @@ REFUSED = {
         r"merge=false is not for rollout\.engine=transformers, .* take one of vllm, sglang",
     ),
     "codes": ("qwen3", RolloutConfig(weights="fp8_block"), LORA, r"rollout\.weights=fp8_block holds others"),
-    "latent attention": ("deepseek_v3", RolloutConfig(), LORA, r"leave out that of kv_b_proj: vLLM decodes with"),
-    "its other matrices": (
+    "latent attention": (
         "deepseek_v3",
         RolloutConfig(),
-        Lora(3, 12.0, ("o_proj",)),
-        "qwen3, qwen3_moe, and this is a deepseek_v3 model",
+        LORA,
+        r"leave out that of kv_b_proj: .* without it in lora\.target_",
     ),
+    "another family": ("mixtral", RolloutConfig(), LORA, "glm4_moe, and this is a mixtral model: set lora"),
     "rank": ("qwen3", RolloutConfig(), Lora(513, 1.0), "takes a rank of at most 512, and it is 513"),
     "stages": (
         "qwen3",
