@@ -96,6 +96,14 @@ def test_state_and_activations_are_those_of_real_ranks_also_with_fsdp2(recompute
     assert read_later < gathered < plain.state.weights / 2
 
 
+def test_a_rank_without_rows_of_a_small_parameter_is_that_of_the_layout(tmp_path: Path) -> None:
+    # FSDP2 gives four rows as two, two and none.
+    folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 1, "head_dim": 4, "hidden_size": 32})
+    options = MegatronOptions(ParallelSizes(3, use_torch_fsdp2=True), torch.bfloat16, optimizer={"lr": 1e-3})
+    first, _, last = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), range(3), SMALL)
+    assert first.state.gradients > last.state.gradients
+
+
 def real_micro_batches(rank: int, _sizes: ParallelSizes, folder: Path, options: MegatronOptions) -> RehearsedRank:
     model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     model.load_huggingface(HuggingFaceCheckpoint(folder))
