@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
@@ -23,6 +23,7 @@ from megarl.process.phase import phase
 if TYPE_CHECKING:
     from megarl.rehearsal.job import RehearsedJob
     from megarl.rehearsal.need import Gpu, Need
+    from megarl.schema import MegarlConfig
 
 EXAMPLES = """examples:
   megarl rehearse --config-name grpo_deepseek_v3 --prediction-layers 0
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"megarl: {placed}; what each rank needs is rehearsed all the same", file=sys.stderr, flush=True)
     with phase("rehearsing ranks and an engine"):
         job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
-    fits = _print(options, job, placed, config.rollout.replicas, time.perf_counter() - start)
+    fits = _print(options, job, placed, config, time.perf_counter() - start)
     return 0 if fits and placement else EXIT_DOES_NOT_FIT
 
 
@@ -128,8 +129,11 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return config, hf_config
 
 
-def _print(options: argparse.Namespace, job: "RehearsedJob", placed: str, replicas: int, seconds: float) -> bool:
+def _print(
+    options: argparse.Namespace, job: "RehearsedJob", placed: str, config: "MegarlConfig", seconds: float
+) -> bool:
     """Say what is needed; whether all fits."""
+    from megarl.rehearsal.advice import advise
     from megarl.rehearsal.need import tightest
 
     if options.json:
@@ -145,12 +149,13 @@ def _print(options: argparse.Namespace, job: "RehearsedJob", placed: str, replic
         print(json.dumps(said))
     else:
         _print_table(job.needs)
-        print(f"{placed}\n{_say_engine(job)}\n{_say_refit(job, replicas)}")
+        print(f"{placed}\n{_say_engine(job)}\n{_say_refit(job, config.rollout.replicas)}")
         print(_say_room(job.needs))
         print(f"{_NOT_REHEARSED}\nrehearsed in {say_seconds(seconds)}")
     worst = tightest(job.needs)
     if worst.free < 0:
-        print(f"megarl: {_too_large(worst, {need.role for need in job.needs}, options)}", file=sys.stderr)
+        advice = advise(worst, {need.role for need in job.needs}, config.megatron)
+        print(f"megarl: {_too_large(worst, options)}: {advice}", file=sys.stderr)
     return worst.free >= 0
 
 
@@ -207,40 +212,9 @@ def _print_table(needs: "Sequence[Need]") -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _too_large(need: "Need", roles: Collection[str], options: argparse.Namespace) -> str:
-    largest = max(need.parts, key=lambda name: need.parts[name])
-    knobs = _ENGINE_KNOBS if need.role == "engine" else _KNOBS
-    advice = knobs.get(need.phase) or knobs.get(largest) or (_BESIDE if largest in roles else knobs["weights"])
+def _too_large(need: "Need", options: argparse.Namespace) -> str:
     return (
         f"{need.role} ({need.who}) needs {say_bytes(need.total)} in its {need.phase}, {say_bytes(-need.free)} more than"
-        f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it for {largest}:"
-        f" {advice}"
+        f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it for"
+        f" {need.largest}"
     )
-
-
-_BESIDE = (
-    "take models beside the policy out of the shared pool in cluster.pools, to GPUs of their own, or raise"
-    " megatron.tensor_model_parallel_size"
-)
-_SHARE = "the share of the GPU that rollout.engine_args gives an engine"
-_KNOBS = {
-    "activations": (
-        "lower loop.max_tokens_per_micro_batch, set megatron.recompute_granularity=full, or raise"
-        " megatron.context_parallel_size or megatron.tensor_model_parallel_size"
-    ),
-    "optimizer": (
-        "set megatron.optimizer_cpu_offload=true, raise cluster.trainer_ranks, or raise"
-        " megatron.pipeline_model_parallel_size or megatron.expert_model_parallel_size"
-    ),
-    "engine": f"lower {_SHARE}",
-    "weights": (
-        "raise megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size or"
-        " megatron.expert_model_parallel_size"
-    ),
-}
-"""Part of a need, or phase -> what makes it smaller."""
-
-_ENGINE_KNOBS = {
-    "longest response": (f"raise {_SHARE} or the ranks that an engine is cut over, or set rollout.weights=fp8_block"),
-    "rollout": f"lower {_SHARE}, or refit.bucket_bytes",
-}

@@ -40,6 +40,11 @@ class Need:
         return sum(self.parts.values())
 
     @property
+    def largest(self) -> str:
+        """The part that takes most."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
     def free(self) -> int:
         """The room that is left; negative where it does not do."""
         return self.room - self.total
