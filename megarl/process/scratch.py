@@ -6,7 +6,8 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from megarl.process.signals import held
@@ -27,13 +28,23 @@ def scratch_folder() -> Iterator[Path]:
     _remove_stale()
     # Short, because the path of a Unix socket ends after 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-    lock = _hold(folder)
+    owner, lock = os.getpid(), _hold(folder)
     try:
         yield folder
     finally:
-        with held():
-            _remove(folder)
-            os.close(lock)
+        # A forked process drops what it has of this one, and the folder is none of its own.
+        if os.getpid() == owner:
+            with held():
+                _remove(folder)
+                os.close(lock)
+
+
+def scratch_folder_of_process() -> Path:
+    """A `scratch_folder` that is there until this process exits."""
+    left = ExitStack()
+    # Processes of multiprocessing run no functions of atexit, and forked ones none of these of their parent's.
+    Finalize(None, left.close, exitpriority=0)
+    return left.enter_context(scratch_folder())
 
 
 def note_segment(folder: Path, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
+from megarl.process.scratch import scratch_folder_of_process
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
 from megarl.rollout.vllm.kind import ADAPTER_SLOT, GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
@@ -32,6 +33,9 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder of sockets between processes of an engine."""
 
 _DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
@@ -72,6 +76,9 @@ def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -
         del defaults["GLOO_SOCKET_IFNAME"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if _SOCKETS not in os.environ:
+        # Two for each worker, which vLLM 0.32.0 leaves in /tmp.
+        os.environ[_SOCKETS] = str(scratch_folder_of_process())
 
 
 def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:

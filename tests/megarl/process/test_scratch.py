@@ -1,5 +1,6 @@
 """A run's folder below /tmp: its own alone, gone with it, and nobody else's is touched."""
 
+import multiprocessing
 import os
 import stat
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.process.scratch import note_segment, scratch_folder
+from megarl.process.scratch import note_segment, scratch_folder, scratch_folder_of_process
 
 HOLD = """
 import sys
@@ -49,6 +50,23 @@ def segment():
     path.touch()
     yield path
     path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_that_of_a_process_goes_when_it_exits(tmp, monkeypatch, method):
+    monkeypatch.setenv("TMPDIR", str(tmp))
+    kept = scratch_folder_of_process()
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        folder = pool.apply(scratch_folder_of_process)
+        assert {path for path in tmp.iterdir() if path.name.startswith("megarl-")} == {kept, folder}
+        pool.close()
+        pool.join()
+    assert kept.exists()
+    assert not folder.exists()
+    program = "from megarl.process.scratch import *; print(scratch_folder_of_process())"
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert Path(said.stdout.strip()).parent == tmp
+    assert not Path(said.stdout.strip()).exists()
 
 
 def test_it_is_open_to_nobody_else_and_goes(tmp):

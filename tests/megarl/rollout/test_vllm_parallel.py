@@ -4,7 +4,9 @@ import ipaddress
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,8 +36,13 @@ def _segments():
     return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist")}
 
 
+def _sockets():
+    """Sockets in /tmp itself, which nothing removes."""
+    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket()}
+
+
 def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, check_experts, tmp_path):
-    before = _segments()
+    before, sockets = _segments(), _sockets()
     arguments = {"enable_expert_parallel": True, "enable_return_routed_experts": True}
     served = Served(engines.start(folders[0], tensor_parallel_size=2, **arguments), folders)
     greedy = served.greedy(PROMPTS[0])
@@ -63,6 +70,7 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     engines.close()
     # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
     assert eventually(lambda: _segments() <= before)
+    assert _sockets() <= sockets
 
 
 def check_that_both_ranks_sleep(served, memory):
