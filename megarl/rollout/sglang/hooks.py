@@ -38,6 +38,7 @@ def register() -> None:
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
     for name in _NAMES_OF_SEGMENTS:
         HookRegistry.register(name, let_segment_go, HookType.AFTER)
+    HookRegistry.register("multiprocessing.resource_tracker.register", let_tracked_go, HookType.AROUND)
 
 
 def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
@@ -73,6 +74,16 @@ def let_segment_go(name: str, *_: Any, **__: Any) -> None:
     SGLang 0.5.23 leaves its load metrics always, and its queues of broadcasts where it is killed.
     """
     note_segment(Path(os.environ[FOLDER_VARIABLE]), Path(name).name)
+
+
+def let_tracked_go(original: Callable[[str, str], None], name: str, kind: str) -> None:
+    """Note what multiprocessing tracks, semaphores and segments: SGLang 0.5.23 kills the tracker beside its workers."""
+    original(name, kind)
+    note_segment(Path(os.environ[FOLDER_VARIABLE]), f"{_PREFIXES.get(kind, '')}{name.removeprefix('/')}")
+
+
+_PREFIXES = {"semaphore": "sem."}
+"""Kind -> what the name of its file in /dev/shm has in front."""
 
 
 def quantise_what_is_read(

@@ -4,6 +4,7 @@ import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager, IteratorProxy
+from pathlib import Path
 
 import psutil
 from safetensors.torch import load_file
@@ -70,6 +71,13 @@ def running_engines() -> Iterator[HostedEngines]:
         engines.close()
     finally:
         host.shutdown()
+
+
+def semaphores(processes):
+    """Files of the semaphores that processes have mapped; a map has another name than its file."""
+    maps = [line.split() for each in processes for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+    mapped = {int(fields[4]) for fields in maps if "/dev/shm/sem." in " ".join(fields)}
+    return {path for path in Path("/dev/shm").glob("sem.*") if path.stat().st_ino in mapped}
 
 
 class Weights:
