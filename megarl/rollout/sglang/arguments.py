@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT
-from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang import cpu, cpu_kv_cache
 from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, OVERRIDES, SGLANG, VERSIONS
 from megatron_ext import device
 
@@ -73,6 +73,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
             raise UserError(f"rollout.engine_args.{name} is set by megarl, because the rollout relies on it: remove it")
     on_device = cpu.ARGUMENTS if device.backend() == "gloo" else {}
     if device.backend() == "gloo":
+        cpu_kv_cache.check(hf_config, given)
         # What lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
     if given.get("context_length"):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 VERSIONS = ("0.5.23",)
 """Versions of SGLang whose server, sampler and weights the code here was compared with."""
 
+FP8_KEYS_AND_VALUES = "fp8_e4m3"
+"""The value of `kv_cache_dtype` with which keys and values are e4m3."""
 OVERRIDES = "json_model_override_args"
 """The argument by which SGLang takes fields of config.json that are not in it."""
 ADAPTER_SLOT = "enable_lora"
@@ -29,10 +31,6 @@ _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
-_NEVER_RUN = (
-    "keys and values in FP8 were never run with SGLang here, and nobody knows how far its log-probs would be from the"
-    " trainer's"
-)
 _TOKENS = "requests are token ids, which have no text"
 
 _REFUSED: Mapping[str, Refusal] = {
@@ -51,7 +49,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "dist_init_addr": Refusal(_WHOLE),
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
     "enable_eplb": Refusal(_MOVED),
-    "kv_cache_dtype": Refusal(_NEVER_RUN, (None, "auto", "bfloat16", "bf16")),
+    "kv_cache_dtype": Refusal(
+        "keys and values in any other type have not been compared with the trainer's",
+        (None, "auto", "bfloat16", "bf16", FP8_KEYS_AND_VALUES),
+    ),
     "quantization": Refusal(_OTHER_MODEL, (None,)),
     OVERRIDES: Refusal(
         "the trainer follows config.json, of which the engine would make another model; change config.json"

@@ -3,26 +3,13 @@
 import pytest
 import torch
 from engine_host import GREEDY, PROMPTS, Served
+from rounded_cache import RoundedCache, best_of
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request
 from megarl.rollout.vllm import cpu_kv_cache
 from megarl.rollout.vllm.arguments import make_engine_config
-
-
-class RoundedCache(DynamicCache):
-    """A cache whose keys and values are e4m3 with scales of 1."""
-
-    def update(self, key_states, value_states, *arguments, **given):
-        rounded = [states.clamp(-448, 448).to(torch.float8_e4m3fn).float() for states in (key_states, value_states)]
-        return super().update(*rounded, *arguments, **given)
-
-
-@torch.no_grad()
-def best_of(model, prompt, answer, cache):
-    rows = model(torch.tensor([prompt + answer]), past_key_values=cache()).logits[0, len(prompt) - 1 : -1]
-    return rows.log_softmax(-1).max(-1)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's attention in FP8 needs a CPU with AVX-512")
