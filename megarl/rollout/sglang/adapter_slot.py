@@ -7,9 +7,15 @@ from torch import Tensor
 
 from megarl.rollout.protocol import UpdateError
 
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_BESIDE = {module: [each for each in joined if each != module] for joined in _JOINED for module in joined}
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Module that SGLang has -> those that it is made of."""
+_BESIDE = {module: [each for each in joined if each != module] for joined in _JOINED.values() for module in joined}
 """Module -> those that SGLang has as one with it."""
+_JOINED_AS = {module: whole for whole, joined in _JOINED.items() for module in joined}
+_PREFIX, _EXPERTS = "base_model.model.", ".experts"
 
 
 class AdapterSlot:
@@ -36,6 +42,7 @@ class AdapterSlot:
         """
         manager, reference = self._manager, self._reference
         tensors, self._tensors = self._tensors, {}
+        self._check_places(tensors)
         tensors |= zeros_beside(tensors, self._rows_of_joined())
         _check(manager.unload_lora_adapter(reference))
         _check(manager.load_lora_adapter_from_tensors(reference, tensors, self._config))
@@ -43,6 +50,14 @@ class AdapterSlot:
             manager.fetch_new_loras({reference.lora_id})
         except ValueError as error:
             raise UpdateError(f"the adapter does not go into SGLang's slot: {error}") from error
+
+    def _check_places(self, tensors: Iterable[str]) -> None:
+        # SGLang goes by the last part of a name alone, and leaves out what no layer of that number has.
+        places = {name for modules in self._manager.lora_modules for name in modules}
+        if unplaced := sorted(name for name in tensors if module_of(name) not in places):
+            raise UpdateError(
+                f"the adapter does not go into SGLang's slot: it has no place for {unplaced[0]}, one of {len(unplaced)}"
+            )
 
     def _rows_of_joined(self) -> dict[str, int]:
         """Rows of the matrices of query, key and value; those of gate and up are alike."""
@@ -53,6 +68,15 @@ class AdapterSlot:
                     of_keys = layer.total_num_kv_heads * layer.head_size
                     return {"q_proj": layer.total_num_heads * layer.head_size, "k_proj": of_keys, "v_proj": of_keys}
         return {}
+
+
+def module_of(name: str) -> str:
+    """SGLang's module that has the adapter of a matrix, of which `name` is PEFT's name of A or B."""
+    parent, module, *_ = name.removeprefix(_PREFIX).rsplit(".", 3)
+    experts, is_of_experts, number = parent.rpartition(f"{_EXPERTS}.")
+    if is_of_experts and number.isdecimal():
+        return experts + _EXPERTS
+    return f"{parent}.{_JOINED_AS.get(module, module)}"
 
 
 def zeros_beside(tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Tensor]:

@@ -112,6 +112,15 @@ def register_hooks() -> None:
     HookRegistry.register(f"{_HOST_MEMORY}._cuda_host_register", leave_memory_unpinned, HookType.REPLACE)
     for function in ("lora_manager.LoRAManager.init_state", f"{_ADAPTERS_IN_TORCH}.prepare_lora_batch"):
         HookRegistry.register(f"sglang.srt.lora.{function}", pin_nothing, HookType.AROUND)
+    HookRegistry.register("sglang.srt.configs.update_config.get_moe_padding_size", pad_no_layer, HookType.AROUND)
+
+
+def pad_no_layer(original: Callable[[Any], int], block: Any) -> int:
+    """Cut the inner rows of gated layers over workers as they are, where SGLang adds rows up to a multiple of 32.
+
+    Kernels for AMX want such; adapters are cut as if they had these rows, and do not go into their slot.
+    """
+    return 1 if block is None else original(block)
 
 
 def leave_memory_unpinned(*_: Any, **__: Any) -> None:

@@ -128,10 +128,17 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 
 _SLOT = SlotLimits(
     "SGLang",
-    ("llama", "qwen2", "qwen3"),
+    ("llama", "qwen2", "qwen3", "qwen3_moe"),
     {"ep_size": (None, 1), "load_format": (None, "auto", "safetensors"), "enable_lora_overlap_loading": (None, False)},
 )
 """Engines with an adapter in their slot that were compared with transformers."""
+_OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
+def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
+    """These modules, and all three of an expert where it has one of them: SGLang has a slot for three, or for none."""
+    is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
+    return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
 
 
 def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
@@ -149,7 +156,7 @@ def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", m
         ADAPTER_SLOT: True,
         "max_loras_per_batch": 1,
         "max_lora_rank": lora.rank,
-        "lora_target_modules": list(modules),
+        "lora_target_modules": _with_whole_experts(adapter, modules),
         # By itself it leaves out what it has no place for, and says so in its log.
         "lora_strict_loading": True,
         LORA_ALPHA: lora.alpha,

@@ -9,6 +9,7 @@ SEEN = "base_model.model.model.layers.0.mlp.gate_proj"
 """The one matrix of which the stand-in sees the adapter."""
 JOINED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 JOINED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+MODULES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
 class Adapters:
@@ -24,8 +25,14 @@ class Adapters:
             total_num_heads=config["num_attention_heads"],
             total_num_kv_heads=config["num_key_value_heads"],
         )
-        joined = {"model.layers.0.self_attn.qkv_proj": SimpleNamespace(base_layer=heads)}
-        self.lora_modules = [joined if "qkv_proj" in self._targets else {}]
+        self.lora_modules = [
+            {
+                f"model.layers.{layer}.{module}": SimpleNamespace(base_layer=heads)
+                for module in MODULES
+                if module.split(".")[-1] in self._targets
+            }
+            for layer in range(config["num_hidden_layers"])
+        ]
         self._rows = {
             "qkv_proj": (heads.total_num_heads + 2 * heads.total_num_kv_heads) * heads.head_size,
             "gate_up_proj": 2 * config["intermediate_size"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import Adapted, AdaptedStandIn
+from adapters import Adapted, AdaptedByMerging, AdaptedStandIn
 from engine_host import GREEDY, PROMPTS
 from sglang_rules import RULES_OF_SLOTS
 from slots import (
@@ -25,7 +25,7 @@ from converters.formats.safetensors import CONFIG, read_json
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.protocol import Request, SamplingParameters, UpdateError
-from megarl.rollout.sglang.adapter_slot import AdapterSlot, zeros_beside
+from megarl.rollout.sglang.adapter_slot import AdapterSlot, module_of, zeros_beside
 from megarl.rollout.sglang.arguments import server_arguments
 from megarl.rollout.sglang.kind import LORA_ALPHA, SGLANG
 from megarl.schema import RolloutConfig
@@ -90,7 +90,9 @@ def check_that_no_matrix_is_left_out(slot: Slot, adapted: Adapted) -> None:
     surplus = {f"{MODEL}.mlp.router.lora_{factor}.weight": torch.ones(3, 3) for factor in "AB"}
     slot.begin(new, {**tensors, **surplus})
     slot.write({**tensors, **surplus})
-    with pytest.raises(UpdateError, match=r"does not go into SGLang's slot: .* 2 weight"):
+    with pytest.raises(
+        UpdateError, match=r"does not go into SGLang's slot: .* no place for .*router\.lora_A\.weight, one of 2"
+    ):
         slot.engine.commit_update(new)
     # Nor is one left from an update that breaks off.
     slot.begin(new, {**tensors, **surplus})
@@ -114,7 +116,17 @@ def check_that_answers_go_on_with_the_next_adapter(slot: Slot, adapted: Adapted,
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_experts_have_their_adapters(sglang_engines: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    adapted = Adapted(model_folder("qwen3_moe", 0), tmp_path, LORA)
+    slot = Slot(sglang_engines.start, adapted, "sglang")
+    for version in range(2):
+        slot.update(version, adapted.tensors[version])
+        check_greedy(slot, adapted, version)
+    check_parts(slot, AdaptedByMerging(adapted.model, tmp_path / "merged", LORA), tmp_path)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_moe"])
 def test_tensor_parallel_ranks_have_their_parts(sglang_engines: Any, tmp_path: Path, model: str) -> None:
     folder = write_tiny_model(model, tmp_path / "model", seed=0, fields={"num_key_value_heads": 2})
     adapted = Adapted(folder, tmp_path, LORA)
@@ -152,16 +164,31 @@ def test_what_is_not_adapted_beside_what_is_becomes_zeros(adapted: tuple[str, ..
     assert not any(each.any() for each in found.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("self_attn.k_proj", "self_attn.qkv_proj"),
+        ("self_attn.o_proj", "self_attn.o_proj"),
+        ("mlp.up_proj", "mlp.gate_up_proj"),
+        ("mlp.experts.12.up_proj", "mlp.experts"),
+        ("mlp.experts.0.down_proj", "mlp.experts"),
+        ("mlp.shared_experts.down_proj", "mlp.shared_experts.down_proj"),
+    ],
+)
+def test_every_matrix_has_its_module(name: str, module: str) -> None:
+    assert module_of(f"{MODEL}.{name}.lora_B.weight") == f"model.layers.0.{module}"
+
+
 def test_what_sglang_refuses_ends_the_update() -> None:
     refused = SimpleNamespace(success=False, error_message="already loaded")
     manager = SimpleNamespace(
         lora_refs={"1": SimpleNamespace(lora_id="1")},
         configs={"1": SimpleNamespace(hf_config={})},
-        lora_modules=[],
+        lora_modules=[{"model.layers.0.gate_up_proj": None}],
         unload_lora_adapter=lambda _: refused,
     )
     slot = AdapterSlot(manager)
-    slot.keep(adapter_of("q_proj").items())
+    slot.keep(adapter_of("gate_proj").items())
     with pytest.raises(UpdateError, match="slot: already loaded"):
         slot.fill()
 
@@ -183,7 +210,7 @@ def test_the_server_is_given_none_but_its_own_arguments(model_folder: Callable[.
 
 
 REFUSED = {
-    "experts": ("qwen3_moe", {}, "has been compared for llama, qwen2, qwen3, and this is a qwen3_moe model"),
+    "another family": ("mixtral", {}, "has been compared for llama, .* and this is a mixtral model: set lora.merge"),
     "no weights": ("qwen3", {"load_format": "dummy"}, "load_format=dummy: leave it out"),
     "a head for two workers": ("qwen2", {"tp_size": 2}, "tp_size=2 cuts 1: set that to a divisor"),
     "expert parallelism": ("qwen3", {"ep_size": 2}, "ep_size=2: leave it out"),

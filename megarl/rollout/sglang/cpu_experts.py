@@ -1,0 +1,109 @@
+"""Adapters of experts in SGLang on a CPU (0.5.23): its own layers and hooks, with torch's products under them.
+
+Experts that have adapters are multiplied by SGLang's runner for Triton, on every device; experts without any are
+multiplied in torch on a CPU. Adapters lie where its layers hold them on a GPU, cut over workers by SGLang.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+
+
+def register_hooks() -> None:
+    """Tell SGLang's registry of hooks those that stand in for its kernels in Triton."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for function, stand_in in (
+        (f"{_RUNNER}._prepare_fused_moe_run", leave_tokens_unsorted),
+        (f"{_RUNNER}._fused_moe_kernel_sequence", multiply_by_experts),
+        ("sglang.srt.lora.lora_moe_runners._compute_lora_alignment", adapters_of_tokens),
+        ("sglang.kernels.ops.lora.moe.fused_moe_lora_kernel.fused_moe_lora", add_updates),
+    ):
+        HookRegistry.register(function, stand_in, HookType.REPLACE)
+
+
+def leave_tokens_unsorted(*_: Any, **__: Any) -> tuple[None, None, bool, bool, None, None, None]:
+    """Sort no tokens by experts, and choose no sizes of blocks, which kernels alone read."""
+    return None, None, False, False, None, None, None
+
+
+def multiply_by_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *_of_kernels: Any,
+    hooks: Any,
+    activation: str,
+    is_gated: bool,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> Tensor:
+    """The outputs of experts for tokens [T, H]; w1 [E, 2I, H] is gate above up, w2 [E, H, I], weights and ids [T, K].
+
+    `hooks` add the updates of adapters in place. The factor of routed experts is the model's on a CPU.
+    """
+    if activation != "silu" or not is_gated or apply_router_weight_on_input:
+        raise NotImplementedError(f"adapters of experts with activation {activation} on a CPU")
+    tokens, top_k = topk_ids.shape
+    experts = topk_ids.flatten()
+    both = _products(hidden_states.repeat_interleave(top_k, 0), w1, experts)
+    if hooks is not None and hooks.after_gate_up:
+        hooks.after_gate_up(hidden_states, both.view(tokens, top_k, -1), topk_weights, topk_ids)
+    gate, up = both.chunk(2, -1)
+    inner = F.silu(gate) * up
+    outputs = _products(inner, w2, experts) * topk_weights.flatten()[:, None].to(inner.dtype)
+    outputs = outputs.view(tokens, top_k, -1)
+    if hooks is not None and hooks.after_down:
+        hooks.after_down(inner, outputs, topk_weights, topk_ids)
+    return outputs.sum(1)
+
+
+def adapters_of_tokens(topk_ids: Tensor, lora_info: Any) -> tuple[Tensor, Tensor, None, None]:
+    """The adapter of each token, -1 for none, and its experts, in place of tokens that are sorted by both."""
+    return lora_info.token_lora_mapping, topk_ids, None, None
+
+
+def add_updates(
+    *,
+    output: Tensor,
+    qcurr_hidden_states: Tensor,
+    lora_a_stacked: list[Tensor],
+    lora_b_stacked: list[Tensor],
+    topk_weights: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    top_k_num: int,
+    mul_routed_weight: bool = False,
+    **_: Any,
+) -> None:
+    """Add B A x to `output` [T, K, sum of rows of B], of each slice of A and B [slots, E, ...], which has the scale.
+
+    x is a row for each token, or one for each of its experts. The two ids are of `adapters_of_tokens`.
+    """
+    rows = qcurr_hidden_states
+    if len(rows) != expert_ids.numel():
+        rows = rows.repeat_interleave(top_k_num, 0)
+    experts, adapters = expert_ids.flatten(), sorted_token_ids.repeat_interleave(top_k_num)
+    weights = topk_weights.flatten()[:, None].to(rows.dtype) if mul_routed_weight else torch.ones_like(rows[:, :1])
+    for slot in adapters.unique().tolist():
+        if slot >= 0:
+            parts = [
+                _products(_products(rows, a[slot], experts), b[slot], experts)
+                for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
+            ]
+            output += (torch.cat(parts, -1) * weights * (adapters == slot)[:, None]).view(output.shape)
+
+
+def _products(rows: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
+    """Each row's product with the matrix of its expert."""
+    products = rows.new_empty(len(rows), matrices.shape[1])
+    for expert in experts.unique().tolist():
+        of_expert = experts == expert
+        products[of_expert] = F.linear(rows[of_expert], matrices[expert])
+    return products
