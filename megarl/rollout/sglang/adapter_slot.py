@@ -10,6 +10,7 @@ from megarl.rollout.protocol import UpdateError
 _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Module that SGLang has -> those that it is made of."""
 _BESIDE = {module: [each for each in joined if each != module] for joined in _JOINED.values() for module in joined}
@@ -60,14 +61,26 @@ class AdapterSlot:
             )
 
     def _rows_of_joined(self) -> dict[str, int]:
-        """Rows of the matrices of query, key and value; those of gate and up are alike."""
+        """Rows of the matrices that attention is joined of; those of gate and up are alike."""
         for modules in self._manager.lora_modules:
             for name, module in modules.items():
-                if name.endswith("qkv_proj"):
-                    layer = module.base_layer
-                    of_keys = layer.total_num_kv_heads * layer.head_size
-                    return {"q_proj": layer.total_num_heads * layer.head_size, "k_proj": of_keys, "v_proj": of_keys}
+                if rows := _ROWS.get(name.rpartition(".")[-1]):
+                    return rows(module)
         return {}
+
+
+def _rows_of_heads(module: Any) -> dict[str, int]:
+    layer = module.base_layer
+    of_keys = layer.total_num_kv_heads * layer.head_size
+    return {"q_proj": layer.total_num_heads * layer.head_size, "k_proj": of_keys, "v_proj": of_keys}
+
+
+def _rows_of_latent(module: Any) -> dict[str, int]:
+    of_queries = module.first_output_dim
+    return {"q_a_proj": of_queries, "kv_a_proj_with_mqa": module.output_size - of_queries}
+
+
+_ROWS = {"qkv_proj": _rows_of_heads, "fused_qkv_a_proj_with_mqa": _rows_of_latent}
 
 
 def module_of(name: str) -> str:

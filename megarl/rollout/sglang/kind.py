@@ -128,7 +128,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 
 _SLOT = SlotLimits(
     "SGLang",
-    ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
     {"ep_size": (None, 1), "load_format": (None, "auto", "safetensors"), "enable_lora_overlap_loading": (None, False)},
 )
 """Engines with an adapter in their slot that were compared with transformers."""
@@ -141,9 +141,32 @@ def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list
     return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
 
 
+def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
+    """Raise UserError for what SGLang has as one matrix in models whose queries have a latent, where they have none."""
+    if not adapter.multi_latent_attention or adapter.transformer_config["q_lora_rank"]:
+        return
+    if unplaced := sorted({"q_proj", "kv_a_proj_with_mqa"} & set(modules)):
+        raise UserError(
+            f"{_SLOT.alone} has no place for that of {' and '.join(unplaced)} in a model without q_lora_rank: name"
+            " modules without it in lora.target_modules, or set lora.merge=true"
+        )
+
+
+def _arguments_of_family(adapter: "Architecture", modules: Sequence[str]) -> Arguments:
+    found: dict[str, bool] = {}
+    if adapter.transformer_config.get("moe_shared_expert_intermediate_size"):
+        # On a GPU it has shared experts as one more expert, where their adapters have no place.
+        found["disable_shared_experts_fusion"] = True
+    if "kv_b_proj" in modules:
+        # It would multiply keys and values of a cached prefix by the adapters of the tokens behind it.
+        found["disable_chunked_prefix_cache"] = True
+    return found
+
+
 def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
     _SLOT.check_model(adapter)
     _SLOT.check_arguments(arguments)
+    _check_latent(adapter, modules)
     heads, tensor = adapter.transformer_config["num_query_groups"], arguments.get("tp_size") or 1
     if heads % tensor:
         # On a CPU it adds heads of zeros until they can be dealt out, and cuts adapters as if these had some.
@@ -153,6 +176,7 @@ def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", m
         )
     return {
         **arguments,
+        **_arguments_of_family(adapter, modules),
         ADAPTER_SLOT: True,
         "max_loras_per_batch": 1,
         "max_lora_rank": lora.rank,

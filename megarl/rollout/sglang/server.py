@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.rollout.sglang import cpu, cpu_experts, cpu_fp8, cpu_kv_cache, hooks
+from megarl.rollout.sglang import cpu, cpu_experts, cpu_fp8, cpu_kv_cache, cpu_latent, hooks
 from megarl.rollout.sglang.arguments import check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
@@ -63,6 +63,7 @@ if version("sglang") in VERSIONS:
         cpu_fp8.register_hooks()
         cpu_kv_cache.register_hooks()
         cpu_experts.register_hooks()
+        cpu_latent.register_hooks()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """The adapter alone in the slot of an SGLang engine: over a server with SGLang's rules, and over SGLang's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,21 @@ PARTS = [
     ("v_proj", "o_proj", "gate_proj"),
 ]
 """Modules of which some are together with others that have no adapter."""
+LATENT = {
+    # The released config.json has it, and SGLang wants it; on a CPU SGLang rotates latent attention by yarn alone.
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+PARTS_OF_LATENT = [("q_a_proj", "down_proj"), ("kv_a_proj_with_mqa", "shared_experts.up_proj"), ("kv_b_proj",)]
 MODEL = "base_model.model.model.layers.0"
 
 
@@ -78,8 +93,8 @@ def check_slot(slot: Slot, adapted: Adapted, pool: Any) -> None:
     check_that_answers_go_on_with_the_next_adapter(slot, adapted, pool)
 
 
-def check_parts(slot: Slot, adapted: Adapted, folder: Path) -> None:
-    for number, part in enumerate(PARTS):
+def check_parts(slot: Slot, adapted: Adapted, folder: Path, parts: Sequence[tuple[str, ...]] = tuple(PARTS)) -> None:
+    for number, part in enumerate(parts):
         of_part = type(adapted)(adapted.model, folder / str(number), Lora(3, 12.0, part))
         slot.update(slot.engine.version() + 1, of_part.tensors[0])
         check_greedy(slot, of_part, 0)
@@ -123,6 +138,32 @@ def test_experts_have_their_adapters(sglang_engines: Any, model_folder: Callable
         slot.update(version, adapted.tensors[version])
         check_greedy(slot, adapted, version)
     check_parts(slot, AdaptedByMerging(adapted.model, tmp_path / "merged", LORA), tmp_path)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("model", "fields", "parts", "workers"),
+    [
+        ("deepseek_v3", LATENT, PARTS_OF_LATENT, 1),
+        ("deepseek_v3", LATENT, PARTS_OF_LATENT, 2),
+        ("glm4_moe", {}, PARTS, 2),
+    ],
+)
+def test_latent_attention_and_shared_experts_have_their_adapters(
+    sglang_engines: Any,
+    tmp_path: Path,
+    model: str,
+    fields: dict[str, Any],
+    parts: list[tuple[str, ...]],
+    workers: int,
+) -> None:
+    folder = write_tiny_model(model, tmp_path / "model", seed=0, fields=fields)
+    adapted = AdaptedByMerging(folder, tmp_path, LORA)
+    slot = Slot(sglang_engines.start, adapted, "sglang", tp_size=workers)
+    for version in range(2):
+        slot.update(version, adapted.tensors[version])
+        check_greedy(slot, adapted, version)
+    check_parts(slot, adapted, tmp_path / "parts", parts)
 
 
 @pytest.mark.sglang
@@ -215,6 +256,28 @@ REFUSED = {
     "a head for two workers": ("qwen2", {"tp_size": 2}, "tp_size=2 cuts 1: set that to a divisor"),
     "expert parallelism": ("qwen3", {"ep_size": 2}, "ep_size=2: leave it out"),
 }
+
+
+def slot_arguments(folder: Path, lora: Lora) -> Mapping[str, Any]:
+    return with_adapter_slot(RolloutConfig(engine="sglang"), read_architecture(read_json(folder / CONFIG)), lora)
+
+
+def test_shared_experts_stay_apart_and_no_prefix_gets_adapters_of_others(model_folder: Callable[..., Path]) -> None:
+    keys = ("disable_shared_experts_fusion", "disable_chunked_prefix_cache")
+    found = {
+        (model, part): [slot_arguments(model_folder(model, 0), Lora(3, 12.0, (part,))).get(key) for key in keys]
+        for model, part in [("qwen3_moe", "o_proj"), ("glm4_moe", "o_proj"), ("deepseek_v3", "kv_b_proj")]
+    }
+    assert list(found.values()) == [[None, None], [True, None], [True, True]]
+
+
+def test_matrices_of_queries_without_a_latent_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model("deepseek_v3", tmp_path / "model", fields={"q_lora_rank": None})
+    with pytest.raises(
+        UserError, match=r"no place for that of kv_a_proj_with_mqa and q_proj in .* lora\.target_modules"
+    ):
+        slot_arguments(folder, LORA)
+    assert slot_arguments(folder, Lora(3, 12.0, ("o_proj",)))["lora_target_modules"] == ["o_proj"]
 
 
 @pytest.mark.parametrize("case", list(REFUSED))

@@ -1,0 +1,79 @@
+"""Latent attention in SGLang on a CPU (0.5.23): its own layers, over the cache that `torch_native` reads.
+
+SGLang multiplies by adapters of kv_b_proj in Triton alone. Their matrices have a slot for each adapter, A [slots, r, L]
+and B [slots, heads * (K + V), r], whose rows are the keys of a head before its values.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
+_OF_SLOTS = "sglang.kernels.ops.lora.dense.kv_b_lora_absorbed"
+
+
+def register_hooks() -> None:
+    """Tell SGLang's registry of hooks those of latent attention."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_LATENT}.get_handler", attend_to_latent, HookType.AROUND)
+    for function, stand_in in (
+        ("step_a_q_fwd", keys_of_heads),
+        ("step_b_q_fwd", add_to_latent),
+        ("step_a_v_fwd", low_rank_of_latent),
+        ("step_b_v_fwd", add_values_of_heads),
+    ):
+        HookRegistry.register(f"{_OF_SLOTS}.{function}", stand_in, HookType.REPLACE)
+
+
+def attend_to_latent(original: Callable[..., Any], registry: Any, backend: str) -> Any:
+    """Have latent attention read latent keys and values from the cache, of prompts too, as a response's tokens do.
+
+    SGLang gives `torch_native` the heads of a prompt, which it looks for in the cache, where there are none.
+    """
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    if backend != "torch_native":
+        return original(registry, backend)
+    return lambda *_: AttnForwardMethod.MLA
+
+
+def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> Tensor:
+    """Queries [T, heads, K] by the keys of B: [T, heads, r]."""
+    found = queries.new_zeros(*queries.shape[:2], b.shape[-1])
+    for rows, slot in _segments(batch):
+        keys = b[slot].unflatten(0, (-1, rows_of_head))[:, : queries.shape[-1]]
+        found[rows] = torch.einsum("thk,hkr->thr", queries[rows], keys)
+    return found
+
+
+def add_to_latent(low_rank: Tensor, a: Tensor, batch: Any, output: Tensor) -> Tensor:
+    """Add [T, heads, r] by A, scaled, to queries of the latent [T, heads, L]."""
+    for rows, slot in _segments(batch):
+        output[rows] += batch.scalings[slot] * torch.einsum("thr,rl->thl", low_rank[rows], a[slot])
+    return output
+
+
+def low_rank_of_latent(attended: Tensor, a: Tensor, batch: Any) -> Tensor:
+    """Attended latents [T, heads, L] by A: [T, heads, r]."""
+    found = attended.new_zeros(*attended.shape[:2], a.shape[1])
+    for rows, slot in _segments(batch):
+        found[rows] = torch.einsum("thl,rl->thr", attended[rows], a[slot])
+    return found
+
+
+def add_values_of_heads(low_rank: Tensor, b: Tensor, batch: Any, output: Tensor, keys: int, values: int) -> Tensor:
+    """Add [T, heads, r] by the values of B, scaled, to the heads' outputs [T, heads, V]."""
+    for rows, slot in _segments(batch):
+        of_values = b[slot].unflatten(0, (-1, keys + values))[:, keys:]
+        output[rows] += batch.scalings[slot] * torch.einsum("thr,hvr->thv", low_rank[rows], of_values)
+    return output
+
+
+def _segments(batch: Any) -> Iterator[tuple[slice, int]]:
+    """Tokens that follow each other, and the slot of their adapter."""
+    bounds, slots = batch.seg_indptr.tolist(), batch.weight_indices.tolist()
+    for segment in range(batch.num_segments):
+        yield slice(bounds[segment], bounds[segment + 1]), slots[segment]
