@@ -129,7 +129,13 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 _SLOT = SlotLimits(
     "SGLang",
     ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
-    {"ep_size": (None, 1), "load_format": (None, "auto", "safetensors"), "enable_lora_overlap_loading": (None, False)},
+    {
+        "ep_size": (None, 1),
+        "load_format": (None, "auto", "safetensors"),
+        "enable_lora_overlap_loading": (None, False),
+        "disable_shared_experts_fusion": (None, True),
+        "disable_chunked_prefix_cache": (None, True),
+    },
 )
 """Engines with an adapter in their slot that were compared with transformers."""
 _OF_EXPERT = ("gate_proj", "up_proj", "down_proj")

@@ -255,6 +255,11 @@ REFUSED = {
     "no weights": ("qwen3", {"load_format": "dummy"}, "load_format=dummy: leave it out"),
     "a head for two workers": ("qwen2", {"tp_size": 2}, "tp_size=2 cuts 1: set that to a divisor"),
     "expert parallelism": ("qwen3", {"ep_size": 2}, "ep_size=2: leave it out"),
+    "fused shared experts": (
+        "glm4_moe",
+        {"disable_shared_experts_fusion": False},
+        "disable_shared_experts_fusion=False: leave it out",
+    ),
 }
 
 
