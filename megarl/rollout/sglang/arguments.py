@@ -67,6 +67,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     """
     SGLANG.check(_own_left_out(given))
     hf_config = json.loads((model_path / "config.json").read_text())
+    _check_layers(hf_config)
     required = {**_REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
     for name in given:
         if name in required and given[name] != required[name]:
@@ -91,6 +92,23 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
         **required,
         "weight_version": version,
     }
+
+
+def _check_layers(hf_config: Mapping[str, Any]) -> None:
+    found = [
+        f"{field}={hf_config[field]}"
+        for field, usual in _ALL_SPARSE.items()
+        if hf_config.get(field) not in (None, usual)
+    ]
+    if hf_config["model_type"] == "qwen3_moe" and found:
+        raise UserError(
+            f"SGLang {VERSIONS[0]} gives every layer of a qwen3_moe model experts, and config.json has dense ones"
+            f" ({', '.join(found)}), which would be left out: set another rollout.engine"
+        )
+
+
+_ALL_SPARSE: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Fields of config.json -> their values where every layer has experts."""
 
 
 def adapter_config(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from sglang_rules import RULES, stopped_scheduler
 from converters.errors import UserError
 from megarl.cluster.partials import Partials
 from megarl.data.stretches import here, joined
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import installation, tracing
@@ -364,6 +365,14 @@ def test_what_megarl_sets_cannot_be_given(folders):
     for name, value in refused.items():
         with pytest.raises(UserError, match=name):
             SGLANG.check({name: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("mlp_only_layers", [0]), ("decoder_sparse_step", 2)])
+def test_dense_layers_between_experts_are_refused(tmp_path, field, value):
+    """SGLang builds experts in their place, finds no weights for them, and skips those of the dense ones in silence."""
+    folder = write_tiny_model("qwen3_moe", tmp_path, fields={field: value})
+    with pytest.raises(UserError, match=rf"has dense ones \({field}=.*set another rollout\.engine"):
+        server_arguments(folder, {}, 1, "key")
 
 
 def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
