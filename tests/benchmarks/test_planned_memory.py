@@ -15,7 +15,7 @@ TWO_RANKS = [name for name, sizes in planned_memory.LAYOUTS.items() if sizes.wor
     [
         ("qwen3_moe", TWO_RANKS, {}),
         ("deepseek_v3", ["one rank"], {}),
-        ("deepseek_v3", ["PP 2", "EP 2", "DP 2, FSDP2"], FULL),
+        pytest.param("deepseek_v3", ["PP 2", "EP 2", "DP 2, FSDP2"], FULL, marks=pytest.mark.long),
     ],
     ids=["without recomputation", "latent attention", "recomputed"],
 )

@@ -56,6 +56,7 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     assert all(0 < each.predictions < each.activations.peak for each in rehearsed)
 
 
+@pytest.mark.long
 def test_a_recomputed_layer_keeps_its_input_for_each_micro_batch_in_flight(folder: Path) -> None:
     stages = ParallelSizes(2, pipeline_model_parallel_size=2)
     options = MegatronOptions(stages, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=RECOMPUTE)
@@ -100,7 +101,7 @@ def test_a_rank_without_rows_of_a_small_parameter_is_that_of_the_layout(tmp_path
     # FSDP2 gives four rows as two, two and none.
     folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 1, "head_dim": 4, "hidden_size": 32})
     options = MegatronOptions(ParallelSizes(3, use_torch_fsdp2=True), torch.bfloat16, optimizer={"lr": 1e-3})
-    first, _, last = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), range(3), SMALL)
+    first, last = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), (0, 2), SMALL)
     assert first.state.gradients > last.state.gradients
 
 

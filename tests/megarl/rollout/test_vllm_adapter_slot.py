@@ -90,8 +90,8 @@ def test_experts_have_their_adapters(
     ("model", "fields", "lora"),
     [
         ("deepseek_v3", {}, LATENT_AND_ALL),
-        ("deepseek_v3", {}, PARTS_OF_LATENT),
-        ("deepseek_v3", {"q_lora_rank": None}, WITHOUT_LATENT_QUERY),
+        pytest.param("deepseek_v3", {}, PARTS_OF_LATENT, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", {"q_lora_rank": None}, WITHOUT_LATENT_QUERY, marks=pytest.mark.long),
         ("glm4_moe", {}, LORA),
     ],
 )
