@@ -36,6 +36,8 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of sockets between processes of an engine."""
+_LONGEST_FOLDER = 107 - len("/00000000-0000-0000-0000-000000000000")
+"""Characters, as the path of a Unix socket ends after 107: below a long TMPDIR sockets lie where vLLM has them."""
 
 _DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
@@ -76,9 +78,9 @@ def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -
         del defaults["GLOO_SOCKET_IFNAME"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if _SOCKETS not in os.environ:
-        # Two for each worker, which vLLM 0.32.0 leaves in /tmp.
-        os.environ[_SOCKETS] = str(scratch_folder_of_process())
+    # Two for each worker, which vLLM 0.32.0 leaves in /tmp.
+    if _SOCKETS not in os.environ and len(folder := str(scratch_folder_of_process())) <= _LONGEST_FOLDER:
+        os.environ[_SOCKETS] = folder
 
 
 def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:

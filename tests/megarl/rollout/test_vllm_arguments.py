@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 import torch
 
@@ -10,6 +16,22 @@ from megarl.rollout.vllm.sequences import finish_reason
 def _config(folder, given):
     config = make_engine_config(folder, given)
     return config.model_config.dtype, config.scheduler_config.max_num_seqs, config.model_config.skip_tokenizer_init
+
+
+@pytest.mark.parametrize(("characters", "has_own"), [(30, True), (60, False)])
+def test_paths_of_sockets_fit_also_below_a_long_tmpdir(characters, has_own):
+    program = (
+        "import os; from megarl.rollout.vllm.arguments import prepare_environment; prepare_environment();"
+        " print(os.environ.get('VLLM_RPC_BASE_PATH', ''))"
+    )
+    with TemporaryDirectory(prefix="x" * (characters - len("/tmp/12345678")), dir="/tmp") as tmpdir:
+        environment = {**os.environ, "TMPDIR": tmpdir}
+        environment.pop("VLLM_RPC_BASE_PATH", None)
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+        )
+        assert list(Path(tmpdir).iterdir()) == []
+    assert run.stdout.strip().startswith(tmpdir) == has_own
 
 
 def _reasons():
