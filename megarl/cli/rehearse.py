@@ -215,6 +215,6 @@ def _print_table(needs: "Sequence[Need]") -> None:
 def _too_large(need: "Need", options: argparse.Namespace) -> str:
     return (
         f"{need.role} ({need.who}) needs {say_bytes(need.total)} in its {need.phase}, {say_bytes(-need.free)} more than"
-        f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it for"
-        f" {need.largest}"
+        f" there is on a GPU of {options.gpu_memory} with {options.keep_free} kept free, most of it"
+        f" for {need.largest}"
     )

@@ -79,7 +79,7 @@ def let_segment_go(name: str, *_: Any, **__: Any) -> None:
 def let_tracked_go(original: Callable[[str, str], None], name: str, kind: str) -> None:
     """Note what multiprocessing tracks, semaphores and segments: SGLang 0.5.23 kills the tracker beside its workers."""
     original(name, kind)
-    note_segment(Path(os.environ[FOLDER_VARIABLE]), f"{_PREFIXES.get(kind, '')}{name.removeprefix('/')}")
+    let_segment_go(f"{_PREFIXES.get(kind, '')}{name.removeprefix('/')}")
 
 
 _PREFIXES = {"semaphore": "sem."}

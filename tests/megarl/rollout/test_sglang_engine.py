@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,11 @@ from sglang_rules import RULES, stopped_scheduler
 from converters.errors import UserError
 from megarl.cluster.partials import Partials
 from megarl.data.stretches import here, joined
-from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import installation, tracing
-from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
 from megarl.rollout.sglang.calls import REFUSED
 from megarl.rollout.sglang.engine import SglangEngine
-from megarl.rollout.sglang.kind import SGLANG, VERSIONS
-from megarl.rollout.sglang.samples import Limits, question
 from megarl.rollout.transformers.sampling import kept_log_probs
 
 LIMIT = 512
@@ -348,55 +343,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, p
     with pytest.raises(UserError, match=message):
         engine.start()
     engine.close()
-
-
-def test_another_version_and_another_name_are_told_in_one_sentence():
-    check_version(VERSIONS[0])
-    with pytest.raises(UserError, match=r"SGLang 0\.4\.0 is installed, .* knows 0\.5\.23 alone"):
-        check_version("0.4.0")
-    with pytest.raises(UserError, match=r"tp_sise: .*did you mean rollout\.engine_args\.tp_size"):
-        check_names(["tp_sise"], ["tp_size", "ep_size"])
-
-
-def test_what_megarl_sets_cannot_be_given(folders):
-    with pytest.raises(UserError, match="skip_tokenizer_init is set by megarl"):
-        server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
-    refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e5m2", "schedule_policy": "lpm"}
-    for name, value in refused.items():
-        with pytest.raises(UserError, match=name):
-            SGLANG.check({name: value})
-
-
-@pytest.mark.parametrize(("field", "value"), [("mlp_only_layers", [0]), ("decoder_sparse_step", 2)])
-def test_dense_layers_between_experts_are_refused(tmp_path, field, value):
-    """SGLang builds experts in their place, finds no weights for them, and skips those of the dense ones in silence."""
-    folder = write_tiny_model("qwen3_moe", tmp_path, fields={field: value})
-    with pytest.raises(UserError, match=rf"has dense ones \({field}=.*set another rollout\.engine"):
-        server_arguments(folder, {}, 1, "key")
-
-
-def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
-    """As `SchedulePolicy.calc_priority` of SGLang reads it: by sign x priority, and the sign is -1 by itself."""
-    arguments = server_arguments(folders[0], {}, 1, "key")
-    assert arguments["enable_priority_scheduling"] is True
-    assert arguments["schedule_low_priority_values_first"] is True
-    with pytest.raises(UserError, match="schedule_low_priority_values_first is set by megarl"):
-        server_arguments(folders[0], {"schedule_low_priority_values_first": False}, 1, "key")
-    limits = Limits(LIMIT, 64)
-    asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, interval=64)
-    assert asked["priority"] == 4096
-
-
-def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.delenv(installation.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    with pytest.raises(UserError, match="make setup SGLANG=1"):
-        installation.installation()
-    packages = tmp_path / installation.PACKAGES / "sglang"
-    packages.mkdir(parents=True)
-    python, paths = installation.installation()
-    assert (python, paths[0]) == (sys.executable, str(packages.parent))
-    assert (Path(paths[1]) / "megarl").is_dir()
 
 
 def test_a_response_that_was_cut_goes_on_as_it_would_have(served):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from engine_host import GREEDY, PROMPTS, Served
-from rounded_cache import RoundedCache, best_of
-from transformers import AutoModelForCausalLM, DynamicCache
+from engine_host import Served
+from rounded_cache import check_that_keys_and_values_are_rounded
 
 from converters.errors import UserError
-from megarl.rollout.protocol import Request
 from megarl.rollout.vllm import cpu_kv_cache
 from megarl.rollout.vllm.arguments import make_engine_config
 
@@ -15,23 +13,7 @@ from megarl.rollout.vllm.arguments import make_engine_config
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's attention in FP8 needs a CPU with AVX-512")
 def test_greedy_equals_huggingface_with_rounded_keys_and_values(host, folders):
     served = Served(host.start(folders[0], kv_cache_dtype="fp8"), folders)
-    gaps = []
-
-    def check(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        generated = served.engine.generate([Request(prompt, GREEDY) for prompt in PROMPTS])
-        for prompt, (generation,) in zip(PROMPTS, generated, strict=True):
-            answer, found = generation.token_ids.tolist(), torch.tensor(generation.log_probs)
-            rounded, exact = (best_of(model, prompt, answer, cache) for cache in (RoundedCache, DynamicCache))
-            assert answer == rounded.indices.tolist()
-            # A number beside a tie of e4m3 may be rounded to the other side.
-            assert torch.allclose(found, rounded.values, atol=1e-3)
-            gaps.append((found - exact.values).abs().max())
-
-    check(folders[0])
-    served.update(served.second, 1)
-    check(folders[1])
-    assert max(gaps) > 0.03
+    check_that_keys_and_values_are_rounded(served)
     shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
     (trace,) = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
     assert trace.untraced == {}
