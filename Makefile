@@ -8,7 +8,7 @@ OUTPUT ?=
 # Processes that run tests. A file stays with one (tests/conftest.py); in order, the long files are not all at the end.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -48,9 +48,10 @@ help:
 	@echo "make benchmark-kv-scales [ARGS=...]    keys and values in FP8 with scales of 1, calibrated ones and bounds"
 	@echo "make benchmark-gaps [ARGS=...]         engine beside trainer after each refit, by model, engine and number format"
 
-setup:
+setup: environment $(if $(SGLANG),.venv-sglang)
+
+environment:
 	@python3 tools/setup_environment.py $(if $(CUDA),--cuda)
-	$(if $(SGLANG),@$(MAKE) --no-print-directory .venv-sglang)
 
 benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
@@ -100,7 +101,7 @@ docs: setup
 	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
 # What SGLang needs in other versions than .venv has lies beside it, and only its server sees it.
-.venv-sglang: constraints/sglang.txt | setup
+.venv-sglang: constraints/sglang.txt | environment
 	rm -rf $@ $@.partial
 	@$(PYTHON) -m pip install --quiet --no-deps --retries 10 --target $@.partial --requirement $< || { rm -rf $@.partial; \
 		echo "[setup] error: SGLang could not be installed, as pip says above; all else is there. Run the same command again" >&2; exit 1; }

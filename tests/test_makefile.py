@@ -1,0 +1,47 @@
+"""The commands that `make` would run."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTALLS_SGLANG = "--target .venv-sglang.partial"
+ANEW = ("--what-if", "constraints/sglang.txt")
+
+
+def planned(*arguments: str) -> list[str]:
+    """The commands of a target. Raises TimeoutExpired where `make` calls itself without an end."""
+    command = ["make", "--dry-run", *arguments]
+    # The tests may run under a make, whose options are not those of this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment.pop("MFLAGS", None)
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as make:
+        try:
+            commands = make.communicate(timeout=20)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(make.pid, signal.SIGKILL)
+            raise
+    assert make.returncode == 0
+    return commands.splitlines()
+
+
+@pytest.mark.parametrize(
+    "target", [["setup", "SGLANG=1"], ["quickstart", "ENGINE=sglang"], ["test-sglang"]], ids=" ".join
+)
+def test_sglang_is_installed_once_after_the_environment(target):
+    commands = planned(*ANEW, *target)
+    (place,) = [i for i, command in enumerate(commands) if INSTALLS_SGLANG in command]
+    assert ["tools/setup_environment.py" in command for command in commands[:place]] == [True] + [False] * (place - 1)
+    assert not any("tools/setup_environment.py" in command for command in commands[place:])
+
+
+@pytest.mark.parametrize("target", ["setup", "quickstart", "test"])
+def test_who_does_not_ask_for_sglang_gets_none(target):
+    commands = planned(*ANEW, target)
+    assert any("tools/setup_environment.py" in command for command in commands)
+    assert not any(INSTALLS_SGLANG in command for command in commands)
