@@ -2,7 +2,8 @@
 
 The code gets tensors on torch's meta device, which have a storage but no memory. A view of one shares its storage, so
 offset and strides are its place in the HuggingFace tensor. A copy of such a view into a parameter is written down and
-not carried out, and neither is anything else that would write into a parameter.
+not carried out, and neither is anything else that would write into a parameter. Several that a loader joins before it
+copies them are followed as their parts.
 """
 
 from collections import defaultdict
@@ -60,6 +61,32 @@ class _Followed:
         return Box(tuple(start for start, _ in parts), tuple(stop for _, stop in parts)).shift(self.hf_box.start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A meta tensor, kept so that its storage stays its own: parts that follow each other along a dimension."""
+
+    parts: Sequence[tuple[_Followed, Tensor]]
+    """Each with the view of what is followed that it is."""
+    dimension: int
+    tensor: Tensor
+
+    def cut(self, view: Tensor) -> list[tuple[_Followed, Tensor, int]] | None:
+        """The parts in a view of `tensor`, and where each begins in the view; None if the view is no box of it."""
+        box = Strided.of(self.tensor).box_of(Strided.of(view))
+        if box is None or box.shape != tuple(view.shape):
+            return None
+        found, end = [], 0
+        for followed, part in self.parts:
+            start, end = end, end + part.shape[self.dimension]
+            bounds = list(zip(box.start, box.stop, strict=True))
+            low, high = bounds[self.dimension]
+            bounds[self.dimension] = (max(low, start) - start, min(high, end) - start)
+            if max(low, start) < min(high, end):
+                within = tuple(slice(*each) for each in bounds)
+                found.append((followed, part[within], max(low, start) - low))
+        return found
+
+
 class LoadTracer(TorchDispatchMode):
     """While active, notes what is copied from followed tensors into `parameters`, and keeps all writes from these.
 
@@ -81,6 +108,7 @@ class LoadTracer(TorchDispatchMode):
         for name, parameter in parameters.items():
             self._parameters[_storage(parameter)].append((name, parameter))
         self._followed: dict[int, _Followed] = {}
+        self._joined: dict[int, _Joined] = {}
         self._boxes: dict[Box, Box] = {}
 
     def follow(self, hf_name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -102,8 +130,11 @@ class LoadTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((*args, *kwargs.values()))
-        followed = next((found for tensor in tensors if (found := self._followed.get(_storage(tensor)))), None)
+        storages = [_storage(tensor) for tensor in _tensors((*args, *kwargs.values()))]
+        joined = next((self._joined[each] for each in storages if each in self._joined), None)
+        if joined is not None:
+            return self._use_joined(joined, func, args, kwargs)
+        followed = next((self._followed[each] for each in storages if each in self._followed), None)
         if followed is not None:
             return self._use(followed, func, args, kwargs)
         if parameters := [each for each in _written(func, args, kwargs) if self._holders(each)]:
@@ -115,11 +146,13 @@ class LoadTracer(TorchDispatchMode):
         if func is _aten.copy_.default and _storage(args[0]) not in self._followed:
             self._copy(followed, args[0], args[1])
             return args[0]
+        if func is _aten.cat.default:
+            return self._join(*args, **kwargs)
         if func not in _EQUAL:
             if not _is_view(func):
                 raise self._untraceable(followed, f"computes with its values ({func})")
             return func(*args, **kwargs)
-        result = func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
+        result = _without_values(func, args, kwargs)
         self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
         hf_box = followed.hf_box_of(args[0]) if result.numel() else followed.hf_box
         if hf_box is None:
@@ -127,6 +160,41 @@ class LoadTracer(TorchDispatchMode):
         if result.numel() and _long(hf_box.shape) != _long(result.shape):
             raise self._untraceable(followed, "copies a part of it into another shape")
         self._followed[_storage(result)] = _Followed(followed.hf_name, hf_box, result)
+        return result
+
+    def _join(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        parts = [(self._followed.get(_storage(tensor)), tensor) for tensor in tensors]
+        known = [(followed, tensor) for followed, tensor in parts if followed is not None]
+        result = torch.cat([torch.empty_like(tensor, device="meta") for tensor in tensors], dim)
+        if len(known) < len(parts):
+            raise self._untraceable([followed for followed, _ in known], "joins it with what is not loaded")
+        for followed, tensor in known:
+            self._check_cast(followed, tensor.dtype, result.dtype, widening=True)
+        self._joined[_storage(result)] = _Joined(known, dim % result.dim(), result)
+        return result
+
+    def _use_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
+        whole = [followed for followed, _ in joined.parts]
+        copies = func is _aten.copy_.default and _storage(args[0]) not in self._joined
+        if not copies and func not in _EQUAL:
+            if not _is_view(func):
+                raise self._untraceable(whole, f"joins it with others, and computes with their values ({func})")
+            return func(*args, **kwargs)
+        cut = joined.cut(args[1] if copies else args[0])
+        if cut is None:
+            raise self._untraceable(whole, "joins it with others, and takes a part of them that is not a box")
+        if copies:
+            if args[0].shape != args[1].shape:
+                raise self._untraceable(whole, "joins it with others, and copies them into another shape")
+            for followed, part, start in cut:
+                self._copy(followed, args[0].narrow(joined.dimension, start, part.shape[joined.dimension]), part)
+            return args[0]
+        result = _without_values(func, args, kwargs)
+        for followed, _, _ in cut:
+            self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
+        self._joined[_storage(result)] = _Joined(
+            [(followed, part) for followed, part, _ in cut], joined.dimension, result
+        )
         return result
 
     def _copy(self, followed: _Followed, destination: Tensor, source: Tensor) -> None:
@@ -188,9 +256,16 @@ class LoadTracer(TorchDispatchMode):
         if not plain or (widening and torch.promote_types(source, target) != target):
             raise self._untraceable(followed, f"casts it from {source} to {target}")
 
-    def _untraceable(self, followed: _Followed, action: str) -> UntraceableError:
-        self.untraced.setdefault(followed.hf_name, f"the engine's loader {action}")
-        return UntraceableError(followed.hf_name)
+    def _untraceable(self, followed: _Followed | Sequence[_Followed], action: str) -> UntraceableError:
+        names = [each.hf_name for each in (followed if isinstance(followed, Sequence) else [followed])]
+        for name in names:
+            self.untraced.setdefault(name, f"the engine's loader {action}")
+        return UntraceableError(names)
+
+
+def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that copies what has no values, on any device that it names."""
+    return func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
 
 
 def _long(shape: Sequence[int]) -> list[int]:

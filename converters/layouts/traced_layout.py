@@ -114,10 +114,26 @@ def _load(
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, str]:
-    """Offer every tensor to the loader once; after one that it refuses, call it again with those that follow.
+    """Offer every tensor to the loader; after one that it refuses, call it again with those that follow.
 
-    HuggingFace name -> reason, of those that it refused.
+    A loader that keeps tensors to load them with others forgets them when it is called again: it gets all that went
+    nowhere once more, without any that it refuses. HuggingFace name -> reason, of those that it refused.
     """
+    refused = _offer(load_weights, tracer, hf_shapes, hf_dtypes)
+    if tracer.untraced:
+        traced = {copy.hf_name for copies in tracer.copies.values() for copy in copies}
+        left = {name: shape for name, shape in hf_shapes.items() if name not in traced | tracer.untraced.keys()}
+        refused |= _offer(load_weights, tracer, left, hf_dtypes)
+    return refused
+
+
+def _offer(
+    load_weights: LoadWeights,
+    tracer: LoadTracer,
+    hf_shapes: Mapping[str, Shape],
+    hf_dtypes: Mapping[str, torch.dtype],
+) -> dict[str, str]:
+    """Offer every tensor to the loader once."""
     names, offered = iter(hf_shapes), [""]
     refused: dict[str, str] = {}
 

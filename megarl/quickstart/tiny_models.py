@@ -136,9 +136,10 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "topk_group": 1,
             "routed_scaling_factor": 1.5,
             "norm_topk_prob": True,
-            # transformers 5 leaves these two out of the configuration, the released config.json has them.
+            # transformers 5 leaves these three out of the configuration, the released config.json has them.
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
             "num_nextn_predict_layers": 0,
             "tie_word_embeddings": False,
             "max_position_embeddings": 512,

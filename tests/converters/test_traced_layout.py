@@ -154,6 +154,60 @@ def test_any_loader_that_cuts_and_joins(data):
     check_against_load(load, {"p": empty(sum(rows for _, _, rows, _ in plan), columns)}, hf)
 
 
+@given(st.data())
+def test_any_loader_that_joins_tensors_and_cuts_what_it_has_joined(data):
+    """Views of two to four tensors joined along rows or columns, of which boxes go into parameters."""
+    dimension = data.draw(st.integers(0, 1), "dimension")
+    across = data.draw(st.integers(1, 3), "across")
+    lengths = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=2, max_size=4), "parts")
+    steps = data.draw(st.lists(st.sampled_from(["clone", "wide", "cut", "detach"]), max_size=3), "steps")
+    total = sum(length for _, length in lengths)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, total - 1)), max_size=2), "cuts") - {total})
+
+    def shape(length):
+        return (length, across) if dimension == 0 else (across, length)
+
+    hf = count_up({f"w{i}": shape(before + length) for i, (before, length) in enumerate(lengths)})
+    bounds = list(zip([0, *cuts], [*cuts, total], strict=True))
+
+    def load(parameters, weights):
+        tensors = [tensor for _, tensor in weights]
+        parts = [tensor.narrow(dimension, *cut) for tensor, cut in zip(tensors, lengths, strict=True)]
+        joined = torch.cat(parts, dimension - 2 * (len(parts) % 2))
+        for step in steps:
+            if step == "cut":
+                joined = joined[:, :] if dimension == 0 else joined[...]
+            else:
+                joined = {"clone": joined.clone, "detach": joined.detach, "wide": joined.double}[step]()
+        for i, (start, stop) in enumerate(bounds):
+            part = joined.narrow(dimension, start, stop - start)
+            parameters[f"p{i}"].copy_(part.clone() if i % 2 else part)
+
+    parameters = {f"p{i}": empty(*shape(stop - start)) for i, (start, stop) in enumerate(bounds)}
+    check_against_load(load, parameters, hf)
+
+
+@pytest.mark.parametrize("between", ["", "w"])
+def test_a_loader_that_waits_for_another_tensor_gets_it_in_one_call(between):
+    """Also where one that it refuses came between the two."""
+
+    def load(parameters, weights):
+        kept = {}
+        for name, tensor in weights:
+            if name == "w":
+                refuse(parameters, tensor)
+            kept[name] = tensor
+            if {"a", "b"} <= kept.keys():
+                parameters["ab"].copy_(torch.cat([kept.pop("a"), kept.pop("b")]))
+
+    hf = count_up({"a": (2, 3)} | ({between: (4, 4)} if between else {}) | {"b": (1, 3)})
+    trace = run(load, {"ab": empty(3, 3), "w": empty(5)}, hf)
+    assert set(trace.untraced) == ({between} - {""})
+    assert {placement.hf_name: placement.local_box for placement in trace.shard.placements} == {
+        "a": Box((0, 0), (2, 3)), "b": Box((2, 0), (3, 3))
+    }  # fmt: skip
+
+
 def by_name(**ways):
     """A loader that has a way for each tensor, and copies the others whole."""
 
@@ -183,7 +237,13 @@ def needs_values(tensor):
         (lambda p, t: p["w"].add_(t), "computes with its values (aten.add_.Tensor)"),
         (lambda p, t: p["w"].fill_(t[0, 0]), "computes with its values (aten.fill_.Tensor)"),
         (lambda p, t: p["w"].fill_(t[0, 0].item()), "computes with its values"),
-        (lambda p, t: p["w"].copy_(torch.cat([t[2:], t[:2]])), "computes with its"),
+        (lambda p, t: p["w"].copy_(torch.cat([t[2:], t[:2]])), None),
+        (lambda p, t: p["w"].copy_(torch.cat([t[:2], torch.ones(2, 4)])), "joins it with what is not loaded"),
+        (lambda p, t: p["w"].copy_(torch.cat([t[2:], t[:2]]) + 1), "joins it with others, and computes with their"),
+        (lambda p, t: p["w"].copy_(torch.cat([t[2:], t[:2]]).t()), "joins it with others, and takes a part of them"),
+        (lambda p, t: p["w"].copy_(torch.cat([t[0], t[1]])[:4]), "joins it with others, and copies them into another"),
+        (lambda p, t: p["w"].copy_(torch.cat([t[2:], t[:2]]).half().float()), "casts it from torch.float32 to"),
+        (lambda p, t: torch.empty(4, 4).copy_(torch.cat([t[2:], t[:2]])), "puts it into memory that is not one of the"),
         (lambda p, t: p["w"].index_copy_(0, torch.arange(4), t), "computes with its values"),
         (lambda p, t: torch.mul(t, 2, out=p["w"]), "computes with its values"),
         (lambda p, t: t.mul_(2), "computes with its values"),
@@ -220,7 +280,7 @@ def test_what_cannot_be_recorded_is_named_and_the_rest_goes_on(way, reason):
         is_refused = reason.startswith("refuses") and "no values" not in reason
         assert trace.refused == (trace.untraced if is_refused else {})
         assert untraced([trace, trace]) == trace.untraced
-    names = [placement.hf_name for placement in trace.shard.placements]
+    names = list(dict.fromkeys(placement.hf_name for placement in trace.shard.placements))
     assert names == (["a", "z"] if reason else ["a", "w", "z"])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
+_ROTATION = "sglang.srt.layers.rotary_embedding.factory"
 _OF_SLOTS = "sglang.kernels.ops.lora.dense.kv_b_lora_absorbed"
 
 
@@ -19,6 +20,7 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_LATENT}.get_handler", attend_to_latent, HookType.AROUND)
+    HookRegistry.register(f"{_ROTATION}.get_rope_cpu", rotate_without_yarn, HookType.AROUND)
     for function, stand_in in (
         ("step_a_q_fwd", keys_of_heads),
         ("step_b_q_fwd", add_to_latent),
@@ -38,6 +40,25 @@ def attend_to_latent(original: Callable[..., Any], registry: Any, backend: str) 
     if backend != "torch_native":
         return original(registry, backend)
     return lambda *_: AttnForwardMethod.MLA
+
+
+def rotate_without_yarn(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Rotate as on other devices where positions are not scaled: on a CPU SGLang asserts that they are, by yarn."""
+    if rope_scaling is not None:
+        return original(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *rest, **named)
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return get_rope(head_size, rotary_dim, max_position, base, is_neox_style)
 
 
 def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> Tensor:

@@ -239,8 +239,7 @@ class SglangEngine(OwnedEngine):
     def _begin_loading(self) -> None:
         from megarl.rollout.sglang import worker
 
-        if self._has_slot:
-            self._workers(worker.forget_adapter)
+        self._workers(worker.forget_adapter if self._has_slot else worker.begin_loading)
 
     def _load(self, bucket: Bucket) -> None:
         from megarl.rollout.sglang import worker
@@ -250,8 +249,7 @@ class SglangEngine(OwnedEngine):
     def _finish_loading(self) -> None:
         from megarl.rollout.sglang import worker
 
-        if self._has_slot:
-            self._workers(worker.fill_slot)
+        self._workers(worker.fill_slot if self._has_slot else worker.finish_loading)
 
     def _receive(self, version: int) -> None:
         self._receivers(WeightReceiver.receive, version)

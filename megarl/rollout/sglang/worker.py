@@ -17,6 +17,7 @@ from megarl.rollout.protocol import EngineMemory, UpdateError
 from megarl.rollout.sglang import cpu, tracing
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.calls import CallFolder
+from megarl.rollout.sglang.loaded_together import LoadedTogether
 from megatron_ext.device_memory import CountedMemory
 
 
@@ -44,6 +45,7 @@ class _Worker:
         self.model: Any = runner.model
         self.receiver = WeightReceiver(_Model(self.model), number)
         self.segments: list[Tensor] = []
+        self.together = LoadedTogether(self.model.config)
         self.taken: dict[str, bool] = {}
         """Name of a tensor -> whether the loader puts it anywhere."""
         self.profiler: Profiler | None = None
@@ -67,13 +69,18 @@ def map_segments(worker: _Worker, segments: Sequence[str], segment_bytes: int) -
     worker.segments = [map_segment(segment, segment_bytes) for segment in segments]
 
 
+def begin_loading(worker: _Worker) -> None:
+    """Keep nothing of an update that was given up."""
+    worker.together.forget()
+
+
 def load_bucket(worker: _Worker, bucket: Bucket) -> None:
     """Load a bucket by the model's own loader. Raises UpdateError for a tensor that the loader would skip.
 
     SGLang 0.5.23 skips a tensor that it does not know without an error. See also `tracing.check_loadable`.
     """
     tracing.check_loadable(worker.model)
-    tensors = dict(loadable(bucket, worker.segments[bucket.segment]))
+    tensors = worker.together.ready(dict(loadable(bucket, worker.segments[bucket.segment])))
     new = {name: tensor for name, tensor in tensors.items() if name not in worker.taken}
     if new:
         shapes = {name: tuple(tensor.shape) for name, tensor in new.items()}
@@ -85,6 +92,12 @@ def load_bucket(worker: _Worker, bucket: Bucket) -> None:
             raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
     with torch.no_grad():
         worker.model.load_weights(list(tensors.items()))
+
+
+def finish_loading(worker: _Worker) -> None:
+    """Raise UpdateError where the loader lacks a tensor that it loads together with another."""
+    if waiting := worker.together.waiting():
+        raise UpdateError(f"SGLang's loader skips {waiting[0]}, which it takes with another tensor alone")
 
 
 def forget_adapter(worker: _Worker) -> None:

@@ -36,6 +36,7 @@ class Model:
 
     def __init__(self, folder):
         self._tensors = load_file(folder / "model.safetensors")
+        self.config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
 
     def named_parameters(self):
         return self._tensors.items()

@@ -28,6 +28,8 @@ JOINED = "model.layers.1.self_attn.qkv_proj.weight"
         ("qwen3", True, {"load_format": "dummy"}),
         ("qwen3_moe", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
         ("qwen3_moe", False, {"tp_size": 2}),
+        ("deepseek_v3", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
+        ("deepseek_v3", False, {"tp_size": 2}),
     ],
 )
 def test_greedy_equals_huggingface_before_and_after_updates(
