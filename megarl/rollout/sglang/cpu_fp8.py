@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.fp8 import dequantise
 
 _FP8 = "sglang.srt.layers.quantization.fp8"
+_LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin"
 
 
 def register_hooks() -> None:
@@ -25,6 +26,7 @@ def register_hooks() -> None:
     for method, apply in (("Fp8LinearMethod", multiply), ("Fp8MoEMethod", multiply_by_experts)):
         HookRegistry.register(f"{_FP8}.{method}.process_weights_after_loading", keep_codes, HookType.REPLACE)
         HookRegistry.register(f"{_FP8}.{method}.apply", apply, HookType.REPLACE)
+    HookRegistry.register(f"{_LATENT}.post_load_weights", decode_keys_and_values_of_heads, HookType.AFTER)
 
 
 def with_float32(dtypes: list[torch.dtype], *_: Any) -> list[torch.dtype]:
@@ -60,6 +62,24 @@ def multiply_by_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     )
     output = moe_forward_native(decoded, x, dispatch_output.topk_output, method.moe_runner_config)
     return StandardCombineInput(hidden_states=output)
+
+
+def decode_keys_and_values_of_heads(_result: None, model: Any, *_: Any, **__: Any) -> None:
+    """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, as it does on CUDA.
+
+    On a CPU it quantises them anew, with one scale for all of them.
+    """
+    for layer in model.model.layers:
+        attention = getattr(layer, "self_attn", None)
+        projection = getattr(attention, "kv_b_proj", None)
+        if projection is None or projection.weight.dtype != torch.float8_e4m3fn:
+            continue
+        dtype = attention.kv_a_layernorm.weight.dtype
+        heads = dequantise(projection.weight.data, projection.weight_scale_inv.data, dtype).unflatten(
+            0, (-1, attention.qk_nope_head_dim + attention.v_head_dim)
+        )
+        keys, values = heads.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        attention.w_kc, attention.w_vc = keys.contiguous(), values.contiguous().transpose(1, 2)
 
 
 class _Decoded:

@@ -79,6 +79,8 @@ _KEEPING = (
 )
 """Functions that multiply by codes in blocks as they were loaded. On a CPU the first is chosen and never called."""
 
+_OPTIONAL = "_skip_weight_check"
+
 _KEPT: Mapping[str, Callable[[Any], str | None]] = {
     "UnquantizedLinearMethod": _keeps_matrix,
     "UnquantizedEmbeddingMethod": lambda _module: None,
@@ -111,8 +113,11 @@ def _packed_scales(module: nn.Module) -> list[str]:
 
 
 def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that `model.load_weights` fills, by name; one that modules share has the first name only."""
-    return dict(model.named_parameters())
+    """The parameters that `model.load_weights` fills, by name; one that modules share has the first name only.
+
+    SGLang marks those that no checkpoint has to bring: the scales of keys and values, beside weights in FP8.
+    """
+    return {name: each for name, each in model.named_parameters() if not getattr(each, _OPTIONAL, False)}
 
 
 def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:

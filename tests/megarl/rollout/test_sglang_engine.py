@@ -368,3 +368,10 @@ def test_scales_that_sglang_packed_are_loaded_no_more():
         UpdateError, match=r"packed the scales of qkv_proj for DeepGEMM .*=triton, and moe_runner_backend"
     ):
         tracing.check_loadable(model)
+
+
+def test_parameters_that_no_checkpoint_brings_are_not_expected_of_a_refit():
+    model = torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)})
+    # Marked as SGLang 0.5.23 marks the scales of keys and values in `BaseKVCacheMethod.create_weights`.
+    model["attn"].bias._skip_weight_check = True
+    assert list(tracing.loaded_parameters(model)) == ["attn.weight"]
