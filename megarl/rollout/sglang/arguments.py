@@ -68,6 +68,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     SGLANG.check(_own_left_out(given))
     hf_config = json.loads((model_path / "config.json").read_text())
     _check_layers(hf_config)
+    _check_fields(hf_config)
     required = {**_REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
     for name in given:
         if name in required and given[name] != required[name]:
@@ -106,6 +107,19 @@ def _check_layers(hf_config: Mapping[str, Any]) -> None:
             f" ({', '.join(found)}), which would be left out: set another rollout.engine"
         )
 
+
+def _check_fields(hf_config: Mapping[str, Any]) -> None:
+    if hf_config["model_type"] != "deepseek_v3":
+        return
+    if missing := [f'"{field}": {json.dumps(value)}' for field, value in _READ.items() if field not in hf_config]:
+        raise UserError(
+            f"SGLang {VERSIONS[0]} reads fields of a deepseek_v3's config.json that this one lacks, as transformers 5"
+            f" writes it: add {', '.join(missing)} there, or set another rollout.engine"
+        )
+
+
+_READ: Mapping[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Fields of a deepseek_v3's config.json -> their values in the released one, which transformers takes for granted."""
 
 _ALL_SPARSE: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 """Fields of config.json -> their values where every layer has experts."""

@@ -1,5 +1,6 @@
 """SGLang's arguments, its version and where it is installed: what is refused, and what the server is given."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def test_dense_layers_between_experts_are_refused(tmp_path, field, value):
     """SGLang builds experts in their place, finds no weights for them, and skips those of the dense ones in silence."""
     folder = write_tiny_model("qwen3_moe", tmp_path, fields={field: value})
     with pytest.raises(UserError, match=rf"has dense ones \({field}=.*set another rollout\.engine"):
+        server_arguments(folder, {}, 1, "key")
+
+
+def test_fields_that_transformers_leaves_out_and_sglang_reads_are_named(tmp_path):
+    """Without, its workers end with an AttributeError of theirs."""
+    folder = write_tiny_model("deepseek_v3", tmp_path)
+    server_arguments(folder, {}, 1, "key")
+    config = json.loads((folder / "config.json").read_text())
+    del config["moe_layer_freq"], config["topk_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r'lacks.*: add "moe_layer_freq": 1, "topk_method": "noaux_tc" there'):
         server_arguments(folder, {}, 1, "key")
 
 
