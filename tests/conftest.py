@@ -20,6 +20,22 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, default=1, help="run one of so many long tests, or parallel layouts")
+    parser.addoption("--offset", type=int, default=0, help="which of so many, from 0 on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests that are not in the sample; the cases of one test are spread over all samples."""
+    sample, offset = config.getoption("--sample"), config.getoption("--offset")
+    long = [item for item in items if item.get_closest_marker("long")]
+    left_out = {*long} - {*long[offset % sample :: sample]}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave what the tests import out of every search for garbage: megatron-core asks for one in each checkpoint.

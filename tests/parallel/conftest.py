@@ -10,7 +10,5 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=int, default=1, help="run one layout of so many")
-    parser.addoption("--offset", type=int, default=0, help="which of so many, from 0")
     parser.addoption("--page", action="store_true", help="write the differences to docs/parallelism.md")
     parser.addoption("--missing", action="store_true", help="run only layouts of which the page has no figure")
