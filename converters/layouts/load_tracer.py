@@ -23,6 +23,7 @@ _EQUAL = (_aten.clone.default, _aten._to_copy.default)
 """Give a tensor of its own with the same values."""
 _OTHER_BITS = (_aten.view.dtype, _aten.view_as_real.default, _aten.view_as_complex.default)
 """Views whose elements are not those of their tensor."""
+_NO_BOX = "takes a part of it that is not a box"
 _CONSTANTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
     _aten.fill_.Scalar: lambda arguments: arguments[1],
     _aten.zero_.default: lambda _: 0.0,
@@ -150,70 +151,86 @@ class LoadTracer(TorchDispatchMode):
             return self._join(*args, **kwargs)
         if func not in _EQUAL:
             if not _is_view(func):
-                raise self._untraceable(followed, f"computes with its values ({func})")
+                raise self._untraceable([followed], f"computes with its values ({func})")
             return func(*args, **kwargs)
         result = _without_values(func, args, kwargs)
-        self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
+        if fault := _cast_fault(args[0].dtype, result.dtype, widening=True):
+            raise self._untraceable([followed], fault)
         hf_box = followed.hf_box_of(args[0]) if result.numel() else followed.hf_box
         if hf_box is None:
-            raise self._untraceable(followed, "takes a part of it that is not a box")
+            raise self._untraceable([followed], _NO_BOX)
         if result.numel() and _long(hf_box.shape) != _long(result.shape):
-            raise self._untraceable(followed, "copies a part of it into another shape")
+            raise self._untraceable([followed], "copies a part of it into another shape")
         self._followed[_storage(result)] = _Followed(followed.hf_name, hf_box, result)
         return result
 
     def _join(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         parts = [(self._followed.get(_storage(tensor)), tensor) for tensor in tensors]
         known = [(followed, tensor) for followed, tensor in parts if followed is not None]
+        whole = [followed for followed, _ in known]
         result = torch.cat([torch.empty_like(tensor, device="meta") for tensor in tensors], dim)
         if len(known) < len(parts):
-            raise self._untraceable([followed for followed, _ in known], "joins it with what is not loaded")
-        for followed, tensor in known:
-            self._check_cast(followed, tensor.dtype, result.dtype, widening=True)
+            raise self._untraceable(whole, "joins it with what is not loaded")
+        for _, tensor in known:
+            if fault := _cast_fault(tensor.dtype, result.dtype, widening=True):
+                raise self._untraceable(whole, fault)
         self._joined[_storage(result)] = _Joined(known, dim % result.dim(), result)
         return result
 
     def _use_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
-        whole = [followed for followed, _ in joined.parts]
         copies = func is _aten.copy_.default and _storage(args[0]) not in self._joined
         if not copies and func not in _EQUAL:
             if not _is_view(func):
+                whole = self._origins(_tensors((*args, *kwargs.values())))
                 raise self._untraceable(whole, f"joins it with others, and computes with their values ({func})")
             return func(*args, **kwargs)
+        whole = [followed for followed, _ in joined.parts]
         cut = joined.cut(args[1] if copies else args[0])
         if cut is None:
             raise self._untraceable(whole, "joins it with others, and takes a part of them that is not a box")
         if copies:
-            if args[0].shape != args[1].shape:
-                raise self._untraceable(whole, "joins it with others, and copies them into another shape")
-            for followed, part, start in cut:
-                self._copy(followed, args[0].narrow(joined.dimension, start, part.shape[joined.dimension]), part)
+            self._copy_joined(joined, cut, args[0], args[1])
             return args[0]
         result = _without_values(func, args, kwargs)
-        for followed, _, _ in cut:
-            self._check_cast(followed, args[0].dtype, result.dtype, widening=True)
-        self._joined[_storage(result)] = _Joined(
-            [(followed, part) for followed, part, _ in cut], joined.dimension, result
-        )
+        if fault := _cast_fault(args[0].dtype, result.dtype, widening=True):
+            raise self._untraceable(whole, fault)
+        parts = [(followed, part) for followed, part, _ in cut]
+        self._joined[_storage(result)] = _Joined(parts, joined.dimension, result)
         return result
 
+    def _copy_joined(
+        self, joined: _Joined, cut: Sequence[tuple[_Followed, Tensor, int]], destination: Tensor, source: Tensor
+    ) -> None:
+        whole = [followed for followed, _ in joined.parts]
+        if destination.shape != source.shape:
+            raise self._untraceable(whole, "joins it with others, and copies them into another shape")
+        for followed, part, start in cut:
+            self._copy(followed, destination.narrow(joined.dimension, start, part.shape[joined.dimension]), part)
+        # Who loads one of them has to load the others, too.
+        if reasons := [self.untraced[each.hf_name] for each in whole if each.hf_name in self.untraced]:
+            for each in whole:
+                self.untraced.setdefault(each.hf_name, reasons[0])
+
     def _copy(self, followed: _Followed, destination: Tensor, source: Tensor) -> None:
+        """Note a copy, or why it is not one; the loader goes on either way."""
         if not destination.numel():
             return
-        self._check_cast(followed, source.dtype, destination.dtype, widening=False)
-        hf_box = followed.hf_box_of(source)
-        if hf_box is None:
-            raise self._untraceable(followed, "takes a part of it that is not a box")
         if not self._holders(destination):
-            raise self._untraceable(followed, "puts it into memory that is not one of the model's parameters")
-        name, box = self._place(destination)
-        if box is None:
-            raise self._untraceable(followed, f"scatters it over {name}")
-        if name in self._excluded:
-            raise self._untraceable(followed, f"puts it into {name}, and {self._excluded[name]}")
-        self._take_padding(name, box)
-        hf_box, box = (self._boxes.setdefault(each, each) for each in (hf_box, box))
-        self.copies[name].append(Copy(followed.hf_name, hf_box, box))
+            # It would go on with what is not there.
+            raise self._untraceable([followed], "puts it into memory that is not one of the model's parameters")
+        hf_box, (name, box) = followed.hf_box_of(source), self._place(destination)
+        if fault := _cast_fault(source.dtype, destination.dtype, widening=False):
+            self._note([followed], fault)
+        elif hf_box is None:
+            self._note([followed], _NO_BOX)
+        elif box is None:
+            self._note([followed], f"scatters it over {name}")
+        elif name in self._excluded:
+            self._note([followed], f"puts it into {name}, and {self._excluded[name]}")
+        else:
+            self._take_padding(name, box)
+            hf_box, box = (self._boxes.setdefault(each, each) for each in (hf_box, box))
+            self.copies[name].append(Copy(followed.hf_name, hf_box, box))
 
     def _write(self, func: Any, args: Sequence[Any], written: Sequence[Tensor]) -> None:
         """Note a write without elements of HuggingFace tensors."""
@@ -248,19 +265,33 @@ class LoadTracer(TorchDispatchMode):
         )
         return next(((name, box) for name, box in boxes if box), (holders[0][0], None))
 
-    def _check_cast(self, followed: _Followed, source: torch.dtype, target: torch.dtype, *, widening: bool) -> None:
-        """Refuse what is not the rounding of a plain copy, and, in between, what loses digits."""
-        if source == target:
-            return
-        plain = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (source, target))
-        if not plain or (widening and torch.promote_types(source, target) != target):
-            raise self._untraceable(followed, f"casts it from {source} to {target}")
+    def _origins(self, tensors: Iterable[Tensor]) -> list[_Followed]:
+        """All that is followed in tensors, joined or not."""
+        found: list[_Followed] = []
+        for storage in map(_storage, tensors):
+            if storage in self._followed:
+                found.append(self._followed[storage])
+            elif storage in self._joined:
+                found.extend(followed for followed, _ in self._joined[storage].parts)
+        return found
 
-    def _untraceable(self, followed: _Followed | Sequence[_Followed], action: str) -> UntraceableError:
-        names = [each.hf_name for each in (followed if isinstance(followed, Sequence) else [followed])]
-        for name in names:
-            self.untraced.setdefault(name, f"the engine's loader {action}")
-        return UntraceableError(names)
+    def _note(self, whole: Iterable[_Followed], action: str) -> None:
+        for each in whole:
+            self.untraced.setdefault(each.hf_name, f"the engine's loader {action}")
+
+    def _untraceable(self, whole: Sequence[_Followed], action: str) -> UntraceableError:
+        self._note(whole, action)
+        return UntraceableError([each.hf_name for each in whole])
+
+
+def _cast_fault(source: torch.dtype, target: torch.dtype, *, widening: bool) -> str | None:
+    """Why a cast is not the rounding of a plain copy, or, in between, loses digits; None where it is and does not."""
+    if source == target:
+        return None
+    plain = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (source, target))
+    if plain and not (widening and torch.promote_types(source, target) != target):
+        return None
+    return f"casts it from {source} to {target}"
 
 
 def _without_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -5,10 +5,15 @@ so that new versions, fused parameters and placements of experts need no code he
 """
 
 import pickle
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -122,7 +127,8 @@ def _load(
     refused = _offer(load_weights, tracer, hf_shapes, hf_dtypes)
     if tracer.untraced:
         traced = {copy.hf_name for copies in tracer.copies.values() for copy in copies}
-        left = {name: shape for name, shape in hf_shapes.items() if name not in traced | tracer.untraced.keys()}
+        known = traced | tracer.untraced.keys()
+        left = {name: shape for name, shape in hf_shapes.items() if name not in known}
         refused |= _offer(load_weights, tracer, left, hf_dtypes)
     return refused
 
@@ -142,10 +148,10 @@ def _offer(
             offered[0] = name
             yield name, tracer.follow(name, hf_shapes[name], hf_dtypes[name])
 
-    while True:
+    while hf_shapes:
         offered[0] = ""
         try:
-            with torch.no_grad(), tracer:
+            with torch.no_grad(), _in_this_thread(), tracer:
                 load_weights(tensors())
             return refused
         except UntraceableError:
@@ -157,6 +163,7 @@ def _offer(
             said = " ".join(str(error).split())
             reason = f"the engine's loader refuses it: {type(error).__name__}" + (f": {said}" if said else "")
             refused[offered[0]] = tracer.untraced.setdefault(offered[0], reason)
+    return refused
 
 
 def _refuses_values(
@@ -168,11 +175,27 @@ def _refuses_values(
     """
     tensor = torch.zeros((), dtype=dtype).expand(tuple(shape))
     try:
-        with torch.no_grad(), LoadTracer(parameters, {}):
+        with torch.no_grad(), _in_this_thread(), LoadTracer(parameters, {}):
             load_weights(iter([(name, tensor)]))
     except _REFUSALS:
         return True
     return False
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Do here what a loader gives to other threads: a tracer holds for its own thread alone."""
+    submit, caller = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def run(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        if threading.get_ident() != caller:
+            return submit(pool, function, *arguments, **named)
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **named))
+        return done
+
+    with mock.patch.object(ThreadPoolExecutor, "submit", run):
+        yield
 
 
 def _indexed_names(name: str, lengths: Sequence[int]) -> Iterator[str]:

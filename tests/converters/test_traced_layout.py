@@ -1,6 +1,7 @@
 """Traced layouts, against what the same loaders do with real values."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -185,6 +186,65 @@ def test_any_loader_that_joins_tensors_and_cuts_what_it_has_joined(data):
 
     parameters = {f"p{i}": empty(*shape(stop - start)) for i, (start, stop) in enumerate(bounds)}
     check_against_load(load, parameters, hf)
+
+
+@pytest.mark.parametrize(
+    ("join", "rows", "excluded", "reason"),
+    [
+        (lambda a, b, c: torch.cat([a, b, c]), 5, {"abc": "it is packed"}, "puts it into abc, and it is packed"),
+        (lambda a, b, c: torch.cat([a, b, c[::2]]), 4, {}, "takes a part of it that is not a box"),
+        (lambda a, b, c: torch.cat([torch.cat([a, b]), c]), 5, {}, "joins it with others, and computes"),
+        (lambda a, b, c: torch.cat([a, b, c])[:1], 5, {}, "joins it with others, and copies them into another"),
+    ],
+)
+def test_tensors_that_are_joined_are_traced_together_or_not_at_all(join, rows, excluded, reason):
+    def load(parameters, weights):
+        kept = {}
+        for name, tensor in weights:
+            kept[name] = tensor
+            if len(kept) == 3:
+                parameters["abc"].copy_(join(**kept))
+
+    hf = count_up({"a": (1, 3), "b": (1, 3), "c": (3, 3)})
+    trace = run(load, {"abc": empty(rows, 3)}, hf, excluded=excluded)
+    assert trace.shard.placements == []
+    assert set(trace.untraced) == {"a", "b", "c"}
+    assert all(each.startswith(f"the engine's loader {reason}") for each in trace.untraced.values())
+
+
+def test_a_loader_goes_on_behind_what_cannot_be_noted():
+    """So that a model with thousands of experts that the kernel packs is traced in one call, not in thousands."""
+    hf = count_up({f"expert{i}": (2, 3) for i in range(50)} | {"norm": (5,)})
+    calls = []
+
+    def load(parameters, weights):
+        calls.append(None)
+        for name, tensor in weights:
+            if name == "norm":
+                parameters["norm"].copy_(tensor)
+            else:
+                parameters["experts"].data[int(name.removeprefix("expert"))].copy_(tensor)
+
+    trace = run(load, {"experts": empty(50, 2, 3), "norm": empty(5)}, hf, excluded={"experts": "it is packed"})
+    assert set(trace.untraced) == {name for name in hf if name != "norm"}
+    assert [placement.hf_name for placement in trace.shard.placements] == ["norm"]
+    assert len(calls) == 1
+
+
+def test_a_loader_with_threads_writes_nothing():
+    """Also where it is given values, to see whether it refuses them."""
+
+    def load(parameters, weights):
+        with ThreadPoolExecutor(1) as pool:
+            for name, tensor in weights:
+                if name == "w":
+                    needs_values(tensor)
+                assert pool.submit(parameters[name].copy_, tensor).result() is parameters[name]
+
+    trace = run(load, {"a": empty(2), "w": empty(4, 4)}, count_up({"a": (2,), "w": (4, 4)}))
+    assert trace.untraced == {"w": "the engine's loader refuses it: ValueError: no values"}
+    assert trace.refused == {}
+    assert [placement.hf_name for placement in trace.shard.placements] == ["a"]
 
 
 @pytest.mark.parametrize("between", ["", "w"])
