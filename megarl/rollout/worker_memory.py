@@ -21,10 +21,19 @@ def require(away: Collection[EngineMemory], *needed: EngineMemory) -> None:
 
 
 class WorkerMemory:
-    """Weights and KV cache of a model; `caches` gives the tensors that hold keys and values from start to end."""
+    """Weights and KV cache of a model.
 
-    def __init__(self, model: torch.nn.Module, caches: Callable[[], Iterable[Tensor]] = lambda: ()) -> None:
-        self._model, self._caches = model, caches
+    `caches` gives the tensors that hold keys and values from start to end, `derived` what the engine has made of
+    weights beside the model's parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        caches: Callable[[], Iterable[Tensor]] = lambda: (),
+        derived: Callable[[], Iterable[Tensor]] = lambda: (),
+    ) -> None:
+        self._model, self._caches, self._derived = model, caches, derived
         self._weights: HostCopy | None = None
         self._kv_cache: list[tuple[torch.UntypedStorage, int]] = []
         """Storages without their memory, and how much that was."""
@@ -61,7 +70,7 @@ class WorkerMemory:
             self._kv_cache = []
 
     def _weight_storages(self) -> list[torch.UntypedStorage]:
-        found = storages_of([*self._model.parameters(), *self._model.buffers()])
+        found = storages_of([*self._model.parameters(), *self._model.buffers(), *self._derived()])
         # A checkpoint that is mapped, as transformers does on a CPU, is the file's memory.
         return [storage for storage in found if storage.resizable()]
 

@@ -8,7 +8,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,11 +155,24 @@ def memory_of(runner: Any) -> WorkerMemory:
     `runner` is SGLang's ModelRunner.
     """
     if not hasattr(runner, "megarl_memory"):
-        pool = runner.token_to_kv_pool
-        runner.megarl_memory = WorkerMemory(runner.model, lambda: [*pool.k_buffer, *pool.v_buffer])
+        pool, model = runner.token_to_kv_pool, runner.model
+
+        def caches() -> Iterator[Tensor]:
+            # The first is that of latent attention.
+            for buffers in ("kv_buffer", "k_buffer", "v_buffer"):
+                yield from getattr(pool, buffers, ())
+
+        def derived() -> Iterator[Tensor]:
+            for module in model.modules():
+                made = (getattr(module, name, None) for name in _MADE_OF_WEIGHTS)
+                yield from (each for each in made if isinstance(each, Tensor))
+
+        runner.megarl_memory = WorkerMemory(model, caches, derived)
     return runner.megarl_memory
 
 
+_MADE_OF_WEIGHTS = ("w_kc", "w_vc")
+"""Attributes of latent attention: the keys and values of heads in kv_b_proj, copied."""
 _ADAPTERS_IN_TORCH = "backend.torch_backend.TorchNativeLoRABackend"
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _MASK = 0xFFFFFFFF

@@ -5,6 +5,7 @@ codes and scales stay where the loaders put them, as on a GPU, and become number
 multiplication; activations are not quantised. It is slow and right, and the same on every CPU.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,15 +65,20 @@ def multiply_by_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     return StandardCombineInput(hidden_states=output)
 
 
-def decode_keys_and_values_of_heads(_result: None, model: Any, *_: Any, **__: Any) -> None:
+def decode_keys_and_values_of_heads(
+    _result: None, model: Any, *_: Any, weight_names: Sequence[str] | None = None, **__: Any
+) -> None:
     """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, as it does on CUDA.
 
-    On a CPU it quantises them anew, with one scale for all of them.
+    On a CPU it quantises them anew, with one scale for all of them. `weight_names` are those that were loaded.
     """
-    for layer in model.model.layers:
+    loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
+    for i, layer in enumerate(model.model.layers):
         attention = getattr(layer, "self_attn", None)
         projection = getattr(attention, "kv_b_proj", None)
         if projection is None or projection.weight.dtype != torch.float8_e4m3fn:
+            continue
+        if loaded is not None and f"model.layers.{i}.self_attn" not in loaded:
             continue
         dtype = attention.kv_a_layernorm.weight.dtype
         heads = dequantise(projection.weight.data, projection.weight_scale_inv.data, dtype).unflatten(

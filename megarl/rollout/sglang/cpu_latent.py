@@ -50,15 +50,17 @@ def rotate_without_yarn(
     base: int,
     is_neox_style: bool = True,
     rope_scaling: dict[str, Any] | None = None,
-    *rest: Any,
-    **named: Any,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: str | None = None,
 ) -> Any:
     """Rotate as on other devices where positions are not scaled: on a CPU SGLang asserts that they are, by yarn."""
+    rotation = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
     if rope_scaling is not None:
-        return original(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *rest, **named)
+        return original(*rotation, device)
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-    return get_rope(head_size, rotary_dim, max_position, base, is_neox_style)
+    return get_rope(*rotation)
 
 
 def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> Tensor:

@@ -29,21 +29,14 @@ class LoadedTogether:
         self._kept.clear()
 
     def ready(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors to load now: those given, with what was kept for them, but for those that are kept.
-
-        The memory of `tensors` is another's once they are loaded, so what is kept is a copy.
-        """
+        """Tensors to load now: those given, with what was kept for them, but for those that are kept."""
         if not self._joins:
             return dict(tensors)
         here = self._kept | dict(tensors)
         ready = {
             name: tensor for name, tensor in here.items() if (partner := _partner(name)) is None or partner in here
         }
-        self._kept = {
-            name: self._kept[name] if name in self._kept else tensor.clone()
-            for name, tensor in here.items()
-            if name not in ready
-        }
+        self._kept = {name: tensor for name, tensor in here.items() if name not in ready}
         return ready
 
     def waiting(self) -> list[str]:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
-from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.kind import SGLANG
@@ -32,8 +33,8 @@ JOINED = "model.layers.1.self_attn.qkv_proj.weight"
         ("deepseek_v3", False, {"tp_size": 2}),
     ],
 )
-def test_greedy_equals_huggingface_before_and_after_updates(
-    host, model_folder, assert_greedy, check_experts, name, tied, arguments
+def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
+    host, model_folder, assert_greedy, check_experts, tmp_path, name, tied, arguments
 ):
     folders = [model_folder(name, seed, tied) for seed in (0, 1)]
     served = Served(host.start(folders[0], **arguments), folders)
@@ -56,6 +57,17 @@ def test_greedy_equals_huggingface_before_and_after_updates(
     check(folders[1], 1)
     served.update(served.first, 5)
     check(folders[0], 5)
+    memory = CountedMemory(tmp_path / "device")
+    served.engine.count_memory(memory)
+    served.engine.sleep()
+    assert (memory.take_peak() > 0, memory.take_peak()) == (True, 0)
+    served.engine.wake_up(get_args(EngineMemory))
+    check(folders[0], 5)
+    served.engine.sleep()
+    served.engine.wake_up(["weights"])
+    served.update(served.second, 6)
+    served.engine.wake_up(["kv_cache"])
+    check(folders[1], 6)
 
 
 def test_the_tables_name_arguments_that_the_server_has(kind):
