@@ -109,17 +109,27 @@ def _check_layers(hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_fields(hf_config: Mapping[str, Any]) -> None:
-    if hf_config["model_type"] != "deepseek_v3":
-        return
-    if missing := [f'"{field}": {json.dumps(value)}' for field, value in _READ.items() if field not in hf_config]:
+    family = hf_config["model_type"]
+    wanted = _READ.get(family, {})
+    if missing := [f'"{field}": {json.dumps(value)}' for field, value in wanted.items() if field not in hf_config]:
         raise UserError(
-            f"SGLang {VERSIONS[0]} reads fields of a deepseek_v3's config.json that this one lacks, as transformers 5"
+            f"SGLang {VERSIONS[0]} reads fields of a {family}'s config.json that this one lacks, as transformers 5"
             f" writes it: add {', '.join(missing)} there, or set another rollout.engine"
+        )
+    if wanted and isinstance(hf_config["moe_layer_freq"], list):
+        raise UserError(
+            f"SGLang {VERSIONS[0]} takes a number for moe_layer_freq, and config.json has a list of layers: set another"
+            " rollout.engine"
         )
 
 
-_READ: Mapping[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Fields of a deepseek_v3's config.json -> their values in the released one, which transformers takes for granted."""
+_OF_V3: Mapping[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_READ: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+    "deepseek_v3": _OF_V3,
+    "kimi_k2": _OF_V3,
+}
+"""Model type -> fields of config.json, and their values where a released one lacks them; transformers' defaults."""
 
 _ALL_SPARSE: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 """Fields of config.json -> their values where every layer has experts."""

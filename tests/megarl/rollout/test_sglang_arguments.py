@@ -49,6 +49,13 @@ def test_fields_that_transformers_leaves_out_and_sglang_reads_are_named(tmp_path
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r'lacks.*: add "moe_layer_freq": 1, "topk_method": "noaux_tc" there'):
         server_arguments(folder, {}, 1, "key")
+    config |= {"model_type": "deepseek_v2", "moe_layer_freq": [0, 1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r'a deepseek_v2.*: add "topk_method": "greedy" there'):
+        server_arguments(folder, {}, 1, "key")
+    (folder / "config.json").write_text(json.dumps(config | {"topk_method": "greedy"}))
+    with pytest.raises(UserError, match=r"takes a number for moe_layer_freq"):
+        server_arguments(folder, {}, 1, "key")
 
 
 def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
