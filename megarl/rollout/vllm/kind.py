@@ -171,6 +171,7 @@ _SLOT = SlotLimits(
     {
         **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), (None, 1)),
         "quantization": (None,),
+        "speculative_config": (None,),
         "load_format": (None, "auto", "safetensors"),
     },
 )

@@ -178,6 +178,12 @@ REFUSED = {
         "parallel_size=2: leave",
     ),
     "no weights": ("qwen3", RolloutConfig(engine_args={"load_format": "dummy"}), LORA, "load_format=dummy: leave"),
+    "drafts": (
+        "glm4_moe",
+        RolloutConfig(engine_args={"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}),
+        LORA,
+        "speculative_config=.*: leave",
+    ),
     "quantised": ("qwen3", RolloutConfig(engine_args={"quantization": "fp8"}), LORA, "quantization=fp8: leave"),
 }
 
