@@ -74,7 +74,7 @@ def decode_keys_and_values_of_heads(
     """
     loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
     for i, layer in enumerate(model.model.layers):
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         projection = getattr(attention, "kv_b_proj", None)
         if projection is None or projection.weight.dtype != torch.float8_e4m3fn:
             continue
