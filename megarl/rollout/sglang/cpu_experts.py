@@ -1,22 +1,25 @@
-"""Adapters of experts in SGLang on a CPU (0.5.23): its own layers and hooks, with torch's products under them.
+"""Experts in SGLang on a CPU (0.5.23): those of other workers, and adapters, by torch's products under its own layers.
 
 Experts that have adapters are multiplied by SGLang's runner for Triton, on every device; experts without any are
 multiplied in torch on a CPU. Adapters lie where its layers hold them on a GPU, cut over workers by SGLang.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_TORCH = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks those that stand in for its kernels in Triton."""
+    """Tell SGLang's registry of hooks these: a correction, and those that stand in for its kernels in Triton."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(_TORCH, leave_out_experts_of_others, HookType.AROUND)
     for function, stand_in in (
         (f"{_RUNNER}._prepare_fused_moe_run", leave_tokens_unsorted),
         (f"{_RUNNER}._fused_moe_kernel_sequence", multiply_by_experts),
@@ -24,6 +27,21 @@ def register_hooks() -> None:
         ("sglang.kernels.ops.lora.moe.fused_moe_lora_kernel.fused_moe_lora", add_updates),
     ):
         HookRegistry.register(function, stand_in, HookType.REPLACE)
+
+
+def leave_out_experts_of_others(
+    original: Callable[..., Tensor], layer: Any, x: Tensor, chosen: Any, config: Any
+) -> Tensor:
+    """Give tokens [T, H] nothing of experts that another worker has, which SGLang numbers -1 and cannot look up."""
+    is_here = chosen.topk_ids >= 0
+    if is_here.all():
+        return original(layer, x, chosen, config)
+    outputs = x.new_zeros(*chosen.topk_ids.shape, x.shape[-1])
+    if is_here.any():
+        rows = x[:, None].expand_as(outputs)[is_here]
+        of_rows = {name: getattr(chosen, name)[is_here][:, None] for name in ("topk_ids", "topk_weights")}
+        outputs[is_here] = original(layer, rows, chosen._replace(**of_rows), config)
+    return outputs.sum(1)
 
 
 def leave_tokens_unsorted(*_: Any, **__: Any) -> tuple[None, None, bool, bool, None, None, None]:

@@ -20,7 +20,7 @@ from megarl.process.profiler import TimelineEvent, by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
-from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang.arguments import adapter_config
@@ -244,7 +244,13 @@ class SglangEngine(OwnedEngine):
     def _load(self, bucket: Bucket) -> None:
         from megarl.rollout.sglang import worker
 
-        self._workers(worker.keep_bucket if self._has_slot else worker.load_bucket, bucket)
+        if self._has_slot:
+            self._workers(worker.keep_bucket, bucket)
+            return
+        # A worker keeps nothing of other workers' experts.
+        skipped = [set(names) for names in self._workers(worker.load_bucket, bucket)]
+        for name in sorted(set.intersection(*skipped)):
+            raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
 
     def _finish_loading(self) -> None:
         from megarl.rollout.sglang import worker

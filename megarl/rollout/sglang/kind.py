@@ -79,6 +79,7 @@ _TESTED: Mapping[str, str] = {
     "max_running_requests": "megarl/rollout/conftest.py",
     "load_format": "megarl/rollout/test_sglang_server.py",
     "tp_size": "megarl/rollout/test_sglang_server.py",
+    "ep_size": "megarl/rollout/test_sglang_server.py",
     "enable_return_routed_experts": "megarl/rollout/test_sglang_engine.py",
 }
 

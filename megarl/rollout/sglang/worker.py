@@ -74,8 +74,8 @@ def begin_loading(worker: _Worker) -> None:
     worker.together.forget()
 
 
-def load_bucket(worker: _Worker, bucket: Bucket) -> None:
-    """Load a bucket by the model's own loader. Raises UpdateError for a tensor that the loader would skip.
+def load_bucket(worker: _Worker, bucket: Bucket) -> list[str]:
+    """Load a bucket by the model's own loader. Gives the names of tensors of which it keeps nothing in this worker.
 
     SGLang 0.5.23 skips a tensor that it does not know without an error. See also `tracing.check_loadable`.
     """
@@ -87,11 +87,9 @@ def load_bucket(worker: _Worker, bucket: Bucket) -> None:
         trace = tracing.trace_model(worker.model, shapes, {name: tensor.dtype for name, tensor in new.items()})
         known = {placement.hf_name for placement in trace.shard.placements} | trace.untraced.keys()
         worker.taken |= {name: name in known for name in new}
-    for name in tensors:
-        if not worker.taken[name]:
-            raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
     with torch.no_grad():
         worker.model.load_weights(list(tensors.items()))
+    return [name for name in tensors if not worker.taken[name]]
 
 
 def finish_loading(worker: _Worker) -> None:

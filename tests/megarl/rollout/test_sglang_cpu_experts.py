@@ -1,6 +1,7 @@
-"""Experts with adapters in SGLang on a CPU: products in torch against weights that have the adapters in them."""
+"""Experts in SGLang on a CPU: those that a worker has, and products with adapters against weights that have them."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -84,3 +85,37 @@ def test_experts_without_an_adapter_multiply_by_their_weights() -> None:
 def test_experts_of_other_kinds_are_refused(other: dict[str, object]) -> None:
     with pytest.raises(NotImplementedError, match="adapters of experts"):
         by_experts(None, **other)
+
+
+class Chosen(NamedTuple):
+    """As SGLang's StandardTopKOutput."""
+
+    topk_weights: Tensor
+    topk_ids: Tensor
+    router_logits: None = None
+
+
+@pytest.mark.parametrize("held", [(0,), (1, 2), (0, 1, 2), ()])
+def test_workers_that_share_experts_sum_to_the_outputs_of_all(held: tuple[int, ...]) -> None:
+    """Also where both experts of a token, or none, are another worker's."""
+    whole = by_experts(None)
+    outputs = torch.zeros_like(whole)
+    for experts in (held, tuple({0, 1, 2} - {*held})):
+        # A worker numbers its own from 0 on.
+        local = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        local[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
+        layer = SimpleNamespace(w1=W1[list(experts)], w2=W2[list(experts)])
+        outputs += cpu_experts.leave_out_experts_of_others(
+            in_torch, layer, HIDDEN_STATES, Chosen(WEIGHTS, local[IDS.long()]), None
+        )
+    torch.testing.assert_close(outputs, whole)
+
+
+def in_torch(layer: SimpleNamespace, x: Tensor, chosen: Chosen, _config: None) -> Tensor:
+    """As SGLang's `moe_forward_native`: an expert of a token counts once, each has a token, and -1 is none."""
+    counts = torch.zeros(len(x), len(layer.w1), dtype=torch.int64).scatter_(1, chosen.topk_ids.long(), 1)
+    assert counts.sum() == chosen.topk_ids.numel() > 0
+    return cpu_experts.multiply_by_experts(
+        x, layer.w1, layer.w2, chosen.topk_weights, chosen.topk_ids, hooks=None, activation="silu", is_gated=True,
+        apply_router_weight_on_input=False,
+    )  # fmt: skip
