@@ -87,6 +87,8 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         {
             **_DENSE,
             "tie_word_embeddings": True,
+            # transformers 5 leaves it out of the configuration, the released config.json has it.
+            "hidden_act": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 20,
             # A window shorter than the sequences, and caps that scores and logits come near to.
             "sliding_window": 8,

@@ -116,7 +116,7 @@ def _check_fields(hf_config: Mapping[str, Any]) -> None:
             f"SGLang {VERSIONS[0]} reads fields of a {family}'s config.json that this one lacks, as transformers 5"
             f" writes it: add {', '.join(missing)} there, or set another rollout.engine"
         )
-    if wanted and isinstance(hf_config["moe_layer_freq"], list):
+    if wanted and isinstance(hf_config.get("moe_layer_freq"), list):
         raise UserError(
             f"SGLang {VERSIONS[0]} takes a number for moe_layer_freq, and config.json has a list of layers: set another"
             " rollout.engine"
@@ -128,6 +128,7 @@ _READ: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
     "deepseek_v3": _OF_V3,
     "kimi_k2": _OF_V3,
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
 }
 """Model type -> fields of config.json, and their values where a released one lacks them; transformers' defaults."""
 

@@ -28,13 +28,16 @@ JOINED = "model.layers.1.self_attn.qkv_proj.weight"
     [
         ("qwen3", True, {"load_format": "dummy"}),
         ("qwen3_moe", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
-        ("qwen3_moe", False, {"tp_size": 2}),
+        ("qwen3_moe", False, {"tp_size": 2, "ep_size": 2}),
+        # One worker has a key-value head, the other zeros in the place of one.
+        ("qwen2", True, {"tp_size": 2}),
+        ("gemma2", True, {}),
         ("deepseek_v3", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
         ("deepseek_v3", False, {"tp_size": 2}),
     ],
 )
 def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
-    host, model_folder, assert_greedy, check_experts, tmp_path, name, tied, arguments
+    host, model_folder, assert_greedy, check_experts, make_trainer, tmp_path, name, tied, arguments
 ):
     folders = [model_folder(name, seed, tied) for seed in (0, 1)]
     served = Served(host.start(folders[0], **arguments), folders)
@@ -68,6 +71,15 @@ def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
     served.update(served.second, 6)
     served.engine.wake_up(["kv_cache"])
     check(folders[1], 6)
+    # Straight into the parameters, byte for byte what the loader has put there.
+    trainer = make_trainer(served.engine, folders[1])
+    assert [trace.untraced for trace in trainer.spec.traces] == [{}] * arguments.get("tp_size", 1)
+    trainer.connect()
+    trainer.load(folders[1])
+    assert trainer.compare(7) == set()
+    trainer.load(folders[0])
+    trainer.update(8)
+    check(folders[0], 8)
 
 
 def test_the_tables_name_arguments_that_the_server_has(kind):
