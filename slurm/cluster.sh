@@ -45,6 +45,7 @@ own_addresses() {
 # The script runs on the first node of the allocation.
 head_ip="${HEAD_IP:-$(own_addresses | grep --extended-regexp '^[0-9.]+$' | grep --invert-match '^127\.' | head -n 1 || true)}"
 port="${RAY_PORT:-6379}"
+max_restarts="${MAX_RESTARTS:-3}"
 address="$head_ip:$port"
 
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
@@ -96,8 +97,13 @@ run_on_cluster() {
       "of $(ip -4 -oneline address show | awk '$2 != "lo" {print $2}' | sort --unique | paste --serial --delimiters=' ')"
   [[ -n "$head_ip" && "$head_ip" != 127.* ]] ||
     fail "the other nodes do not reach $SLURMD_NODENAME at '$head_ip': give SOCKET_IFNAME, the interface of their network"
+  [[ "$port" =~ ^[1-9][0-9]{0,4}$ ]] && ((port < 65536)) ||
+    fail "RAY_PORT=$port is no port: give a number from 1 to 65535, none of 10001 to 19999, or none for 6379"
   ((port < 10001 || port > 19999)) ||
     fail "RAY_PORT=$port is one of those that Ray's workers listen at, 10001 to 19999: give another, or none for 6379"
+  # Used when the run has died, where a word that is no number would end the script and not bring the job back.
+  [[ "$max_restarts" =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
+    fail "MAX_RESTARTS=$max_restarts is no number of restarts: give 0 or more, or none for 3"
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   make_token
@@ -135,9 +141,9 @@ requeue_if_unfinished() {
   if "$is_cancelled" || ((status == 0 || status == 2)); then
     return
   fi
-  if ((status != 143 && $(wc -l <"$failures") > ${MAX_RESTARTS:-3})); then
+  if ((status != 143 && $(wc -l <"$failures") > max_restarts)); then
     rm -f "$failures"
-    echo "exit code $status once more after ${MAX_RESTARTS:-3} restarts in a row: the job ends (MAX_RESTARTS)" >&2
+    echo "exit code $status once more after $max_restarts restarts in a row: the job ends (MAX_RESTARTS)" >&2
     return
   fi
   echo "exit code $status: the job goes back into the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)))" >&2

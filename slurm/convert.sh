@@ -14,6 +14,7 @@
 #SBATCH --output=%x-%j.log
 
 set -euo pipefail
+[[ -f slurm/cluster.sh ]] || { echo "convert.sh: $PWD is no checkout, it has no slurm/cluster.sh: submit from the checkout" >&2; exit 2; }
 source slurm/cluster.sh
 
 run_alone megarl convert "$@"

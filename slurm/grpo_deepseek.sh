@@ -34,6 +34,7 @@
 #SBATCH --output=%x-%j.log
 
 set -euo pipefail
+[[ -f slurm/cluster.sh ]] || { echo "grpo_deepseek.sh: $PWD is no checkout, it has no slurm/cluster.sh: submit from the checkout" >&2; exit 2; }
 source slurm/cluster.sh
 
 run_on_cluster megarl train --config-name grpo_deepseek_v3 cluster.address="$address" checkpoint.on_signal=true cluster.max_restarts=0 "$@"

@@ -19,6 +19,7 @@
 #SBATCH --output=%x-%j.log
 
 set -euo pipefail
+[[ -f slurm/cluster.sh ]] || { echo "sft.sh: $PWD is no checkout, it has no slurm/cluster.sh: submit from the checkout" >&2; exit 2; }
 source slurm/cluster.sh
 
 run_on_cluster megarl sft cluster.address="$address" checkpoint.on_signal=true cluster.max_restarts=0 "$@"

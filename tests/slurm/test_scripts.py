@@ -100,6 +100,12 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
+@pytest.mark.parametrize(("often", "is_requeued"), [("0", False), ("1", True)])
+def test_the_environment_says_how_often_a_job_comes_back(submit, tmp_path, often, is_requeued):
+    submit("sft.sh", RUN_CODE="1", MAX_RESTARTS=often)
+    assert (tmp_path / "requeued").exists() == is_requeued
+
+
 def test_a_job_that_has_ended_leaves_no_file(submit, tmp_path):
     for code in (1, 0, 1, 1, 1, 1):
         submit("grpo_deepseek.sh", RUN_CODE=str(code))
@@ -167,6 +173,14 @@ def test_the_first_node_says_where_the_others_reach_it(submit, tmp_path, environ
         ({"SLURM_JOB_ID": ""}, "eval.sh: run it with sbatch"),
         # Ray (2.60) refuses it on the first node, and the others would wait for that.
         ({"RAY_PORT": "16379"}, "eval.sh: RAY_PORT=16379 is one of those that Ray's workers listen at, 10001 to 19999"),
+        *(
+            ({"RAY_PORT": port}, f"eval.sh: RAY_PORT={port} is no port: give a number from 1 to 65535")
+            for port in ("foo", "0", "-1", "99999", "08", "6379 ")
+        ),
+        *(
+            ({"MAX_RESTARTS": often}, f"eval.sh: MAX_RESTARTS={often} is no number of restarts: give 0 or more")
+            for often in ("foo", "-1", "1.5", "08", "10000000000")
+        ),
         ({"HEAD_IP": "127.0.0.1"}, "eval.sh: the other nodes do not reach n1 at '127.0.0.1': give SOCKET_IFNAME"),
         (
             {"HEAD_IP": "", "NAMED": "127.0.1.1", "ROUTED": ""},
@@ -179,8 +193,17 @@ def test_the_first_node_says_where_the_others_reach_it(submit, tmp_path, environ
         ),
     ],
 )
-def test_what_keeps_a_job_from_starting_is_one_sentence(submit, environment, says):
+def test_what_keeps_a_job_from_starting_is_one_sentence(submit, tmp_path, environment, says):
     done = submit("eval.sh", **environment)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(says)
+    assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if path.name != "cluster.sh"))
+def test_a_job_from_another_folder_is_told_where_to_submit_it(tmp_path, script):
+    command = ["bash", str(SCRIPTS / script)]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    said = f"{script}: {tmp_path} is no checkout, it has no slurm/cluster.sh: submit from the checkout\n"
+    assert (done.returncode, done.stderr) == (2, said)
