@@ -100,17 +100,35 @@ def find_python() -> str:
 
 def make_venv() -> None:
     """Keep a .venv whose Python runs and that was made here; make it anew otherwise."""
-    stamp = read_stamp()
-    moved = stamp.get("location", str(VENV)) != str(VENV)
-    if python_version(VENV / "bin" / "python") in PYTHONS and not moved:
+    location = read_stamp().get("location", str(VENV))
+    runs = python_version(VENV / "bin" / "python") in PYTHONS
+    if runs and location == str(VENV):
         return
     python = find_python()
-    if VENV.exists():
-        say("its Python does not run here: making .venv anew")
-        shutil.rmtree(VENV)
+    if location != str(VENV):
+        remove_venv(f"was made as {location}")
+    elif VENV.is_symlink() and not VENV.exists():
+        remove_venv("leads nowhere")
+    elif VENV.exists() and any(VENV.iterdir()):
+        remove_venv("has no Python that runs here")
     say(f"making .venv with {python}")
-    # Without pip at first: the ensurepip below also repairs a .venv that was killed before it had one.
-    subprocess.run([python, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    # Without pip at first: the ensurepip below also repairs a .venv that was killed before it had one. venv takes no
+    # link, and so is told where it leads.
+    subprocess.run([python, "-m", "venv", "--without-pip", str(VENV.resolve())], check=True)
+
+
+def remove_venv(fault: str) -> None:
+    """Remove a .venv that is to be made anew.
+
+    Raises SetupError where it is a link: what it leads to may be another checkout's.
+    """
+    if VENV.is_symlink():
+        raise SetupError(
+            f"{VENV} is a link to {VENV.readlink()} and {fault}: remove the link, or let it lead to an empty folder,"
+            " and run this again"
+        )
+    say(f".venv {fault}: making it anew")
+    shutil.rmtree(VENV)
 
 
 def site_packages() -> Path:
@@ -256,8 +274,7 @@ def set_up(cuda: bool, benchmark: bool) -> None:
     if cuda and not has_nvidia_gpu():
         say("nvidia-smi shows no GPU here: .venv will be for machines that have one")
     if cuda and read_stamp().get("variant") == "cpu":
-        say("it was made for a CPU: making .venv anew")
-        shutil.rmtree(VENV)
+        remove_venv("was made for a CPU")
     make_venv()
     stamp = read_stamp()
     variant = "cuda" if cuda or stamp.get("variant") == "cuda" else "cpu"

@@ -140,14 +140,27 @@ def test_a_login_node_without_a_gpu_is_set_up_and_told(
     assert "nvidia-smi shows no GPU here: .venv will be for machines that have one" in capsys.readouterr().out
 
 
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where .venv of a checkout is to be."""
+    path = tmp_path / ".venv"
+    monkeypatch.setattr(setup_environment, "VENV", path)
+    monkeypatch.setattr(setup_environment, "STAMP", path / "stamp.json")
+    return path
+
+
+@pytest.fixture
+def local_disk(tmp_path: Path, venv: Path) -> Path:
+    """An empty folder to which .venv is a link."""
+    folder = tmp_path / "local disk"
+    folder.mkdir()
+    venv.symlink_to(folder)
+    return folder
+
+
 @pytest.mark.parametrize(("variant", "stays"), [("cpu", False), ("cuda", True)])
-def test_a_cpu_stack_is_not_built_upon(
-    variant: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    venv = tmp_path / ".venv"
+def test_a_cpu_stack_is_not_built_upon(variant: str, stays: bool, venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.mkdir()
-    monkeypatch.setattr(setup_environment, "VENV", venv)
-    monkeypatch.setattr(setup_environment, "STAMP", venv / "stamp.json")
     setup_environment.write_stamp({"variant": variant})
 
     def reached() -> None:
@@ -157,6 +170,48 @@ def test_a_cpu_stack_is_not_built_upon(
     with pytest.raises(setup_environment.SetupError, match="far enough"):
         setup_environment.set_up(cuda=True, benchmark=False)
     assert venv.exists() is stays
+
+
+def test_an_environment_of_another_place_is_made_anew(venv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    venv.mkdir()
+    setup_environment.write_stamp({"location": "/elsewhere/.venv"})
+    setup_environment.make_venv()
+    assert [path.name for path in venv.glob("*.json")] == []
+    assert setup_environment.python_version(venv / "bin" / "python") in setup_environment.PYTHONS
+    assert "[setup] .venv was made as /elsewhere/.venv: making it anew\n" in capsys.readouterr().out
+
+
+def test_an_environment_behind_a_link_is_made_there_and_kept(venv: Path, local_disk: Path) -> None:
+    setup_environment.make_venv()
+    setup_environment.write_stamp({"location": str(venv)})
+    made = {path: path.lstat().st_ino for path in local_disk.rglob("*")}
+    setup_environment.make_venv()
+    assert {path: path.lstat().st_ino for path in local_disk.rglob("*")} == made
+    assert venv.is_symlink()
+    assert setup_environment.python_version(venv / "bin" / "python") in setup_environment.PYTHONS
+
+
+@pytest.mark.parametrize(
+    ("stamp", "fault"),
+    [
+        ({"location": "/elsewhere/.venv"}, "was made as /elsewhere/.venv"),
+        ({"variant": "cpu"}, "was made for a CPU"),
+        ({"variant": "cuda"}, "has no Python that runs here"),
+    ],
+)
+def test_what_cannot_be_built_upon_stays_behind_its_link(venv: Path, local_disk: Path, stamp: dict, fault: str) -> None:
+    setup_environment.write_stamp(stamp)
+    with pytest.raises(setup_environment.SetupError) as refused:
+        setup_environment.set_up(cuda=True, benchmark=False)
+    assert str(refused.value).startswith(f"{venv} is a link to {local_disk} and {fault}: remove the link, or let it")
+    assert venv.is_symlink()
+    assert [path.name for path in local_disk.iterdir()] == ["stamp.json"]
+
+
+def test_a_link_that_leads_nowhere_is_said_to(venv: Path, local_disk: Path) -> None:
+    local_disk.rmdir()
+    with pytest.raises(setup_environment.SetupError, match=r"is a link to .*local disk and leads nowhere: remove"):
+        setup_environment.make_venv()
 
 
 def test_the_stamp_depends_on_everything_that_decides_a_set_up(tmp_path: Path) -> None:
