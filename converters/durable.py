@@ -4,10 +4,19 @@ import errno
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that say that there is no room."""
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN)
 """Errors of a file system whose servers do not answer, as NFS and Lustre have them: it may be back soon."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no room; that of safetensors has the number in its text alone."""
+    if isinstance(error, SafetensorError):
+        return any(f"(os error {number})" in str(error) for number in DISK_FULL)
+    return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
 def complete(partial: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from converters.durable import DISK_FULL
+from converters.durable import is_disk_full
 from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error.sentence, EXIT_FAILED, error.details)
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
+        except Exception as error:
+            if not is_disk_full(error):
                 raise
-            where = error.filename or "the output folder"
+            where = getattr(error, "filename", None) or "the output folder"
             return _fail(f"the disk is full at {where}: make room, then run again", EXIT_USER_ERROR)
 
 

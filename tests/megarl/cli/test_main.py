@@ -3,14 +3,19 @@
 import errno
 import importlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from converters.errors import UserError
 from megarl.cli.main import COMMANDS, build_parser, main
@@ -144,21 +149,46 @@ def test_every_command_has_what_the_parser_asks_for(command: str) -> None:
     assert isinstance(module.TAKES_OVERRIDES, bool)
 
 
-def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fill(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/step_3")
+def fill_a_folder(_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device", "runs/step_3")
 
+
+def fill_by_safetensors(_: object) -> int:
+    """Meets a limit of the size of files as safetensors meets a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_file({"weight": np.zeros(2**17, np.uint8)}, Path(folder) / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("fill", "place"), [(fill_a_folder, "runs/step_3"), (fill_by_safetensors, "the output folder")]
+)
+def test_a_full_disk_is_one_sentence(fill, place, monkeypatch, capsys) -> None:
     monkeypatch.setattr("megarl.cli.doctor.run", fill)
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "megarl: the disk is full at runs/step_3: make room, then run again\n"
+    assert capsys.readouterr().err == f"megarl: the disk is full at {place}: make room, then run again\n"
 
 
-def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied", "runs"),
+        SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)"),
+        ValueError("No space left on device (os error 28)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_are_not_swallowed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", "runs")
+        raise error
 
     monkeypatch.setattr("megarl.cli.doctor.run", fail)
-    with pytest.raises(PermissionError):
+    with pytest.raises(type(error)):
         main(["doctor"])
 
 
