@@ -108,10 +108,14 @@ docs: setup
 	mv $@.partial $@
 	touch $@
 
+# One word for the shell, whatever is in it.
+quoted = '$(subst ','\'',$(1))'
+
 quickstart: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang)
-	$(PYTHON) -m megarl.cli.main quickstart --model $(MODEL) \
-		$(if $(ENGINE),--engine $(ENGINE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) \
-		$(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(STEPS),--steps $(STEPS)) $(if $(OUTPUT),--output-dir $(OUTPUT))
+	$(PYTHON) -m megarl.cli.main quickstart --model $(call quoted,$(MODEL)) \
+		$(if $(ENGINE),--engine $(call quoted,$(ENGINE))) $(if $(WEIGHTS),--weights $(call quoted,$(WEIGHTS))) \
+		$(if $(SCHEDULE),--schedule $(call quoted,$(SCHEDULE))) $(if $(STEPS),--steps $(call quoted,$(STEPS))) \
+		$(if $(OUTPUT),--output-dir $(call quoted,$(OUTPUT)))
 
 benchmark: benchmark-setup
 	$(PYTHON) benchmarks/step.py

@@ -1,6 +1,7 @@
 """The commands that `make` would run."""
 
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -45,3 +46,23 @@ def test_who_does_not_ask_for_sglang_gets_none(target):
     commands = planned(*ANEW, target)
     assert any("tools/setup_environment.py" in command for command in commands)
     assert not any(INSTALLS_SGLANG in command for command in commands)
+
+
+@pytest.mark.parametrize("value", ["/tmp/sp a", 'it\'s, (odd) & $$HOME; "x"', "~/runs"])
+@pytest.mark.parametrize(
+    ("variable", "option"),
+    [
+        ("MODEL", "--model"),
+        ("ENGINE", "--engine"),
+        ("WEIGHTS", "--weights"),
+        ("SCHEDULE", "--schedule"),
+        ("STEPS", "--steps"),
+        ("OUTPUT", "--output-dir"),
+    ],
+)
+def test_what_is_given_to_the_quickstart_reaches_it_as_one_word(variable, option, value):
+    commands = "\n".join(planned("quickstart", f"{variable}={value}")).replace("\\\n", "")
+    (command,) = [line for line in commands.splitlines() if " megarl.cli.main quickstart " in line]
+    words = shlex.split(command)
+    assert words[words.index(option) + 1] == value.replace("$$", "$")
+    assert len(words) == (6 if variable == "MODEL" else 8)

@@ -49,7 +49,8 @@ def main(options: argparse.Namespace) -> int:
     number_format(options.weights)
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is too small; give at least 1")
-    output = Path(options.output_dir or f"runs/quickstart_{options.model}").absolute()
+    # `make` gives it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
+    output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
     with sole_writer(output):
         return _run(options, output)
 

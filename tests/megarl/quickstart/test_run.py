@@ -9,6 +9,8 @@ import pytest
 from converters.errors import UserError
 from megarl.quickstart.run import main, named_for
 
+USUAL = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
+
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
@@ -19,10 +21,17 @@ from megarl.quickstart.run import main, named_for
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
-    usual = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
     with pytest.raises(UserError, match=says):
-        main(Namespace(**{**usual, **wrong}, output_dir=str(tmp_path / "run")))
+        main(Namespace(**{**USUAL, **wrong}, output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_no_shell_has_expanded_is_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=f"{tmp_path} holds files that are not a quickstart's"):
+        main(Namespace(**{**USUAL, "model": "none"}, output_dir="~"))
 
 
 def test_a_recipe_limits_the_context_of_any_engine_by_the_engine_s_own_name() -> None:
