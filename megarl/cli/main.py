@@ -71,13 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with watched_output():
                 return _run(arguments, options)
-        except UserError as error:
-            return _fail(error.sentence, EXIT_USER_ERROR, error.details)
-        except RunFailed as error:
-            return _fail(error.sentence, EXIT_FAILED, error.details)
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
         except Exception as error:
+            # What a signal meets may end by an error of its own, as the import of numpy does.
+            if ending.has_come:
+                return _fail(options.interrupted, ending.exit_code)
+            if isinstance(error, UserError | RunFailed):
+                code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+                return _fail(error.sentence, code, error.details)
             if not is_disk_full(error):
                 raise
             where = getattr(error, "filename", None) or "the output folder"

@@ -45,6 +45,11 @@ class Interruption:
         raise KeyboardInterrupt
 
     @property
+    def has_come(self) -> bool:
+        """Whether the program was told to end."""
+        return self._number is not None
+
+    @property
     def exit_code(self) -> int:
         """The code by which a shell knows the signal: 130, 143 or 129."""
         return 128 + (self._number or signal.SIGINT)

@@ -251,3 +251,29 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         assert process.returncode == 130
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda each: int(each)
+)
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CPU dispatcher tracer already initlized"),
+        UserError("it cannot be read"),
+        Ended(),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_a_signal_ends_in_is_the_interruption(number, code, error, monkeypatch, capsys) -> None:
+    def meet(*_: object) -> int:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise error from None
+        return 0
+
+    monkeypatch.setattr("megarl.cli.doctor.run", meet)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().err == "megarl: interrupted\n"
