@@ -75,14 +75,18 @@ def refuse_sliding_window(config: HuggingFaceConfig) -> None:
 def expert_routing(config: HuggingFaceConfig, *, width: str = "moe_intermediate_size") -> dict[str, Any]:
     """TransformerConfig fields of a mixture of experts that drops no token and has no balancing loss.
 
-    `width` is the field of config.json with the width of an expert.
+    `width` is the field of config.json with the width of an expert. Raises UserError where a token has a single expert,
+    or more than there are.
     """
-    if config["num_experts_per_tok"] < 2:
+    experts, topk = config.num_experts, config["num_experts_per_tok"]
+    if topk < 2:
         raise config.error("has num_experts_per_tok = 1; Megatron does not normalise the weight of a single expert")
+    if topk > experts:
+        raise config.error(f"has num_experts_per_tok = {topk} of {experts} experts; change it to at most {experts}")
     return {
-        "num_moe_experts": config.num_experts,
+        "num_moe_experts": experts,
         "moe_ffn_hidden_size": config[width],
-        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_topk": topk,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",

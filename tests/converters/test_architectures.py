@@ -236,6 +236,10 @@ def test_an_architecture_goes_to_other_processes(name, config):
         ("glm4_moe", {"rope_scaling": {"rope_type": "yarn"}}, "of type 'yarn'"),
         ("qwen3_moe", {"num_local_experts": None}, "has no field num_experts"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "has num_experts_per_tok = 1"),
+        *(
+            (name, {"num_experts_per_tok": 5}, "has num_experts_per_tok = 5 of 4 experts; change it to at most 4")
+            for name in ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+        ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func = 'softmax'"),
         ("deepseek_v3", {"norm_topk_prob": False}, "has norm_topk_prob = False"),
         ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "chooses 3 of 4 experts in 1 of 2 groups"),

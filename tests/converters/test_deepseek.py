@@ -176,6 +176,7 @@ def test_names_of_prediction_layers_with_transformer_engine() -> None:
         ("DeepSeek-V2", {"n_group": 0}, "chooses 6 of 160 experts in 3 of 0 groups .* is not possible"),
         ("DeepSeek-V3", {"n_group": 256, "topk_group": 8}, "best 2 experts, but its groups .* hold 1 of 256"),
         ("DeepSeek-V3", {"n_group": 7}, "chooses 8 of 256 experts in 4 of 7 groups .* is not possible"),
+        ("DeepSeek-V2-Lite", {"num_experts_per_tok": 65}, "has num_experts_per_tok = 65 of 64 experts; .* at most 64"),
         ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "has norm_topk_prob = True"),
         ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "has topk_method = 'noaux_tc'"),
         ("DeepSeek-V2-Lite", {"scoring_func": "sigmoid"}, "has scoring_func = 'sigmoid'"),
