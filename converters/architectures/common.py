@@ -5,6 +5,7 @@ from typing import Any
 
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.weight_map import Dimension
+from converters.errors import nearest_sizes
 
 
 def rms_norm_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
@@ -25,8 +26,18 @@ def rms_norm_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
 
 
 def grouped_queries(config: HuggingFaceConfig, head_dim: int) -> dict[str, int]:
-    """TransformerConfig fields of grouped-query attention with heads of width `head_dim`."""
-    return {"num_query_groups": config["num_key_value_heads"], "kv_channels": head_dim}
+    """TransformerConfig fields of grouped-query attention with heads of width `head_dim`.
+
+    Raises UserError where the key-value heads do not divide the heads.
+    """
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % groups:
+        nearest = nearest_sizes(groups, lambda size: heads % size == 0, heads)
+        raise config.error(
+            f"has num_key_value_heads = {groups}, which does not divide num_attention_heads = {heads}; change it to"
+            f" {nearest}"
+        )
+    return {"num_query_groups": groups, "kv_channels": head_dim}
 
 
 def gpt_model(config: HuggingFaceConfig, rotary: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,6 +202,11 @@ def test_an_architecture_goes_to_other_processes(name, config):
     assert pickle.loads(pickle.dumps(architecture)) == architecture
 
 
+def test_latent_attention_has_no_key_value_heads_to_divide(config):
+    shapes = read_architecture(config("deepseek_v3")).hf_shapes
+    assert read_architecture(config("deepseek_v3", num_key_value_heads=3)).hf_shapes == shapes
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -220,6 +225,11 @@ def test_an_architecture_goes_to_other_processes(name, config):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types .*'sliding_attention'"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor = 0.5"),
         ("qwen3", {"head_dim": None}, "has no field head_dim"),
+        *(
+            (name, {"num_key_value_heads": 3}, "_heads = 3, which does not divide .*_heads = 4; change it to 2 or 4$")
+            for name in ("llama", "qwen2", "qwen3", "mixtral", "glm4_moe")
+        ),
+        ("qwen3", {"num_key_value_heads": 8}, "has num_key_value_heads = 8, which does not divide .*; change it to 4$"),
         ("llama", {"attention_bias": True}, "has attention_bias = True"),
         ("llama", {"mlp_bias": True}, "has mlp_bias = True"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "of type 'yarn'"),

@@ -368,7 +368,6 @@ def test_sizes_that_do_not_divide_the_model_are_refused(name, sizes, message, ma
     [
         (12, 4, 6, "num_key_value_heads = 4 .* by tensor_model_parallel_size = 6; change that size to 4$"),
         (12, 6, 4, "num_key_value_heads = 6 cannot be divided by tensor_model_parallel_size = 4"),
-        (4, 3, 1, "num_attention_heads = 4"),
     ],
 )
 def test_heads_that_cannot_be_shared_out_are_refused(heads, groups, tensor_parallel, wrong, make_model):
