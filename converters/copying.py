@@ -24,8 +24,8 @@ _COMPARED_ELEMENTS = 2**20
 def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
 
-    Copies of a tied or shared weight are accepted where they equal it, FP8 where its scales are there, and tensors
-    that nothing reads.
+    The types must be floating ones. Copies of a tied or shared weight are accepted where they equal it, FP8 where its
+    scales are there, and tensors that nothing reads.
     """
     check_structure(checkpoint, architecture)
     shapes = checkpoint.shapes
@@ -44,6 +44,7 @@ def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architectur
     missing = architecture.hf_zero_if_missing - shapes.keys()
     expected = {name: shape for name, shape in architecture.hf_shapes.items() if name not in missing}
     expected |= {copy: expected[original] for copy, original in architecture.hf_copies.items() if copy in shapes}
+    _check_types(checkpoint, expected)
     expected |= {name: shapes[name] for name in architecture.hf_unused if name in shapes}
     for name, scales in scales_of(checkpoint.folder, shapes, checkpoint.dtypes).items():
         if name in expected:
@@ -57,6 +58,17 @@ def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architectur
             " config.json; set num_nextn_predict_layers to 0 there"
         )
     checkpoint.check(expected)
+
+
+def _check_types(checkpoint: HuggingFaceCheckpoint, weights: Iterable[str]) -> None:
+    dtypes = checkpoint.dtypes
+    for name in weights:
+        if name in dtypes and not dtypes[name].is_floating_point:
+            # Codes of some quantisation, most likely, with scales that nothing here knows of.
+            raise UserError(
+                f"{checkpoint.folder} holds {name} in {dtypes[name]}; weights are read in floating types only: give the"
+                " model in bf16"
+            )
 
 
 def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shape) -> bool:

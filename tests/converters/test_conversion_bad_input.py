@@ -98,6 +98,17 @@ CHANGES: dict[str, tuple[Change, str]] = {
         rewrite(O_PROJ, torch.zeros(16, 8, dtype=BF16)),
         rf"holds {O_PROJ} with shape \[16, 8\], where config.json gives \[8, 16\]; the two do not belong together",
     ),
+    **{
+        f"weights in {dtype}": (
+            rewrite(O_PROJ, torch.zeros(8, 16, dtype=dtype)),
+            f"hf holds {O_PROJ} in {dtype}; .* bf16",
+        )
+        for dtype in (torch.int8, torch.uint8, torch.bool)
+    },
+    "codes of another shape": (
+        rewrite(O_PROJ, torch.zeros(64, 1, dtype=torch.uint8)),
+        f"hf holds {O_PROJ} in torch.uint8; weights are read in floating types only",
+    ),
     "in two files": (
         lambda folder: save_file(
             {**load_file(folder / "model-0.safetensors"), **load_file(folder / "model-1.safetensors")},

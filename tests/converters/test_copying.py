@@ -86,7 +86,8 @@ def test_declared_prediction_layers_that_are_not_there_are_named(make_model):
 def test_tensors_that_nothing_reads_may_be_there(make_model):
     model = make_model("deepseek_v3")
     unused = "model.layers.3.self_attn.rotary_emb.inv_freq"
-    check_checkpoint(rewrite(model, **{unused: torch.ones(64)}), model.architecture)
+    for dtype in (torch.float32, torch.int64):
+        check_checkpoint(rewrite(model, **{unused: torch.ones(64, dtype=dtype)}), model.architecture)
     with pytest.raises(UserError, match=r"holds the tensor model.layers.5.self_attn.rotary_emb.inv_freq"):
         check_checkpoint(rewrite(model, **{unused.replace("3", "5"): torch.ones(64)}), model.architecture)
 

@@ -120,6 +120,18 @@ def test_types_alone_do_not_make_another_model(tmp_path):
     assert found.values[0].is_rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
+def test_whole_numbers_are_no_rounding(dtype, tmp_path):
+    numbers = torch.full((3, 4), 0.25)
+    for name, tensor in {"weights": numbers, "whole": numbers.to(dtype)}.items():
+        (tmp_path / name).mkdir()
+        save_file({"weight": tensor}, tmp_path / name / "model.safetensors")
+    for folders in (("weights", "whole"), ("whole", "weights")):
+        found = diff(*(tmp_path / name for name in folders))
+        assert len(found.values) == 1
+        assert not found.is_rounding
+
+
 def test_long_rows_and_many_blocks(tmp_path):
     generator = torch.Generator().manual_seed(2)
     wide = torch.randint(0, 2**16, (3, 2**21), generator=generator).to(torch.int16).view(torch.bfloat16)
