@@ -163,7 +163,9 @@ class ParallelSizes:
             stages[-1] = self.num_layers_in_last_pipeline_stage
         left = num_layers - sum(stage or 0 for stage in stages)
         open_stages = stages.count(None)
-        if left < 0 or (left % open_stages if open_stages else left):
+        if left < 0 or (left > 0) != (open_stages > 0):
+            raise UserError(self._taken_by_ends(num_layers, open_stages))
+        if open_stages and left % open_stages:
             raise UserError(
                 f"{left} of the {num_layers} layers (num_hidden_layers) cannot be shared out evenly to {open_stages}"
                 " pipeline stages; change pipeline_model_parallel_size (the nearest that all layers can be shared out"
@@ -172,7 +174,7 @@ class ParallelSizes:
             )
         counts = [left // open_stages if stage is None else stage for stage in stages]
         for count in counts:
-            if count == 0 or count % self.chunks:
+            if count % self.chunks:
                 nearest = nearest_sizes(
                     self.chunks, lambda chunks: not any(each % chunks for each in counts), max(counts)
                 )
@@ -182,6 +184,20 @@ class ParallelSizes:
                     " pipeline_model_parallel_size"
                 )
         return counts
+
+    def _taken_by_ends(self, num_layers: int, other_stages: int) -> str:
+        """Sentence about a first and last stage that leave no layers to other stages, or some to nobody."""
+        counts = {"first": self.num_layers_in_first_pipeline_stage, "last": self.num_layers_in_last_pipeline_stage}
+        taken = {which: count for which, count in counts.items() if count}
+        settings = ", ".join(f"num_layers_in_{which}_pipeline_stage = {count}" for which, count in taken.items())
+        take, them = ("take", "them") if len(taken) > 1 else ("takes", "it")
+        result = f"so that none are left for {other_stages} more; lower {them} or pipeline_model_parallel_size"
+        if not other_stages:
+            result = f"and there is no other stage; give them {num_layers} together"
+        return (
+            f"the {' and the '.join(taken)} pipeline stage ({settings}) {take} {sum(taken.values())} of the"
+            f" {num_layers} layers (num_hidden_layers), {result}"
+        )
 
     def _nearest_stages(self, num_layers: int) -> str:
         stages = self.pipeline_model_parallel_size

@@ -203,7 +203,7 @@ WRONG_SIZES = [
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
         "a pipeline stage of 2 layers cannot be cut into 4 chunks",
     ),
-    ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, "stage of 0 layers|cannot be"),
+    ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}, "takes 4 of the 4 layers"),
 ]
 
 

@@ -135,16 +135,40 @@ def test_sizes_that_contradict_each_other_are_refused(sizes, message):
     ("layers", "sizes", "message"),
     [
         (5, {}, "5 of the 5 layers .* cannot be shared out evenly to 2 pipeline stages; .* to is 1 or 5"),
-        (4, {"num_layers_in_first_pipeline_stage": 5}, "-1 of the 4 layers"),
+        (
+            4,
+            {"num_layers_in_first_pipeline_stage": 5},
+            r"the first .* \(num_layers_in_first_.* = 5\) takes 5 of the 4 layers .* left for 1 more; lower it",
+        ),
         (
             6,
             {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2},
-            "3 of the 6 layers .* 0 pipeline stages",
+            "the first and the last pipeline stage .*_stage = 1, .*_stage = 2.* take 3 of the 6 layers .*; give them 6",
+        ),
+        (
+            3,
+            {"num_layers_in_first_pipeline_stage": 9, "num_layers_in_last_pipeline_stage": 9},
+            "take 18 of the 3 layers .* there is no other stage; give them 3 together$",
+        ),
+        (
+            6,
+            {
+                "world_size": 4,
+                "pipeline_model_parallel_size": 4,
+                "num_layers_in_first_pipeline_stage": 3,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+            "take 6 of the 6 layers .* none are left for 2 more; lower them or pipeline_model_parallel_size$",
         ),
         (6, {"virtual_pipeline_model_parallel_size": 2}, "stage of 3 layers cannot be cut into 2 chunks.* is 1 or 3"),
-        (1, {"num_layers_in_first_pipeline_stage": 1}, "a pipeline stage of 0 layers"),
+        (
+            1,
+            {"num_layers_in_first_pipeline_stage": 1},
+            "takes 1 of the 1 layers .* none are left for 1 more; lower it or pipeline_model_parallel_size$",
+        ),
+        (3, {"num_layers_in_last_pipeline_stage": 3}, "the last pipeline stage .* takes 3 of the 3 layers"),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused(layers, sizes, message):
     with pytest.raises(UserError, match=message):
-        ParallelSizes(world_size=2, pipeline_model_parallel_size=2, **sizes).layers_of_stages(layers)
+        ParallelSizes(**{"world_size": 2, "pipeline_model_parallel_size": 2, **sizes}).layers_of_stages(layers)
