@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from megarl.cli import outcome
@@ -97,7 +98,7 @@ def _how_to_use(plan: "ConversionPlan", out: Path) -> str:
             "Megatron-LM's flags cannot say all of this model, so that it would compute another one"
             f" ({plan.beyond_megatron_lm}): there is no {FLAGS}"
         )
-    return f"with Megatron-LM: pretrain_gpt.py $(cat {out / FLAGS}) --load {out} ..."
+    return f"with Megatron-LM: pretrain_gpt.py $(cat {quote(str(out / FLAGS))}) --load {quote(str(out))} ..."
 
 
 def _dry_run(options: argparse.Namespace, start: float) -> int:

@@ -54,6 +54,13 @@ def test_a_model_goes_to_megatron_and_back(model: Path, tmp_path: Path, capsys: 
         assert (back / name).read_bytes() == (model / name).read_bytes()
 
 
+def test_a_folder_with_a_space_stays_one_word(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "the model"
+    assert main(["convert", "--hf", str(model), "--out", str(out)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.endswith(f"$(cat '{out}/megatron_lm_flags.txt') --load '{out}' ...")
+
+
 def test_megatron_lms_names_of_the_sizes_are_taken_too(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
