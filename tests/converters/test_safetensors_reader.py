@@ -92,6 +92,24 @@ def test_a_truncated_file_is_refused(folder, kept_bytes):
         HuggingFaceCheckpoint(folder)
 
 
+def test_a_pointer_of_git_lfs_is_named(folder):
+    (folder / "one.safetensors").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1833776\n"
+    )
+    with pytest.raises(UserError, match=r"one.safetensors is only Git LFS's pointer to the file; run git lfs pull"):
+        HuggingFaceCheckpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "one.safetensors"])
+def test_a_link_to_what_is_missing_is_named(name, folder):
+    for path in folder.glob("*.safetensors*"):
+        if name != "one.safetensors" or path.name != INDEX:
+            path.unlink()
+    (folder / name).symlink_to("../blobs/gone")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*/blobs/gone, which is missing; download the model"):
+        HuggingFaceCheckpoint(folder)
+
+
 def test_a_file_with_bytes_to_spare_is_refused(folder):
     path = folder / "one.safetensors"
     path.write_bytes(path.read_bytes() + b"\0")

@@ -35,6 +35,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class TensorEntry:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file.
 
-    Raises UserError for a file that is truncated, too long, or whose header is broken or names a tensor twice.
+    Raises UserError for a file that is truncated, too long, a pointer of Git LFS, or whose header is broken or names a
+    tensor twice.
     """
     try:
         size, file = path.stat().st_size, path.open("rb")
@@ -63,6 +65,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            file.seek(0)
+            if file.read(len(_GIT_LFS_POINTER)) == _GIT_LFS_POINTER:
+                raise UserError(f"{path} is only Git LFS's pointer to the file; run git lfs pull in its folder")
             raise UserError(f"{path} is truncated, or no safetensors file: its header does not fit; copy it again")
         raw = file.read(header_bytes)
     entries = _parse(path, raw, data_start=_LENGTH_BYTES + header_bytes)

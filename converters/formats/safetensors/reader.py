@@ -104,16 +104,25 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
+        for path in (single, index):
+            _refuse_dead_link(path)
         raise UserError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX}; only safetensors weights are read")
     paths = []
     for file_name in sorted(set(_read_index(index).values())):
         relative = PurePosixPath(file_name)
         if relative.is_absolute() or ".." in relative.parts:
             raise UserError(f"{index} names {file_name}, which leads out of the folder")
+        _refuse_dead_link(folder / relative)
         if not os.path.isfile(folder / relative):  # which, unlike Path.is_file, takes names of any length
             raise UserError(f"{index} names {file_name}, which is missing; copy it again")
         paths.append(folder / relative)
     return paths
+
+
+def _refuse_dead_link(path: Path) -> None:
+    """Raise UserError for a link to a file that is not there, as in a cache of HuggingFace that was pruned."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(f"{path} is a link to {os.path.realpath(path)}, which is missing; download the model again")
 
 
 def _check_index(folder: Path, file_of: Mapping[str, Path]) -> None:
