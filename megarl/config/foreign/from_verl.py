@@ -40,6 +40,13 @@ class _Translation:
         value = self.given.get(key, verl.DEFAULTS.get(key, default))
         return value.word.known() if isinstance(value, Unknown) else value
 
+    def count(self, key: str) -> int:
+        """The value of a key that counts something. Raises UserError for less than one, which would divide by zero."""
+        value = self.take(key)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{key}={value} is no number of at least 1: change it, then translate again")
+        return value
+
     def has(self, key: str) -> bool:
         """Whether the key is given, and not as nothing."""
         return self.given.get(key) is not None
@@ -145,7 +152,7 @@ def _rollout(t: _Translation) -> None:
     if engine not in OF_VERL:
         raise UserError(f"{_ROLLOUT}name={engine} is none of the engines that can be translated: {', '.join(OF_VERL)}")
     t.recipe.set("rollout.engine", engine)
-    arguments = {TENSOR_PARALLEL[engine]: t.take(f"{_ROLLOUT}tensor_model_parallel_size")}
+    arguments = {TENSOR_PARALLEL[engine]: t.count(f"{_ROLLOUT}tensor_model_parallel_size")}
     for name, argument in OF_VERL[engine].items():
         if (value := t.take(f"{_ROLLOUT}{name}")) is not None:
             arguments[argument] = value
@@ -158,7 +165,7 @@ def _rollout(t: _Translation) -> None:
         if known and name not in known:
             t.absent(below + name, "the installed engine has no such argument")
         else:
-            arguments[name] = t.take(below + name)
+            arguments[name] = (t.count if name == TENSOR_PARALLEL[engine] else t.take)(below + name)
     t.recipe.set("rollout.engine_args", arguments)
     quantization = t.take(f"{_ROLLOUT}quantization")
     if quantization == "fp8":
@@ -246,7 +253,7 @@ def _corrections(t: _Translation) -> None:
 
 
 def _optimizer(t: _Translation) -> None:
-    batch, mini = t.take("data.train_batch_size"), t.take(f"{_ACTOR}ppo_mini_batch_size")
+    batch, mini = t.count("data.train_batch_size"), t.count(f"{_ACTOR}ppo_mini_batch_size")
     if batch % mini:
         raise UserError(
             f"data.train_batch_size={batch} cannot be cut into mini-batches of {_ACTOR}ppo_mini_batch_size={mini}: give"
@@ -315,7 +322,7 @@ def _reward(t: _Translation) -> None:
 
 
 def _run(t: _Translation) -> None:
-    prompts, samples = t.take("data.train_batch_size"), t.take(f"{_ROLLOUT}n")
+    prompts, samples = t.count("data.train_batch_size"), t.count(f"{_ROLLOUT}n")
     t.recipe.set("loop.prompts_per_step", prompts)
     t.recipe.set("loop.samples_per_prompt", samples)
     longest = t.recipe.get("data.max_prompt_tokens") + t.recipe.get("rollout.max_response_tokens")
@@ -355,7 +362,7 @@ def _steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
 
 def _cluster(t: _Translation) -> None:
     """Trainer and engines of verl's hybrid engine: on the same GPUs, in turns."""
-    nodes, gpus = t.take("trainer.nnodes"), t.take("trainer.n_gpus_per_node")
+    nodes, gpus = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
     engine = t.recipe.get("rollout.engine")
     size = t.recipe.get(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}")
     if (nodes * gpus) % size:

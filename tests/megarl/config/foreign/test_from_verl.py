@@ -161,6 +161,13 @@ def test_overrides_and_yaml_are_taken_alike(tmp_path: Path, capsys: pytest.Captu
     [
         (["algorithm.adv_estimator=grp"], r"algorithm\.adv_estimator=grp has no counterpart.*did you mean grpo\?"),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], "1024 cannot be cut into mini-batches of"),
+        (["data.train_batch_size=0"], r"data\.train_batch_size=0 is no number of at least 1"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=0"], r"ppo_mini_batch_size=0 is no number of at least 1"),
+        (["actor_rollout_ref.rollout.n=-1"], r"rollout\.n=-1 is no number of at least 1"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=0"], "size=0 is no number of at least 1"),
+        (["actor_rollout_ref.rollout.engine_kwargs.vllm.tensor_parallel_size=0"], "size=0 is no number of at least 1"),
+        (["trainer.nnodes=0"], r"trainer\.nnodes=0 is no number of at least 1"),
+        (["trainer.n_gpus_per_node=eight"], r"trainer\.n_gpus_per_node=eight is no number of at least 1"),
         (["actor_rollout_ref.rollout.name=hf"], "is none of the engines"),
         (["trainer.n_gpus_per_node=3"], "3 GPUs cannot be shared out among engines of 2"),
         (["~trainer.logger"], "~trainer.logger"),
