@@ -42,6 +42,9 @@ EXAMPLES = """examples:
 TAKES_OVERRIDES = True
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 120
+_MOST_GPUS = 16_384
+_MOST_ENGINE_RANKS = 8_192
+"""Every pair of an engine's rank and another has a count: so many take 2 to 4 GB of memory, and about a minute."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,23 +106,23 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     _check_picture(options.plot)
     plan_recipe.complete(options)
-    if options.gpus is not None and options.gpus < 1:
-        raise UserError(f"--gpus {options.gpus} leaves nobody to train; give at least 1")
+    _check_gpus(options.gpus)
     if options.search:
         return _search(options)
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
+        _check_ranks(refit)
         source, destination = refit.layouts()
         topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
         plan = Plan(source, destination, refit.replicas, topology, node_once=refit.node_once)
+        # Before anything is drawn, since it may be refused.
+        step = plan_step.planned_step(options, refit) if refit.cluster.cores is None else None
         forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, number_format=refit.number_format)))
         if options.plot:
             from megarl.planning.picture import draw_forecast
 
             draw_forecast(forecast).savefig(options.plot)
-        prediction = None
-        if refit.cluster.cores is None:
-            prediction = StepPrediction(plan_step.planned_step(options, refit, forecast.replay.seconds))
+        prediction = StepPrediction(replace(step, refit_seconds=forecast.replay.seconds)) if step else None
         _print(forecast, prediction, options, time.perf_counter() - start)
     if prediction is None or prediction.fits:
         return 0
@@ -136,7 +139,7 @@ def _search(options: argparse.Namespace) -> int:
     gpus, options.gpus = options.gpus, None
     with outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
-        proposal = search(plan_step.planned_step(options, refit, None), gpus)
+        proposal = search(plan_step.planned_step(options, refit), gpus)
     if options.json:
         print(json.dumps({"command": options.command, "fitting": proposal.fitting, "best": proposal_facts(proposal)}))
     else:
@@ -167,6 +170,27 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
         buckets=options.buckets,
         node_once=options.node_once,
     )
+
+
+def _check_gpus(gpus: int | None) -> None:
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus {gpus} leaves nobody to train; give at least 1")
+    if gpus is not None and gpus > _MOST_GPUS:
+        raise UserError(f"--gpus {gpus} is more than megarl plan counts; give at most {_MOST_GPUS:,}")
+
+
+def _check_ranks(refit: "PlannedRefit") -> None:
+    """Raise UserError for more ranks than can be counted one by one."""
+    if refit.trainer.world_size > _MOST_GPUS:
+        raise UserError(
+            f"the trainer's sizes make {refit.trainer.world_size:,} ranks, and megarl plan counts {_MOST_GPUS:,} at"
+            " most: lower them"
+        )
+    if refit.destinations > _MOST_ENGINE_RANKS:
+        raise UserError(
+            f"the engines have {refit.destinations:,} ranks, and megarl plan counts {_MOST_ENGINE_RANKS:,} at most:"
+            " lower --replicas, --engine-tp or --engine-ep"
+        )
 
 
 def _check_picture(path: Path | None) -> None:

@@ -1,6 +1,7 @@
 """The options of `megarl plan` that describe a whole step, and the step that they describe."""
 
 import argparse
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -64,12 +65,12 @@ def device_named(name: str, memory_gbyte: float | None) -> "Device":
         raise UserError(f"--device {name} is none of {', '.join(DEVICES)}{did_you_mean(name, DEVICES)}")
     if memory_gbyte is None:
         return DEVICES[name]
-    if memory_gbyte <= 0:
+    if not 0 < memory_gbyte < math.inf:
         raise UserError(f"--gpu-gbyte {memory_gbyte:g} is no memory; give the GB of a GPU")
     return replace(DEVICES[name], memory_bytes=memory_gbyte * 1e9)
 
 
-def planned_step(options: argparse.Namespace, refit: "PlannedRefit", refit_seconds: float | None) -> "PlannedStep":
+def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "PlannedStep":
     """The step that the options describe. Raises UserError for one that cannot be."""
     from megarl.planning.memory.trainer import TrainingOptions
     from megarl.planning.step.prediction import EngineOptions, PlannedStep
@@ -78,8 +79,10 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit", refit_secon
     work = {field: getattr(options, field) for _, field, *_ in _WORK}
     if work["response_tokens"] is None:
         work["response_tokens"] = max(1.0, work["max_response_tokens"] / 2)
-    if options.expert_load < 1:
-        raise UserError(f"--expert-load {options.expert_load:g} is below the mean; give at least 1")
+    if not 1 <= options.expert_load < math.inf:
+        raise UserError(f"--expert-load {options.expert_load:g} must be a number of at least 1, the mean")
+    if options.staleness < 0:
+        raise UserError(f"--staleness {options.staleness} is too small: it must be at least 0")
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
@@ -93,5 +96,4 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit", refit_secon
         engine=EngineOptions(options.memory_share, options.is_eager),
         staleness=options.staleness,
         sends_whole_tensors=options.sends_whole_tensors,
-        refit_seconds=refit_seconds,
     )

@@ -6,13 +6,19 @@ from converters.cost import Rates
 from converters.errors import UserError
 from converters.topology import Topology
 
+_SLOWEST = 1e-3
+"""Least rate, in its unit: at 1 Mbit/s the nanoseconds of a large model still fit in 64 bits."""
+_LONGEST_US = 1e6
+_MOST_ON_A_NODE = 65_536
+"""Ranks of a node, each of which has a place in memory whether it is used or not."""
+
 
 @dataclass(frozen=True)
 class Cores:
     """The processor cores of a node without GPUs, which all its ranks share; rates are of one core while all work.
 
     A core that reads what it unpacks, as one-sided reads without a network card do, has both in `unpack_gbyte_per_s`.
-    Raises UserError for less than a core, and for a rate of zero or less.
+    Raises UserError for less than a core, and for a rate of (nearly) zero or less.
     """
 
     per_node: int
@@ -25,6 +31,9 @@ class Cores:
         for name, value in vars(self).items():
             if not (value >= 0 if name == "message_us" else value > 0):
                 raise UserError(f"the cores' {name} is {value}; it must be more than 0")
+            _check_speed("cores'", name, value)
+        if self.message_us > _LONGEST_US:
+            raise UserError(f"the cores' message_us is {self.message_us}; it must be at most {_LONGEST_US:g}, a second")
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Cluster:
 
     With `cores` the GPUs are places for ranks, which work on these, and NVLink is their way to each other.
 
-    Raises UserError for a size or a rate of zero or less.
+    Raises UserError for a size or a rate of (nearly) zero or less.
     """
 
     gpus_per_node: int = 8
@@ -49,6 +58,11 @@ class Cluster:
         for name, value in vars(self).items():
             if name != "cores" and value is not None and not value > 0:
                 raise UserError(f"the cluster's {name} is {value}; it must be more than 0")
+            _check_speed("cluster's", name, value)
+        if self.gpus_per_node > _MOST_ON_A_NODE:
+            raise UserError(
+                f"the cluster's gpus_per_node is {self.gpus_per_node}; it must be at most {_MOST_ON_A_NODE:,}"
+            )
 
     @property
     def rates(self) -> Rates:
@@ -84,3 +98,9 @@ class Cluster:
                 f" {self.gpus_per_node} GPUs, and the cluster has {self.nodes}; raise --nodes or lower the sizes"
             )
         return topology
+
+
+def _check_speed(whose: str, name: str, value: object) -> None:
+    """Raise UserError for a rate at which nothing would end."""
+    if name.endswith("_per_s") and isinstance(value, float | int) and value < _SLOWEST:
+        raise UserError(f"the {whose} {name} is {value}; it must be at least {_SLOWEST:g}")

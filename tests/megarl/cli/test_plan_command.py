@@ -151,6 +151,11 @@ def test_cores_without_rates_and_rates_without_cores_are_refused(
     assert says in capsys.readouterr().err
 
 
+def test_sizes_may_not_make_more_ranks_than_are_counted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, "--cp", "99999999"]) == 2
+    assert "the trainer's sizes make 99,999,999 ranks, and megarl plan counts 16,384" in capsys.readouterr().err
+
+
 def test_what_a_node_needs_often_enters_it_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     once = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8")
     often = planned(capsys, "--engine-ep", "8", "--engine-dtype", "fp8", "--no-node-once")
@@ -209,6 +214,10 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
         (["--model", "gpt5"], "--model gpt5 is no config.json, no folder with one and none of deepseek_v3"),
         (["--tp", "3"], "16 ranks cannot be divided by tensor_model_parallel_size"),
         (["--gpus", "0"], "--gpus 0 leaves nobody to train; give at least 1"),
+        (["--gpus", "99999999999"], "--gpus 99999999999 is more than megarl plan counts; give at most 16,384"),
+        (["--gpus", "99999999999", "--search"], "--gpus 99999999999 is more than megarl plan counts"),
+        (["--replicas", "100000"], "the engines have 100,000 ranks, and megarl plan counts 8,192 at most"),
+        (["--nic-gbit", "1e-300"], "the cluster's nic_gbit_per_s is 1e-300; it must be at least 0.001"),
         (["--ep", "16", "--pp", "1"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
         (["--use-torch-fsdp2"], "use_torch_fsdp2 works without pipeline_model_parallel_size=2 only: "),
         (["--engine-tp", "3"], "for the engines, the model's num_attention_heads = 4 cannot be divided by"),

@@ -57,15 +57,23 @@ def test_a_recipe_says_the_work(
     [
         (["--device", "H1000"], "--device H1000 is none of A100"),
         (["--gpu-gbyte", "0"], "--gpu-gbyte 0 is no memory"),
-        (["--expert-load", "0.5"], "--expert-load 0.5 is below the mean"),
+        (["--expert-load", "0.5"], "--expert-load 0.5 must be a number of at least 1"),
+        (["--expert-load", "nan"], "--expert-load nan must be a number of at least 1"),
+        (["--expert-load", "inf"], "--expert-load inf must be a number of at least 1"),
+        (["--gpu-gbyte", "nan"], "--gpu-gbyte nan is no memory"),
+        (["--staleness", "-1"], "--staleness -1 is too small: it must be at least 0"),
         (["--prompts", "0"], "the step's prompts is 0"),
         (["--response-tokens", "600"], "longer than the longest, 512"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SMALL, "--colocated", *words]) == 2
+def test_bad_input_is_one_sentence(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *SMALL, "--colocated", "--plot", "flow.png", *words]) == 2
     said = capsys.readouterr()
     assert said.out == ""
+    assert not list(tmp_path.iterdir())
     assert says in said.err
     assert said.err.count("\n") == 1
 

@@ -57,3 +57,27 @@ def test_a_rate_or_size_that_is_nothing_is_refused(field: str, value: float) -> 
 def test_cores_that_do_nothing_are_refused(field: str) -> None:
     with pytest.raises(UserError, match=f"the cores' {field} is 0; it must be more than 0"):
         Cores(**{"per_node": 2, "pack_gbyte_per_s": 8.0, "unpack_gbyte_per_s": 8.0, field: 0})
+
+
+@pytest.mark.parametrize("field", ["nic_gbit_per_s", "nvlink_gbyte_per_s", "memory_gbyte_per_s"])
+def test_a_rate_at_which_nothing_would_end_is_refused(field: str) -> None:
+    with pytest.raises(UserError, match=f"the cluster's {field} is 1e-300; it must be at least 0.001"):
+        Cluster(**{field: 1e-300})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("pack_gbyte_per_s", 1e-300, "it must be at least 0.001"),
+        ("unpack_gbyte_per_s", 1e-300, "it must be at least 0.001"),
+        ("message_us", float("inf"), "it must be at most 1e.06, a second"),
+    ],
+)
+def test_cores_that_would_never_end_are_refused(field: str, value: float, says: str) -> None:
+    with pytest.raises(UserError, match=f"the cores' {field} is {value}; {says}"):
+        Cores(**{"per_node": 2, "pack_gbyte_per_s": 8.0, "unpack_gbyte_per_s": 8.0, field: value})
+
+
+def test_a_node_larger_than_memory_is_refused() -> None:
+    with pytest.raises(UserError, match="the cluster's gpus_per_node is 1000000000000; it must be at most 65,536"):
+        Cluster(gpus_per_node=10**12)
