@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     _check_picture(options.plot)
+    _check_search(options)
     plan_recipe.complete(options)
     _check_gpus(options.gpus)
     if options.search:
@@ -170,6 +171,18 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
         buckets=options.buckets,
         node_once=options.node_once,
     )
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    """Refuse what a search would leave undone, before a recipe completes the options."""
+    if not options.search:
+        return
+    if options.plot is not None:
+        raise UserError(f"--plot {options.plot} draws the plan of given sizes, and --search has none: leave one out")
+    for name in plan_recipe.SEARCHED:
+        if (size := getattr(options, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {size} is one of the sizes that --search proposes: leave one of the two out")
 
 
 def _check_gpus(gpus: int | None) -> None:

@@ -53,6 +53,8 @@ _TRAINER = {
     "use_torch_fsdp2": "use_torch_fsdp2",
 }
 """Option, key of the group `megatron`."""
+SEARCHED = (*(name for name in _TRAINER if name != "use_torch_fsdp2"), "engine_tp", "engine_ep", "replicas")
+"""The options that `--search` proposes; those of a recipe are where it begins."""
 # A recipe leaves open what belongs to a run, and a plan needs none of it.
 _OPEN = ("model.path", "output_dir")
 

@@ -72,7 +72,8 @@ def all_trainer_sizes(
 def all_engine_sizes(architecture: Architecture, gpus: int, gpus_per_node: int) -> Iterator[ParallelSizes]:
     """Engines that `gpus` can be filled with: experts cut like attention, or whole with attention in groups."""
     for tensor in _powers(min(gpus, 4 * gpus_per_node)):
-        experts = [each for each in _powers(gpus) if each >= tensor] if architecture.num_experts else []
+        # Whole experts on one rank are no other cut than none.
+        experts = [each for each in _powers(gpus) if each >= max(2, tensor)] if architecture.num_experts else []
         for expert in (None, *experts):
             try:
                 sizes = engine_sizes(tensor, expert)

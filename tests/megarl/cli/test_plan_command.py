@@ -140,7 +140,6 @@ def test_nodes_of_cores_hold_as_many_ranks_as_is_said(model: str, capsys: pytest
         (["--cores", "2"], "--cores 2 needs --pack-gbyte and --unpack-gbyte, what each core does in a second"),
         (["--cores", "2", "--pack-gbyte", "9"], "--cores 2 needs --unpack-gbyte"),
         (["--message-us", "9"], "--message-us is of the cores of a machine without GPUs: say how many"),
-        ([*CORES, "--search"], "--search proposes sizes for GPUs, and --cores is of machines without"),
         ([*CORES, "--cores", "0"], "the cores' per_node is 0; it must be more than 0"),
     ],
 )
@@ -215,7 +214,6 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
         (["--tp", "3"], "16 ranks cannot be divided by tensor_model_parallel_size"),
         (["--gpus", "0"], "--gpus 0 leaves nobody to train; give at least 1"),
         (["--gpus", "99999999999"], "--gpus 99999999999 is more than megarl plan counts; give at most 16,384"),
-        (["--gpus", "99999999999", "--search"], "--gpus 99999999999 is more than megarl plan counts"),
         (["--replicas", "100000"], "the engines have 100,000 ranks, and megarl plan counts 8,192 at most"),
         (["--nic-gbit", "1e-300"], "the cluster's nic_gbit_per_s is 1e-300; it must be at least 0.001"),
         (["--ep", "16", "--pp", "1"], "8 experts cannot be divided by expert_model_parallel_size = 16"),

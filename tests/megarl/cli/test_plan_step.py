@@ -81,3 +81,32 @@ def test_bad_input_is_one_sentence(
 def test_a_search_needs_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--search"]) == 2
     assert "megarl plan --search needs the number of GPUs: give --gpus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--plot", "flow.png"], "--plot flow.png draws the plan of given sizes, and --search has none"),
+        (["--gpus", "99999999999"], "--gpus 99999999999 is more than megarl plan counts"),
+        (
+            ["--cores", "2", "--pack-gbyte", "1", "--unpack-gbyte", "1"],
+            "--search proposes sizes for GPUs, and --cores is of machines without",
+        ),
+        (["--tp", "2"], "--tp 2 is one of the sizes that --search proposes: leave one of the two out"),
+        (["--engine-ep", "8"], "--engine-ep 8 is one of the sizes"),
+        (["--replicas", "4"], "--replicas 4 is one of the sizes"),
+        (["--decoder-last-pipeline-num-layers", "4"], "--decoder-last-pipeline-num-layers 4 is one of the sizes"),
+    ],
+)
+def test_a_search_takes_no_sizes_and_draws_nothing(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *MODEL, "--gpus", "16", "--search", *words]) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_search_may_begin_with_the_sizes_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config-name", "grpo_qwen3_moe", "--gpus", "16", "--search", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]

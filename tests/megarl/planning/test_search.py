@@ -6,7 +6,7 @@ import pytest
 from small_step import small_step
 
 from converters.errors import UserError
-from megarl.planning.search import say_trainer, search
+from megarl.planning.search import say_engine, say_trainer, search
 from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
 from megarl.planning.step.prediction import StepPrediction
 
@@ -32,6 +32,11 @@ def test_nothing_that_fits_is_faster_than_the_proposal() -> None:
     assert best.step_seconds <= 1.001 * min(fitting)
     assert [each.step_seconds for each in found.best] == sorted(each.step_seconds for each in found.best)
     assert found.fitting >= len(fitting)
+
+
+def test_no_proposal_is_made_twice() -> None:
+    proposed = [(say_trainer(each), say_engine(each)) for each in search(small_step(colocated=False), 4).best]
+    assert len({*proposed}) == len(proposed)
 
 
 def test_fsdp2_is_searched_among_the_sizes_that_it_can_have() -> None:
