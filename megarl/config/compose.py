@@ -143,6 +143,11 @@ def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
     first, *others = folders
     if not first.is_dir():
         raise UserError(f"--config-dir {first} is not a folder")
+    if "/" in config_name:
+        raise UserError(
+            f"there is no recipe {config_name}: a recipe's name has no folder in it, which --config-dir gives"
+            f"{_names_like(config_name.rpartition('/')[2].removesuffix('.yaml'), folders)}"
+        )
     search_path = ",".join(f"'file://{folder}'" for folder in others)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(first)):
@@ -150,9 +155,7 @@ def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
     except MissingConfigException as error:
         if error.missing_cfg_file not in (config_name, f"{config_name}.yaml"):
             raise UserError(_no_file(config_name, error, folders)) from error
-        names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-        hint = did_you_mean(config_name, names) or f"; there are {', '.join(names)}"
-        raise UserError(f"there is no recipe {config_name}{hint}") from error
+        raise UserError(f"there is no recipe {config_name}{_names_like(config_name, folders)}") from error
     except RecursionError as error:
         raise UserError(f"recipe {config_name} cannot be composed: its defaults lead back to itself") from error
     except UnicodeDecodeError as error:
@@ -169,9 +172,14 @@ def _no_file(config_name: str, error: MissingConfigException, folders: Sequence[
     group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
     if group not in PRESETS:
         return f"recipe {config_name}: {error.args[0].splitlines()[0]}"
-    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
-    hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+    hint = _names_like(name, [folder / group for folder in folders])
     return f"recipe {config_name}: there is no preset {group}={name}{hint}"
+
+
+def _names_like(name: str, folders: Sequence[Path]) -> str:
+    """The end of a sentence about a name that no file of these folders has: the nearest, else all that there are."""
+    names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    return did_you_mean(name, names) or f"; there are {', '.join(names)}"
 
 
 def _quotes(text: str) -> str:

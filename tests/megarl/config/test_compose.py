@@ -148,6 +148,9 @@ def test_keys_of_verl_that_we_share_are_not_refused(recipes: str) -> None:
     ("name", "says"),
     [
         ("quickstrt", "there is no recipe quickstrt; did you mean quickstart"),
+        ("configs/grpo_qwen3_moe", "a recipe's name has no folder in it, .*; did you mean grpo_qwen3_moe"),
+        ("../configs/gspo_qwen3_moe.yaml", "a recipe's name has no folder in it, .*; did you mean gspo_qwen3_moe"),
+        ("/tmp/zzz", "there is no recipe /tmp/zzz: a recipe's name has no folder in it, .*; there are .*mine"),
         ("zzz", "there is no recipe zzz; there are .*grpo_qwen3_moe.*mine"),
         ("misspelt", r"lop\.steps does not exist"),
         ("broken", "recipe broken cannot be composed"),
