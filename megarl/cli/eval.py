@@ -7,9 +7,11 @@ and best@k (the best of k). Other keys of the configuration are given as KEY=VAL
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from converters.errors import UserError
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
 from megarl.process.phase import phase
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.validate import validate
 
+    _check(options)
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
         validate(config, "eval")
@@ -74,6 +77,15 @@ def run(options: argparse.Namespace) -> int:
     for line in [json_of(options.model, metrics)] if options.json else lines_of(metrics):
         print(line)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers by the option that gave them; the configuration would name the key that it sets."""
+    for name, number in (("--samples", options.samples), ("--max-response-tokens", options.max_response_tokens)):
+        if number is not None and number < 1:
+            raise UserError(f"{name} {number} is too small: it must be at least 1")
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
+        raise UserError(f"--temperature {options.temperature:g} must be a number above 0")
 
 
 def json_of(model: str, metrics: Mapping[str, float]) -> str:

@@ -155,12 +155,14 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
 
     if options.use_torch_fsdp2 and options.lora:
         raise UserError(ADAPTER_IN_ROWS)
-    architecture = read_model(options.model)
+    architecture = engine_architecture = read_model(options.model)
+    if options.engine_model:
+        engine_architecture = read_model(options.engine_model, "--engine-model")
     trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
     trainer = replace(trainer, use_torch_fsdp2=options.use_torch_fsdp2)
     return PlannedRefit(
         architecture=architecture,
-        engine_architecture=read_model(options.engine_model) if options.engine_model else architecture,
+        engine_architecture=engine_architecture,
         trainer=trainer,
         engine=engine,
         replicas=options.replicas,

@@ -113,18 +113,18 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
     )
 
 
-def read_model(place: str) -> Architecture:
+def read_model(place: str, option: str = "--model") -> Architecture:
     """The model of a config.json, of a folder with one, or of a name in configs/models, as far as a refit moves it.
 
-    Layers of multi-token prediction stay in the trainer. Raises UserError where there is no such model and for a
-    config.json that means no known one.
+    Layers of multi-token prediction stay in the trainer. Raises UserError, naming the `option`, where there is no
+    such model, and for a config.json that means no known one.
     """
-    config = read_json(_config_file(place))
+    config = read_json(_config_file(place, option))
     prediction: Mapping[str, Any] = {_PREDICTION_LAYERS: 0} if _PREDICTION_LAYERS in config else {}
     return read_architecture({**config, **prediction})
 
 
-def _config_file(place: str) -> Path:
+def _config_file(place: str, option: str) -> Path:
     path = Path(place)
     if path.is_dir():
         return path / CONFIG
@@ -134,4 +134,4 @@ def _config_file(place: str) -> Path:
     if (named := shipped / f"{place}.json").is_file():
         return named
     names = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
-    raise UserError(f"--model {place} is no config.json, no folder with one and none of {names}")
+    raise UserError(f"{option} {place} is no config.json, no folder with one and none of {names}")

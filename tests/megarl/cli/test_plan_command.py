@@ -221,6 +221,7 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
         (["--engine-tp", "3"], "for the engines, the model's num_attention_heads = 4 cannot be divided by"),
         (["--engine-tp", "2", "--engine-ep", "3"], "--engine-ep 3 is no multiple of --engine-tp 2"),
         (["--engine-ep", "16"], "8 experts cannot be divided by expert_model_parallel_size = 16"),
+        (["--engine-model", "gpt5"], "--engine-model gpt5 is no config.json, no folder with one and none of"),
         (["--engine-model", "other.json"], "has shape"),
         (["--replicas", "0"], "replicas is 0; it must be at least 1"),
         (["--replicas", "9", "--nodes", "3"], "take 4 nodes of 8 GPUs, and the cluster has 3"),
