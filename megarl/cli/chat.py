@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import UserError
 from megarl.cli import recipe
+from megarl.cli.model_folder import refuse_checkpoint
 
 if TYPE_CHECKING:
     from megarl.chat import Chat
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
-    _check_folder(Path(options.model))
+    refuse_checkpoint(Path(options.model))
     config = compose("chat", overrides_of(options))
     validate(config, "chat")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -86,21 +87,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"megarl: {options.model} has no chat template: it continues what it is given", file=sys.stderr)
         (talk if is_terminal else reply)(chat)
     return 0
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise UserError for a Megatron checkpoint, with what makes a HuggingFace folder of it."""
-    from converters.formats.torch_dist import find_checkpoint
-
-    if not (folder / "config.json").exists():
-        try:
-            find_checkpoint(folder)
-        except UserError:
-            return
-        raise UserError(
-            f"--model {folder} is a Megatron checkpoint, and engines read HuggingFace folders: "
-            f"megarl export --megatron {folder} --out DIR makes one of it"
-        )
 
 
 def reply(chat: "Chat") -> None:

@@ -10,10 +10,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from converters.errors import UserError
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
+from megarl.cli.model_folder import refuse_checkpoint
 from megarl.process.phase import phase
 
 EXAMPLES = """examples:
@@ -67,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from megarl.config.validate import validate
 
     _check(options)
+    refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
         validate(config, "eval")

@@ -113,6 +113,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["chat"], ["eval", "--files", "e.parquet"]])
+def test_a_megatron_checkpoint_as_a_model_is_refused_with_the_way_on(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").touch()
+    assert main([*words, "--model", str(tmp_path)]) == 2
+    assert f"megarl export --megatron {tmp_path} --out DIR makes one of it" in capsys.readouterr().err
+
+
 def test_flags_and_overrides_end_as_the_same_configuration(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     start = ["train", "--config-name", "quickstart", "--print-config", f"model.path='{model}'"]
     assert main([*start, "--lr", "1e-5", "--sequence-parallel", "loop.steps=3", "--recompute-modules", "mlp"]) == 0
