@@ -197,6 +197,8 @@ def _forced(text: str) -> str:
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
+    if not override.key_or_group:
+        raise UserError(f"override {text!r} is not of the form key=value: it has no key")
     if override.is_sweep_override():
         key, _, values = text.partition("=")
         raise UserError(

@@ -222,7 +222,16 @@ def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
         raise UserError(f"{key} is empty: name at least one parquet file, {key}=[path/to/file.parquet]")
     for file in files:
         if not os.path.isfile(file):  # which, unlike Path.is_file, takes any name
-            raise UserError(f"{key}: there is no file {file}")
+            raise UserError(f"{key}: {_why_no_file(file)}")
+
+
+def _why_no_file(file: str) -> str:
+    if os.path.isdir(file):
+        return f"{file} is a folder; name the files in it one by one"
+    pattern = (
+        ", and patterns are not filled in: name the files one by one" if any(sign in file for sign in "*?") else ""
+    )
+    return f"there is no file {file}{pattern}"
 
 
 def _check_prompts(config: MegarlConfig) -> None:

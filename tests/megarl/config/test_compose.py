@@ -81,6 +81,8 @@ def test_own_recipes_build_on_ours(recipes: str) -> None:
         (["loop.steps=many"], r"loop\.steps: Value 'many'"),
         (["loop.steps=null"], r"loop\.steps"),
         (["loop.steps"], "not of the form key=value"),
+        (["=3"], "override .=3. is not of the form key=value: it has no key"),
+        (["+=3"], "override .[+]=3. is not of the form key=value: it has no key"),
         (
             ["data.train_files=a.parquet"],
             r"^data\.train_files=a\.parquet: .* is a list; .*'data\.train_files=\[a\.parquet\]'$",

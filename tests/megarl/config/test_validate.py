@@ -91,6 +91,8 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
         (["model.path=nowhere"], "model.path=nowhere is not a HuggingFace folder"),
         (["data.train_files=[]"], "data.train_files is empty"),
         (["data.train_files=[gone.parquet]"], "there is no file gone.parquet"),
+        (["data.train_files=[.]"], r"data.train_files: \. is a folder; name the files in it one by one"),
+        (["data.train_files=['*.parquet']"], r"there is no file \*.parquet, and patterns are not filled in"),
         (["data.eval_files=[gone.parquet]"], "data.eval_files: there is no file gone.parquet"),
         (["megatron.tensor_model_parallel_size=4"], "2 ranks cannot be divided"),
         (
