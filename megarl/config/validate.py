@@ -228,10 +228,9 @@ def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
 def _why_no_file(file: str) -> str:
     if os.path.isdir(file):
         return f"{file} is a folder; name the files in it one by one"
-    pattern = (
-        ", and patterns are not filled in: name the files one by one" if any(sign in file for sign in "*?") else ""
-    )
-    return f"there is no file {file}{pattern}"
+    if "*" in file or "?" in file:
+        return f"there is no file {file}, and patterns are not filled in: name the files one by one"
+    return f"there is no file {file}"
 
 
 def _check_prompts(config: MegarlConfig) -> None:

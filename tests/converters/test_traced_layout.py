@@ -1,6 +1,5 @@
 """Traced layouts, against what the same loaders do with real values."""
 
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -9,48 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_configs import count_up
+from traced_loads import check_against_load, empty, refuse, run
 
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.layout import Shard, check_tiling
+from converters.layout import Shard
 from converters.layouts.load_tracer import LoadTracer, UntraceableError
-from converters.layouts.traced_layout import fill_padding, local_tensors, trace_loading, traced_layout, untraced
-
-UNWRITTEN = -7.0
-
-
-def run(load, parameters, hf, **options):
-    """Trace `load`, and see that the parameters keep their bytes."""
-    before = {name: parameter.clone() for name, parameter in parameters.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in hf.items()}
-    dtypes = {name: tensor.dtype for name, tensor in hf.items()}
-    trace = trace_loading(partial(load, parameters), parameters, shapes, dtypes, **options)
-    assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
-    return pickle.loads(pickle.dumps(trace))
-
-
-def check_against_load(load, parameters, hf):
-    """The traced placements and padding, carried out, give what a load of real values gives."""
-    trace = run(load, parameters, hf)
-    assert trace.untraced == {}
-    check_tiling(trace.shard)
-    load(parameters, iter(hf.items()))
-    loaded = {name: parameter.clone() for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.fill_(UNWRITTEN)
-    fill_padding(trace, parameters)
-    tensors = local_tensors(parameters, trace.shard)
-    assert trace.dtypes == {name: tensor.dtype for name, tensor in tensors.items()}
-    for placement in trace.shard.placements:
-        hf_part = hf[placement.hf_name][placement.hf_box.slices()]
-        tensors[placement.local_name][placement.local_box.slices()] = hf_part
-    for name, parameter in parameters.items():
-        assert torch.equal(parameter, loaded[name]), name
-    return trace
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.full(shape, UNWRITTEN, dtype=dtype)
+from converters.layouts.traced_layout import local_tensors, trace_loading, traced_layout, untraced
 
 
 def load_sharded(rank, parameters, weights):
@@ -155,63 +119,6 @@ def test_any_loader_that_cuts_and_joins(data):
     check_against_load(load, {"p": empty(sum(rows for _, _, rows, _ in plan), columns)}, hf)
 
 
-@given(st.data())
-def test_any_loader_that_joins_tensors_and_cuts_what_it_has_joined(data):
-    """Views of two to four tensors joined along rows or columns, of which boxes go into parameters."""
-    dimension = data.draw(st.integers(0, 1), "dimension")
-    across = data.draw(st.integers(1, 3), "across")
-    lengths = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=2, max_size=4), "parts")
-    steps = data.draw(st.lists(st.sampled_from(["clone", "wide", "cut", "detach"]), max_size=3), "steps")
-    total = sum(length for _, length in lengths)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, total - 1)), max_size=2), "cuts") - {total})
-
-    def shape(length):
-        return (length, across) if dimension == 0 else (across, length)
-
-    hf = count_up({f"w{i}": shape(before + length) for i, (before, length) in enumerate(lengths)})
-    bounds = list(zip([0, *cuts], [*cuts, total], strict=True))
-
-    def load(parameters, weights):
-        tensors = [tensor for _, tensor in weights]
-        parts = [tensor.narrow(dimension, *cut) for tensor, cut in zip(tensors, lengths, strict=True)]
-        joined = torch.cat(parts, dimension - 2 * (len(parts) % 2))
-        for step in steps:
-            if step == "cut":
-                joined = joined[:, :] if dimension == 0 else joined[...]
-            else:
-                joined = {"clone": joined.clone, "detach": joined.detach, "wide": joined.double}[step]()
-        for i, (start, stop) in enumerate(bounds):
-            part = joined.narrow(dimension, start, stop - start)
-            parameters[f"p{i}"].copy_(part.clone() if i % 2 else part)
-
-    parameters = {f"p{i}": empty(*shape(stop - start)) for i, (start, stop) in enumerate(bounds)}
-    check_against_load(load, parameters, hf)
-
-
-@pytest.mark.parametrize(
-    ("join", "rows", "excluded", "reason"),
-    [
-        (lambda a, b, c: torch.cat([a, b, c]), 5, {"abc": "it is packed"}, "puts it into abc, and it is packed"),
-        (lambda a, b, c: torch.cat([a, b, c[::2]]), 4, {}, "takes a part of it that is not a box"),
-        (lambda a, b, c: torch.cat([torch.cat([a, b]), c]), 5, {}, "joins it with others, and computes"),
-        (lambda a, b, c: torch.cat([a, b, c])[:1], 5, {}, "joins it with others, and copies them into another"),
-    ],
-)
-def test_tensors_that_are_joined_are_traced_together_or_not_at_all(join, rows, excluded, reason):
-    def load(parameters, weights):
-        kept = {}
-        for name, tensor in weights:
-            kept[name] = tensor
-            if len(kept) == 3:
-                parameters["abc"].copy_(join(**kept))
-
-    hf = count_up({"a": (1, 3), "b": (1, 3), "c": (3, 3)})
-    trace = run(load, {"abc": empty(rows, 3)}, hf, excluded=excluded)
-    assert trace.shard.placements == []
-    assert set(trace.untraced) == {"a", "b", "c"}
-    assert all(each.startswith(f"the engine's loader {reason}") for each in trace.untraced.values())
-
-
 def test_a_loader_goes_on_behind_what_cannot_be_noted():
     """So that a model with thousands of experts that the kernel packs is traced in one call, not in thousands."""
     hf = count_up({f"expert{i}": (2, 3) for i in range(50)} | {"norm": (5,)})
@@ -247,27 +154,6 @@ def test_a_loader_with_threads_writes_nothing():
     assert [placement.hf_name for placement in trace.shard.placements] == ["a"]
 
 
-@pytest.mark.parametrize("between", ["", "w"])
-def test_a_loader_that_waits_for_another_tensor_gets_it_in_one_call(between):
-    """Also where one that it refuses came between the two."""
-
-    def load(parameters, weights):
-        kept = {}
-        for name, tensor in weights:
-            if name == "w":
-                refuse(parameters, tensor)
-            kept[name] = tensor
-            if {"a", "b"} <= kept.keys():
-                parameters["ab"].copy_(torch.cat([kept.pop("a"), kept.pop("b")]))
-
-    hf = count_up({"a": (2, 3)} | ({between: (4, 4)} if between else {}) | {"b": (1, 3)})
-    trace = run(load, {"ab": empty(3, 3), "w": empty(5)}, hf)
-    assert set(trace.untraced) == ({between} - {""})
-    assert {placement.hf_name: placement.local_box for placement in trace.shard.placements} == {
-        "a": Box((0, 0), (2, 3)), "b": Box((2, 0), (3, 3))
-    }  # fmt: skip
-
-
 def by_name(**ways):
     """A loader that has a way for each tensor, and copies the others whole."""
 
@@ -279,10 +165,6 @@ def by_name(**ways):
                 parameters[name].copy_(tensor)
 
     return load
-
-
-def refuse(parameters, tensor):
-    assert parameters["w"].shape == tensor.shape[:1], "no such shape"
 
 
 def needs_values(tensor):

@@ -130,7 +130,7 @@ _READ: Mapping[str, Mapping[str, Any]] = {
     "kimi_k2": _OF_V3,
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
 }
-"""Model type -> fields of config.json, and their values where a released one lacks them; transformers' defaults."""
+"""Model type -> fields of config.json that SGLang reads and transformers leaves out, with transformers' values."""
 
 _ALL_SPARSE: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 """Fields of config.json -> their values where every layer has experts."""

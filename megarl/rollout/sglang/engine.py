@@ -249,8 +249,8 @@ class SglangEngine(OwnedEngine):
             return
         # A worker keeps nothing of other workers' experts.
         skipped = [set(names) for names in self._workers(worker.load_bucket, bucket)]
-        for name in sorted(set.intersection(*skipped)):
-            raise UpdateError(f"SGLang's loader skips {name}: give the engine the config.json of the policy")
+        if nowhere := set.intersection(*skipped):
+            raise UpdateError(f"SGLang's loader skips {min(nowhere)}: give the engine the config.json of the policy")
 
     def _finish_loading(self) -> None:
         from megarl.rollout.sglang import worker
