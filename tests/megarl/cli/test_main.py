@@ -280,6 +280,9 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_that_a_signal_ends_in_is_the_interruption(number, code, error, monkeypatch, capsys) -> None:
+    # Under nohup it is ignored.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     def meet(*_: object) -> int:
         try:
             signal.raise_signal(number)
@@ -288,5 +291,8 @@ def test_an_error_that_a_signal_ends_in_is_the_interruption(number, code, error,
         return 0
 
     monkeypatch.setattr("megarl.cli.doctor.run", meet)
-    assert main(["doctor"]) == code
+    try:
+        assert main(["doctor"]) == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert capsys.readouterr().err == "megarl: interrupted\n"
