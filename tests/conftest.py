@@ -20,6 +20,8 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Nothing that tests import is garbage. Turned on again when all is imported.
 gc.disable()
 
+ENGINES = "tests/megarl/rollout"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, default=1, help="run one of so many long tests, or parallel layouts")
@@ -28,7 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests that are not in the sample: which it is in follows from a test's name alone."""
+    """Leave out long tests that are not in the sample: which it is in follows from a test's name alone.
+
+    The tests of engines come first: they are most of what one process does, and others would wait for it at the end.
+    """
+    items.sort(key=lambda item: _scope(item.nodeid) != ENGINES)
     sample, offset = config.getoption("--sample"), config.getoption("--offset")
     if sample < 1:
         raise pytest.UsageError(f"--sample={sample}: one of so many, so at least 1")
@@ -65,8 +71,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            folder = str(PurePosixPath(file).parent)
-            return folder if folder.endswith("/rollout") else file
+            return _scope(nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def _scope(nodeid: str) -> str:
+    """What stays with one process: a file, or the folder of engines."""
+    file = nodeid.partition("::")[0]
+    return ENGINES if str(PurePosixPath(file).parent) == ENGINES else file
