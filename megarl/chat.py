@@ -1,20 +1,17 @@
 """Talking to a model: an engine that loads a HuggingFace folder, a conversation, and answers token by token."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, read_json
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
+from megarl.models.context import known_context
 from megarl.models.policy import read_model
-from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
@@ -110,13 +107,4 @@ def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> I
     )
     with open_processes(config, {}, engines=True) as processes:
         engines = processes.engines_with(model)
-        yield Chat(engines, conversation, model.tokenizer, sampling, _longest(config))
-
-
-def _longest(config: MegarlConfig) -> int:
-    """How many tokens the model takes, as far as that is known before the engine says so."""
-    known = (
-        read_json(Path(config.model.path) / CONFIG).get("max_position_embeddings"),
-        engine_kind(config.rollout.engine).context(config.rollout.engine_args),
-    )
-    return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=sys.maxsize)
+        yield Chat(engines, conversation, model.tokenizer, sampling, known_context(config))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data import Prompt, PromptGroup, Turn, load_prompts
+from megarl.models.context import check_context
 from megarl.models.policy import Model, read_model
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
@@ -62,6 +63,7 @@ def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
         with phase("checking model and data"):
             model = read_model(config.model, config.rollout.stop_token_ids)
             prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
+            check_context(config, (prompt.token_ids for prompt in prompts))
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources(prompt.data_source for prompt in prompts)
         processes = stack.enter_context(open_processes(config, {}, engines=True))

@@ -16,6 +16,7 @@ from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.engine_group import EngineGroup
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.data.stretches import here
+from megarl.models.context import check_context
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
@@ -49,6 +50,7 @@ def spin(config: MegarlConfig) -> None:
     exchanges = [last_exchange(conversation) for conversation in _read(start, settings.train_files)]
     held_out = _read(start, settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
+    check_context(config, (exchange.prompt for exchange in exchanges))
     sampler = start.sampler(len(exchanges))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(start, engines=True) as training:

@@ -17,6 +17,7 @@ from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
+from megarl.models.context import check_context
 from megarl.models.policy import Model
 from megarl.output.export import write_export
 from megarl.process.garbage import what_there_is_left_alone
@@ -205,6 +206,7 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
     if found.dropped:
         limit = config.data.max_prompt_tokens
         print(f"{found.dropped} prompts of {', '.join(files)} are longer than {limit} tokens and are left out")
+    check_context(config, (prompt.token_ids for prompt in found.prompts))
     return found.prompts
 
 
