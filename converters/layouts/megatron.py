@@ -37,6 +37,11 @@ def check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None
     experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
     if not experts and ranks > 1:
         raise UserError(f"the model has no experts for expert_model_parallel_size = {ranks} to divide; leave it at 1")
+    if not experts and parallel.expert_tensor_size not in (1, parallel.tensor_model_parallel_size):
+        raise UserError(
+            f"the model has no experts for expert_tensor_parallel_size = {parallel.expert_tensor_size} to cut; leave it"
+            " out"
+        )
     if experts % ranks:
         nearest = nearest_sizes(ranks, lambda size: experts % size == 0, experts)
         raise UserError(

@@ -199,6 +199,11 @@ def _forced(text: str) -> str:
         raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
     if not override.key_or_group:
         raise UserError(f"override {text!r} is not of the form key=value: it has no key")
+    if re.split("[./]", override.key_or_group)[0] == "hydra":
+        raise UserError(
+            f"override {text!r} would set Hydra's own options, of which megarl uses none: files go where output_dir"
+            " says, and further recipes lie where --config-dir does"
+        )
     if override.is_sweep_override():
         key, _, values = text.partition("=")
         raise UserError(

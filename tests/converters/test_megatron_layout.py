@@ -352,6 +352,7 @@ def test_a_layout_goes_to_other_processes(make_model):
             "num_attention_heads = 4 .* by tensor_model_parallel_size = 8; change that size to 4$",
         ),
         ("qwen3", {EP: 2}, "the model has no experts for expert_model_parallel_size = 2 to divide; leave it at 1$"),
+        ("qwen3", {ETP: 2}, "the model has no experts for expert_tensor_parallel_size = 2 to cut; leave it out$"),
         ("qwen3_moe", {EP: 3}, "4 experts .* by expert_model_parallel_size = 3; change that size to 2 or 4$"),
         ("qwen3_moe", {ETP: 4}, "moe_intermediate_size = 6 cannot be divided by expert_tensor_parallel_size = 4"),
         ("mixtral", {ETP: 8}, "intermediate_size = 12 cannot be divided by expert_tensor_parallel_size = 8"),

@@ -83,6 +83,8 @@ def test_own_recipes_build_on_ours(recipes: str) -> None:
         (["loop.steps"], "not of the form key=value"),
         (["=3"], "override .=3. is not of the form key=value: it has no key"),
         (["+=3"], "override .[+]=3. is not of the form key=value: it has no key"),
+        (["hydra.run.dir=out"], "override 'hydra.run.dir=out' would set Hydra's own options.* output_dir says"),
+        (["hydra/job_logging=none"], "'hydra/job_logging=none' would set Hydra's own options"),
         (
             ["data.train_files=a.parquet"],
             r"^data\.train_files=a\.parquet: .* is a list; .*'data\.train_files=\[a\.parquet\]'$",
