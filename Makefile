@@ -62,6 +62,8 @@ test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapte
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Their runs have many processes already.
+test-long: TEST_WORKERS = 2
 test-long: export OMP_NUM_THREADS ?= 1
 test-long: setup
 	$(PYTHON) -m pytest -m long --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -77,6 +77,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _scope(nodeid: str) -> str:
-    """What stays with one process: a file, or the folder of engines."""
+    """The tests that stay with one process: those of a file, or of the folder of engines."""
     file = nodeid.partition("::")[0]
     return ENGINES if str(PurePosixPath(file).parent) == ENGINES else file

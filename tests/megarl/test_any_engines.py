@@ -50,7 +50,8 @@ def test_batches_and_numbers_are_those_of_one_engine(
         for line, own in zip(found, lines, strict=True):
             different = {name for name, value in own.items() if line.get(name) != value}
             assert {name for name in different if name in without_times(own)} <= OF_ENGINES
-            assert line.keys() == own.keys()
+            # Rewards of groups that come early are there before the trainer would wait for them.
+            assert line.keys() ^ own.keys() <= ({"seconds/reward"} if max_staleness else set())
         assert exports.keys() == weights.keys()
         for name, tensor in exports.items():
             assert torch.equal(tensor, weights[name]), name

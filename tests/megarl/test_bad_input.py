@@ -74,7 +74,7 @@ def run(model, files, tmp_path, capfd):
         (["data.max_prompt_tokens=3"], ["8 tokens", "data.max_prompt_tokens=3", "data.overlong_prompts=drop"]),
         (
             ["rollout.engine_args.max_model_len=12", "rollout.max_response_tokens=5"],
-            ["a prompt of 8 tokens and rollout.max_response_tokens=5 new ones", "or raise rollout.engine_args.max_model"],
+            ["a prompt of 8 tokens and rollout.max_response_tokens=5 new ones", "or raise rollout.engine_args."],
         ),
         (["model.path=nowhere"], ["nowhere"]),
         (["model.megatron_checkpoint=nowhere"], ["nowhere is not a folder", "torch_dist"]),

@@ -42,6 +42,7 @@ class Step(NamedTuple):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trained_on_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

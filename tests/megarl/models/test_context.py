@@ -44,7 +44,7 @@ def test_the_context_is_that_of_the_engines_argument_or_the_models(job, fields, 
 def test_the_longest_prompt_decides(job):
     config = job({"rope_theta": 10000.0}, "rollout.max_response_tokens=500")
     check_context(config, [[1] * 12, [1]])
-    with pytest.raises(UserError, match=r"^a prompt of 13 tokens .* the 512 tokens that the model takes: lower .*kens$"):
+    with pytest.raises(UserError, match=r"^a prompt of 13 tokens .* the 512 tokens that the model takes: lower "):
         check_context(config, [[1], [1] * 13])
 
 

@@ -98,7 +98,9 @@ def test_a_response_is_the_same_whatever_is_served_with_it(engine, model, pool):
     check_same(alone[: len(CROWD)], generate(engine, CROWD), model)
     for seed in range(3):
         check_same(alone, arriving_anyhow(engine, pool, random.Random(seed)), model)
-    assert check_same_when_aborted(engine, pool, alone, model, whole_s) > len(REQUESTS)
+    # Where something else delayed the run that was timed, few are cut.
+    cuts = (check_same_when_aborted(engine, pool, alone, model, whole_s / 2**attempt) for attempt in range(4))
+    assert any(count > len(REQUESTS) for count in cuts)
 
 
 def check_that_some_are_preempted(answers, case):
