@@ -77,13 +77,17 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
 
 @contextmanager
 def sound_cluster(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> Iterator[None]:
-    """Be connected to the cluster that the configuration names, whose nodes were found to be sound, and see the inputs.
+    """Run what is inside on the cluster that the configuration names, if its nodes are sound and see the inputs.
 
     Raises UserError with what is wrong. Nothing is looked at on one machine, or without `check_nodes`.
     """
-    if config.address is None or not config.check_nodes:
-        yield
-        return
+    if config.address is not None and config.check_nodes:
+        _check_nodes(config, folders, inputs)
+    # Not connected: what a try of a run has, Ray gives back when that leaves the cluster.
+    yield
+
+
+def _check_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path]) -> None:
     with ray_cluster(config):
         if len(machines(ray.nodes())) > 1:
             with phase("looking at the nodes"):
@@ -94,7 +98,6 @@ def sound_cluster(config: ClusterConfig, folders: Sequence[Path], inputs: Sequen
                     " (cluster.check_nodes=false)",
                     "\n".join(f"{fault.node}: {fault.what}; {fault.remedy}" for fault in faults[1:]),
                 )
-        yield
 
 
 def _is_free(node: Mapping[str, Any]) -> bool:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.cluster import runtime
 from megarl.doctor import cluster_check
-from megarl.doctor.cluster_check import sound_cluster
+from megarl.doctor.cluster_check import ClusterReport, sound_cluster
 from megarl.schema import ClusterConfig
 
 pytestmark = pytest.mark.long
@@ -128,6 +129,13 @@ def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
     config.check_nodes = False
     with sound_cluster(config, [tmp_path]):
         pass
+
+
+def test_a_run_on_a_sound_one_gives_back_what_a_failed_try_had(address, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_check, "check_cluster", lambda *_: ClusterReport([], [], []))
+    with sound_cluster(ClusterConfig(address=address), [tmp_path]):
+        # Ray does that as a try leaves the cluster, which it does not inside of another connection.
+        assert not ray.is_initialized()
 
 
 def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):
