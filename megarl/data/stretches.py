@@ -66,10 +66,8 @@ Values: TypeAlias = tuple[Stretch, ...]
 class ValuesGone(RunFailed):
     """Values are no longer in the object store: they end with the process that stored them."""
 
-    sentence = (
-        "an engine or a rank has ended, and values of this step with it: the end of its own log says why; the same "
-        "command continues from the last checkpoint"
-    )
+    happened = "an engine or a rank has ended, and values of this step with it"
+    sentence = f"{happened}: the end of its own log says why; the same command continues from the last checkpoint"
 
     def __init__(self, details: str) -> None:
         self.details = details

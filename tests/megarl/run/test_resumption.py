@@ -10,6 +10,7 @@ import pytest
 from converters.errors import UserError
 from megarl.cluster.runtime import RayNotStarted
 from megarl.cluster.worker_group import WorkerFailed, WorkerGone
+from megarl.data.stretches import ValuesGone
 from megarl.process.signals import asked_to_stop, interruption
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.run.resumption import MOST_IN_VAIN, GivenUp, run_to_its_end
@@ -67,6 +68,14 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_is_told_so(config, tmp_path,
     )
     assert said[5] == "the process of trainer_1 died; the run goes on from the checkpoint of step 40 (restart 3 of 4)"
     assert said[6:] == [f"The end of {log}:"[9:], "the last words of rank 1"[9:]]
+
+
+def test_values_that_went_with_a_process_are_such_a_failure(config, capsys):
+    program = Program((20, ValuesGone("lost")), (40, None))
+    run_to_its_end(program, config)
+    assert program.is_over
+    said = capsys.readouterr().err
+    assert "values of this step with it; the run goes on from the checkpoint of step 20 (restart 1 of 4)" in said
 
 
 def test_the_first_cause_stands_in_the_end_of_a_run_that_fails_too_often(config, tmp_path):
