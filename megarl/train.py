@@ -80,6 +80,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         batches = mini_batches(batch, compared, config)
 
     with clock.stage("update"):
+        job.refit.withhold()
         metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
 
     with clock.stage("rollout"):

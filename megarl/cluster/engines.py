@@ -68,6 +68,11 @@ class Engines:
         """The engines that are up, as far as deaths were heard of."""
         return [handle for handle in self.handles if handle.is_up]
 
+    @property
+    def are_served(self) -> bool:
+        """Whether one of them serves, as far as deaths were heard of."""
+        return any(handle.state == "serving" for handle in self.handles)
+
     def wait_for_one(self) -> None:
         """Wait until one is up, or none can be as they are held off. Raises as `Restarts.begin`."""
         self.restart_dead()

@@ -43,6 +43,8 @@ class Refit:
         self._recomputed = 0
         self._check = check
         self._version = -1
+        self._is_outdated = False
+        """Whether the ranks have newer weights than those of `_version`."""
         self._turns = turns or Turns()
 
     @property
@@ -58,16 +60,22 @@ class Refit:
         metrics["refit/tokens_recomputed"], self._recomputed = float(self._recomputed), 0
         if moved.compared:
             metrics["refit/changed"] = moved.changed / moved.compared
-        self._version = version
+        self._version, self._is_outdated = version, False
         if self._check is not None:
             metrics |= self._check(self._trainer, self._engines, self._turns)
         return metrics
 
+    def withhold(self) -> None:
+        """Note that the ranks learn: the version that the engines serve is gone from there, until the next refit."""
+        self._is_outdated = True
+
     def catch_up(self) -> None:
-        """Give the present version to engines that do not have it; the ranks have it still.
+        """Give the present version to engines that do not have it, if the ranks have it still.
 
         Where turns are taken that would cut what the others sample: while there are others it waits for the next refit.
         """
+        if self._is_outdated:
+            return
         if self._turns.are_taken and len(self._engines.with_version(self._version)):
             return
         self._update(self._version)

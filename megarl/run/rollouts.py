@@ -168,7 +168,7 @@ class Rollouts:
         if self._by.turns.are_taken:
             # In the trainers' turn nothing would end.
             with clock.stage("rollout"):
-                self.hold()
+                self._hold(self._is_quiet)
         sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
         check_any_scored(sampled)
         rollouts = ceil(len(sampled) / self._config.loop.prompts_per_step)
@@ -177,11 +177,15 @@ class Rollouts:
     def hold(self) -> None:
         """Wait, before new weights come, for what is in flight, unless it may go on with them.
 
-        Engines that take turns with trainers have had theirs by then, and end in `take` what has to end.
+        Engines that take turns with trainers have had theirs by then, and end in `take` what has to end. Where none is
+        left that has the old weights, the rest is sampled with the new ones.
         """
+        self._hold(lambda: self._is_quiet() or not self._by.engines.are_served)
+
+    def _hold(self, reached: Callable[[], bool]) -> None:
         if self._config.schedule.in_flight == "wait" and not self._is_quiet():
             self._by.turns.give_to(self._by.engines)
-            self._wait(self._is_quiet)
+            self._wait(reached)
 
     def release(self) -> None:
         """Note that the engines have new weights: the batch that was taken is trained on, and its slots are free."""
@@ -351,12 +355,12 @@ class Rollouts:
         """Let the reward model, if there is one, add its scores to those of the functions."""
         with self._changed:
             groups = [self._unjudged.pop(each) for each in self._to_judge()]
-        if self._by.reward_model is None or not groups:
-            return
-        self._by.turns.give_to(self._by.reward_model)
-        scored = with_model_scores(groups, self._by.reward_model, self._config.reward_model.weight)
+        # Without one there are some all the same where a run goes on that had one.
+        if groups and self._by.reward_model is not None:
+            self._by.turns.give_to(self._by.reward_model)
+            groups = with_model_scores(groups, self._by.reward_model, self._config.reward_model.weight)
         with self._changed:
-            for group in scored:
+            for group in groups:
                 self._settle(group)
 
     def _to_judge(self) -> list[int]:

@@ -82,7 +82,9 @@ class Run:
             patched.setattr(megarl.train, "_evaluate", self._evaluated)
             taken, take = [], job.rollouts.take
             patched.setattr(job.rollouts, "take", lambda clock: taken.append(take(clock)) or taken[-1])
-            disturbed, clock = replace(job, refit=functools.partial(self._refit, job)), Clock()
+            refit = functools.partial(self._refit, job)
+            refit.withhold = job.refit.withhold  # type: ignore[attr-defined]
+            disturbed, clock = replace(job, refit=refit), Clock()
             job.refit(0)
             while (version := job.state.step) < STEPS:
                 if version in self._deaths.sampling:

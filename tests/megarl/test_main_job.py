@@ -59,7 +59,8 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         if model == CONVERTED:
             check_that_training_begins_with(source, job, tmp_path / "run" / EXPORT)
         job.refit(0)
-        clock = Clock()
+        clock, hold, outdated = Clock(), job.rollouts.hold, []
+        job.rollouts.hold = lambda: (outdated.append(job.refit._is_outdated), hold())
         for step in range(STEPS):
             with job.timeline.of(step + 1):
                 metrics = train_step(job, clock)
@@ -70,6 +71,8 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
             # All of a step's tokens are of the version it began with.
             assert metrics["staleness/mean"] == 0
             assert job.state.step == step + 1
+            # Nobody could be given weights of the step as those before it.
+            assert (outdated.pop(), job.refit._is_outdated) == (True, False)
             if model == ADAPTED:
                 # The reference is the model without its adapter, which begins as an update of 0.
                 kl = metrics["policy/kl_to_reference"]

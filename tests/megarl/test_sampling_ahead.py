@@ -53,6 +53,23 @@ def test_the_engines_turn_ends_with_the_batch_or_with_all_that_has_to_end(scorer
         job.engines.answering.set()
 
 
+def test_what_no_engine_with_the_old_weights_is_left_for_is_not_waited_for(scorer) -> None:
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ScheduleConfig(max_staleness=1))
+    assert [group.ordinal for group in sample(job, Clock()).groups] == [0, 1]
+    job.engines.answering.clear()
+    job.rollouts.take(Clock())
+    job.rollouts.release()
+    holding = Thread(target=job.rollouts.hold)
+    holding.start()
+    holding.join(0.5)
+    assert holding.is_alive()
+    job.engines.are_served = False
+    holding.join(60)
+    assert not holding.is_alive()
+    assert job.rollouts.metrics()["schedule/groups_in_flight"] > 0
+    job.engines.answering.set()
+
+
 def test_engines_that_have_answered_all_of_a_batch_get_no_turn_before_the_reward_model(scorer) -> None:
     ahead, turns, model = ScheduleConfig(max_staleness=1), InTurns(), TenTimesTheToken()
     job = job_of(scorer, Answers(*["01"] * 10), reward_model=model, prompts_per_step=2, schedule=ahead, turns=turns)
