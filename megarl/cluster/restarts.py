@@ -85,13 +85,6 @@ class Restarts:
         """Whether no engine comes up before others give the device back."""
         return self._is_held_off
 
-    @property
-    def is_undisturbed(self) -> bool:
-        """Whether no other thread has to do with restarts, as one does that refits."""
-        if is_free := self.lock.acquire(blocking=False):
-            self.lock.release()
-        return is_free
-
     def awaits(self, handle: EngineHandle) -> bool:
         """Whether an engine is started anew and has no weights yet."""
         return handle in self._under_way
@@ -210,8 +203,11 @@ class Restarts:
         references = [call.reference for call in restart.calls]
         done, left = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         wait([call for call in restart.calls if call.reference in done])
+        if left:
+            # What has ended is not waited for again: the others would be asked for without a pause.
+            restart.calls = [call for call in restart.calls if call.reference in left]
         if left and restart.is_up and restart.signs.is_due:
-            end_silent([call.worker for call in restart.calls if call.reference in left], restart.signs)
+            end_silent([call.worker for call in restart.calls], restart.signs)
         if left and not restart.is_up and time.monotonic() > restart.up_until_s:
             happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
             raise WorkerGone(happened, "see to its machine (cluster.start_timeout_s)", handle.worker.log)

@@ -193,7 +193,8 @@ class Router:
         """Ask whoever can be asked and has room."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
         left = []
-        while self._waiting and any(handle.has_room for handle in self._handles):
+        # One that is up but may not be asked yet has room for nobody: else all that waits would be looked through.
+        while self._waiting and any(handle.has_room for handle in self._able(self._handles)):
             entry = heappop(self._waiting)
             each = entry[-1]
             if each.number not in self._asked:
@@ -316,12 +317,12 @@ class Router:
     def _look_after(self) -> None:
         """Begin to start anew who has died, go on with who is started, and send what waits to who serves."""
         try:
-            if self._restarts.is_undisturbed:
-                self._heartbeat.look_after()
-            for handle in self._handles:
-                if handle.state == "down":
-                    self._restarts.begin(handle)
-            self._restarts.go_on()
+            # Who holds it has to do with restarts, for as long as a refit takes: others have answers to be heard of.
+            if self._restarts.lock.acquire(blocking=False):
+                try:
+                    self._bring_back()
+                finally:
+                    self._restarts.lock.release()
         except Exception as failure:  # noqa: BLE001 - it is raised where an answer is waited for
             with self._lock:
                 waiting = [each for each in self._asked.values() if each.handle is None]
@@ -329,6 +330,13 @@ class Router:
             return
         with self._lock:
             self._send()
+
+    def _bring_back(self) -> None:
+        self._heartbeat.look_after()
+        for handle in self._handles:
+            if handle.state == "down":
+                self._restarts.begin(handle)
+        self._restarts.go_on()
 
     def _fail(self, asked: Sequence[Asked], failure: Exception) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
 from megarl.cluster.reservation import Seats
@@ -376,7 +376,15 @@ def answer_of(done: Call[R]) -> "R | Failed":
     except RayTaskError as error:
         if isinstance(error.cause, UserError | RunFailed):
             return Failed(error.cause)
-        done.worker.failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
+        failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
+        # Of one that is known to be gone nothing later counts.
+        if not isinstance(done.worker.failure, WorkerGone):
+            done.worker.failure = failure
+        return Failed(failure)
+    except ObjectLostError:
+        done.worker.failure = WorkerGone(
+            f"a result of {log.stem} is gone with the machine that had it", f"see to the machine; {_GOES_ON}", log
+        )
     except OutOfMemoryError:
         done.worker.failure = WorkerGone(
             f"Ray ended {log.stem}, because the memory of its machine was nearly full",

@@ -3,6 +3,7 @@
 Engines compute, tell, cut, die and come back as a script says; nothing waits, and no process is started.
 """
 
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,9 +92,8 @@ class Process:
 class Restarting:
     """Restarts that come to their end when the script says so."""
 
-    is_undisturbed = True
-
     def __init__(self):
+        self.lock = threading.RLock()
         self.calls, self.under_way = [], set()
 
     def awaits(self, handle):
@@ -230,3 +230,45 @@ def test_the_oldest_go_first_in_bounded_numbers_and_all_are_served_whoever_dies(
         found = [here(turn.token_ids).tolist() for turn in each.answer.result(0)]
         assert found == [whole(draw, sample) for sample in range(each.request.sampling.samples)]
         assert all(turn.finish_reason == "stop" for turn in each.answer.result(0))
+
+
+def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
+    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
+        played = Played()
+    played.ask(None, 0)
+    refitting, is_over = threading.Event(), threading.Event()
+
+    def refit() -> None:
+        with played.restarts.lock:
+            refitting.set()
+            is_over.wait(30)
+
+    holder, looking = threading.Thread(target=refit), threading.Thread(target=played.router._look_after)
+    holder.start()
+    assert refitting.wait(30)
+    # One dies meanwhile, and is started anew by whoever has the lock, or when it is free.
+    dead = played.asked[0].handle
+    dead.worker.failure = WorkerGone("it was killed", "nothing", dead.worker.log)
+    looking.start()
+    looking.join(20)
+    was_stuck = looking.is_alive()
+    is_over.set()
+    holder.join()
+    looking.join()
+    assert not was_stuck
+    assert dead.state == "down"
+    played.router._look_after()
+    assert played.restarts.awaits(dead)
+
+
+def test_an_engine_that_waits_for_weights_does_not_let_all_that_waits_be_looked_through() -> None:
+    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
+        played = Played()
+        played.die(played.handles[0], 0)
+        played.handles[0]._state = "starting"
+        for _ in range(200):
+            played.ask(None, 0)
+    assert sum(each.handle is None for each in played.asked) > 150
+    with mock.patch.object(played.router, "_able", wraps=played.router._able) as able:
+        played.router._send()
+    assert able.call_count < 5
