@@ -20,6 +20,7 @@ _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationS
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_ROUTED = ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock", "sglang.srt.models.mixtral.MixtralMoE")
 _NAMES_OF_SEGMENTS = (
     "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name",
     "sglang.srt.distributed.parallel_state.make_shm_name",
@@ -36,6 +37,8 @@ def register() -> None:
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
+    for block in _ROUTED:
+        HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
     for name in _NAMES_OF_SEGMENTS:
         HookRegistry.register(name, let_segment_go, HookType.AFTER)
     HookRegistry.register("multiprocessing.resource_tracker.register", let_tracked_go, HookType.AROUND)
@@ -114,3 +117,18 @@ def cut_by_top_k_first(original: Callable[..., Any], probs: Tensor, top_ks: Tens
     least = probs.sort(-1, descending=True).values.gather(-1, last)
     kept = probs.masked_fill(probs < least, 0)
     return original(kept / kept.sum(-1, keepdim=True), top_ks, *rest, **named)
+
+
+def keep_logits_in_float32(_made: None, block: Any, *_: Any, **__: Any) -> None:
+    """Have the router of a block of experts give its logits in float32, as SGLang 0.5.23 has it for DeepSeek and GLM.
+
+    It rounds those of Qwen3-MoE and Mixtral to the model's type: near ties go to other experts than in the trainer.
+    """
+    gate = block.gate
+    gate.forward = lambda hidden: (_float32_product(hidden, gate.weight), None)
+
+
+def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(hidden.float(), weight.float())

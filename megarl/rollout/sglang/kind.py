@@ -31,6 +31,8 @@ _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
+_OUTLIVE = "keys and values kept there outlive the weights that they were computed with"
+_ELSEWHERE = "weights lie elsewhere while it serves, and refits write to where they lay at the start"
 _TOKENS = "requests are token ids, which have no text"
 
 _REFUSED: Mapping[str, Refusal] = {
@@ -49,6 +51,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "dist_init_addr": Refusal(_WHOLE),
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
     "enable_eplb": Refusal(_MOVED),
+    "hicache_storage_backend": Refusal(_OUTLIVE),
+    "enable_lmcache": Refusal(_OUTLIVE, (None, False)),
+    "cpu_offload_gb": Refusal(_ELSEWHERE, (None, 0)),
+    "offload_group_size": Refusal(_ELSEWHERE, (None, -1)),
     "kv_cache_dtype": Refusal(
         "keys and values in any other type have not been compared with the trainer's",
         (None, "auto", "bfloat16", "bf16", FP8_KEYS_AND_VALUES),

@@ -33,6 +33,12 @@ _ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_FORCE_STREAM_INTERVAL": "8",
 }
 
+_NEVER: Mapping[str, str] = {
+    # It interleaves the rows of experts anew at the end of each update.
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+}
+"""Whatever the environment says."""
+
 
 class Server:
     """A server of the model in a folder; it has started once `start` returned a client."""
@@ -87,6 +93,7 @@ class Server:
             **_ENVIRONMENT,
             **particular,
             **os.environ,
+            **_NEVER,
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             # Sockets and caches of a server that is killed go with its folder.
             "TMPDIR": str(self._folder),

@@ -17,6 +17,8 @@ _DRAFT = "no refit gives the draft its new weights, so that it guesses worse wit
 _DATA_PARALLEL = "all ranks of an engine start with it, on its machine, and its requests are spread over them there"
 _NUMBERED = "machines are numbered, and an address is found, when the engine starts; give nnodes alone"
 _MOVED = "experts would move to other workers, and refits write to where they lay at the start"
+_FETCHED = "layers are fetched from a copy on the host, which no refit writes"
+_OUTLIVE = "keys and values kept there outlive the weights that they were computed with"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
 FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
@@ -56,6 +58,13 @@ _REFUSED: Mapping[str, Refusal] = {
     "master_port": Refusal(_NUMBERED),
     "enable_eplb": Refusal(_MOVED),
     "enable_elastic_ep": Refusal(_MOVED),
+    "kv_transfer_config": Refusal(_OUTLIVE),
+    "kv_offloading_size": Refusal(_OUTLIVE),
+    "offload_backend": Refusal(_FETCHED, (None, "auto", "uva")),
+    "offload_group_size": Refusal(_FETCHED, (None, 0)),
+    "enable_dbo": Refusal(
+        "its runner begins the random numbers of a sample anew where that goes on in another engine", (None, False)
+    ),
     "logits_processors": Refusal(_OTHER_DISTRIBUTION),
     "watermark_config": Refusal(_OTHER_DISTRIBUTION),
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),

@@ -1,8 +1,10 @@
 """Hooks in SGLang's processes, on functions with the rules of SGLang's."""
 
+from types import SimpleNamespace
+
 import torch
 
-from megarl.rollout.sglang.hooks import cut_by_top_k_first
+from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32
 
 
 def sglang_cut(probs, top_ks, top_ps):
@@ -30,3 +32,22 @@ def test_tokens_as_likely_as_the_last_that_top_k_keeps_are_left_to_the_server():
     probs = torch.tensor([[0.25, 0.25, 0.25, 0.25]])
     found = cut_by_top_k_first(sglang_cut, probs, torch.tensor([2]), torch.tensor([1.0]))
     assert sorted(found[0].tolist()) == [0, 0, 0.5, 0.5]
+
+
+def test_routers_tell_apart_what_half_precision_does_not():
+    class Gate(torch.nn.Linear):
+        """As SGLang's, which give a bias that is not added, too."""
+
+        def forward(self, hidden):
+            return super().forward(hidden), None
+
+    gate = Gate(256, 64, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rounded, _ = gate(hidden)
+    keep_logits_in_float32(None, SimpleNamespace(gate=gate), 0)
+    logits, bias = gate(hidden)
+    assert logits.dtype == torch.float32
+    assert bias is None
+    exact = (hidden.double() @ gate.weight.double().T).topk(4).indices
+    torch.testing.assert_close(logits.topk(4).indices, exact)
+    assert not torch.equal(rounded.topk(4).indices, exact)
