@@ -156,7 +156,9 @@ def used_memory_bytes() -> int | None:
 
 def empty_cache() -> None:
     """Give memory that this process keeps for later back to its GPU."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
+        # Memory that other processes had mapped is kept until somebody looks whether they have let it go.
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

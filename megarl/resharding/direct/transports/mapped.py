@@ -42,8 +42,8 @@ def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
     uuid, arguments = handle
     own = device.device().index
     unreachable = (
-        f"GPU {device.uuid()} does not reach the memory of GPU {uuid} (CUDA IPC needs NVLink or PCIe peer access): set "
-        "refit.transport to rdma or tcp"
+        f"GPU {device.uuid()} does not reach the memory of GPU {uuid} (CUDA IPC needs NVLink or PCIe peer access): if "
+        "the run is on one machine, set refit.transport to rdma or tcp"
     )
     if not device.reaches(uuid):
         raise TransferError(unreachable)

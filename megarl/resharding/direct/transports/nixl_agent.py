@@ -75,7 +75,8 @@ class NixlAgent:
     def __init__(self, name: str, *, is_read: bool) -> None:
         check_installed()
         self._nixl = _bindings()
-        self._agent = _create_agent(self._nixl, name, with_thread=is_read)
+        with self._errors("starting NIXL (variables of UCX)"):
+            self._agent = _create_agent(self._nixl, name, with_thread=is_read)
         self._registered: list[Any] = []
         self._peers: list[str] = []
         self._reads: list[Read] = []
