@@ -377,29 +377,24 @@ def answer_of(done: Call[R]) -> "R | Failed":
         if isinstance(error.cause, UserError | RunFailed):
             return Failed(error.cause)
         failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
-        # Of one that is known to be gone nothing later counts.
-        if not isinstance(done.worker.failure, WorkerGone):
+        if not isinstance(done.worker.failure, WorkerGone):  # of one that is gone nothing later counts
             done.worker.failure = failure
         return Failed(failure)
     except ObjectLostError:
-        done.worker.failure = WorkerGone(
-            f"a result of {log.stem} is gone with the machine that had it", f"see to the machine; {_GOES_ON}", log
-        )
+        happened = f"a result of {log.stem} is gone with the machine that had it"
+        done.worker.failure = WorkerGone(happened, f"see to the machine; {_GOES_ON}", log)
     except OutOfMemoryError:
-        done.worker.failure = WorkerGone(
-            f"Ray ended {log.stem}, because the memory of its machine was nearly full",
-            "leave the machine to the run, or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or "
-            f"engines); {_GOES_ON}",
-            log,
+        happened = f"Ray ended {log.stem}, because the memory of its machine was nearly full"
+        advice = (
+            "leave the machine to the run, or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines)"
         )
+        done.worker.failure = WorkerGone(happened, f"{advice}; {_GOES_ON}", log)
     except RayActorError as error:
+        happened = f"the process of {log.stem} died"
         if "node has died" in str(error):
             happened, advice = f"{log.stem} is gone with the Ray node that it was on", "see to the machine"
         else:
-            happened = f"the process of {log.stem} died"
-            advice = (
-                "where the end of its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
-            )
+            advice = "where its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
         if not isinstance(done.worker.failure, WorkerGone):  # else it was ended for that
             done.worker.failure = WorkerGone(happened, f"{advice}; {_GOES_ON}", log)
     return Failed(done.worker.failure)
