@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 
@@ -102,20 +102,18 @@ class Schedule:
 
         The earliest finished groups overtake the fewest others, so if they overtake too many, all batches do.
         """
-        batch, left_behind = list[int](), list[int]()
+        batch, before = list[int](), -inf
         for draw in self._draws.values():
-            if not draw.is_finished:
-                left_behind.append(draw.overtaken)
-                # Whatever comes behind it overtakes it; hundreds of draws do, and this is asked at each answer.
-                if draw.overtaken + 1 >= self._window:
-                    return None
-            else:
-                left_behind = [overtaken + 1 for overtaken in left_behind]
-                if max(left_behind, default=0) >= self._window:
-                    return None
+            if draw.is_finished:
                 batch.append(draw.ordinal)
-            if len(batch) == self._batch:
-                return batch
+                if len(batch) == self._batch:
+                    return batch
+            else:
+                # Those of the batch that are in front of it do not overtake it.
+                before = max(before, draw.overtaken - len(batch))
+            # A further one would overtake all that are left behind. This is asked of thousands at each answer.
+            if before + len(batch) + 1 >= self._window:
+                return None
         return None
 
     def take(self) -> list[int]:
