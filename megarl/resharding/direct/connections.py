@@ -8,8 +8,9 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias, TypeVar, cast
+from multiprocessing.connection import Connection
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from megarl.resharding.direct.wire import Failure
 
@@ -40,7 +41,7 @@ class Link:
         return bool(self._kept)
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`."""
+        """For `selectors`."""
         return self._connection.fileno()
 
     def send(self, message: Any) -> None:
@@ -85,18 +86,53 @@ class Link:
         self._connection.close()
 
 
-def ready(links: Collection[Link], timeout_s: float) -> list[Link]:
-    """The links that have something to `receive`, at least one. Raises TransferError if none has within the time."""
-    found = _wait(links, timeout_s)
-    if not found:
-        peers = ", ".join(link.peer for link in links)
+class Listening:
+    """Links that are listened to together, again and again: what that costs does not grow with those that are silent.
+
+    A context manager.
+    """
+
+    def __init__(self, links: Collection[Link]) -> None:
+        self._links = set(links)
+        self._selector = DefaultSelector()
+        for link in links:
+            self._selector.register(link, EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def end(self, link: Link) -> None:
+        """Listen to this one no more."""
+        self._links.remove(link)
+        self._selector.unregister(link)
+
+    def ready(self, timeout_s: float) -> list[Link]:
+        """The links that have something to `receive`, at least one. Raises TransferError if none has in time."""
+        if found := self._wait(timeout_s):
+            return found
+        peers = ", ".join(sorted(link.peer for link in self._links))
         raise TransferError(f"nothing came for {timeout_s:g} s (refit.timeout_s) from {peers}")
-    return found
+
+    def ready_now(self) -> list[Link]:
+        """The links that have something to `receive` already."""
+        return self._wait(0)
+
+    def _wait(self, timeout_s: float) -> list[Link]:
+        if kept := [link for link in self._links if link.has_kept]:
+            return kept
+        return [cast(Link, key.fileobj) for key, _ in self._selector.select(timeout_s)]
 
 
-def ready_now(links: Collection[Link]) -> list[Link]:
-    """The links that have something to `receive` already."""
-    return _wait(links, 0)
+def ready(links: Collection[Link], timeout_s: float) -> list[Link]:
+    """As `Listening.ready`, of links that are listened to once."""
+    with Listening(links) as listening:
+        return listening.ready(timeout_s)
 
 
 def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) -> Iterator[tuple[Link, Kind]]:
@@ -104,17 +140,11 @@ def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) ->
 
     Raises TransferError as `ready` and `Link.receive`.
     """
-    left = set(links)
-    while left:
-        for link in ready(left, timeout_s):
-            left.remove(link)
-            yield link, link.receive(kind)
-
-
-def _wait(links: Collection[Link], timeout_s: float) -> list[Link]:
-    if kept := [link for link in links if link.has_kept]:
-        return kept
-    return cast(list[Link], wait(cast(list[Connection], list(links)), timeout_s))
+    with Listening(links) as listening:
+        while len(listening):
+            for link in listening.ready(timeout_s):
+                listening.end(link)
+                yield link, link.receive(kind)
 
 
 @contextmanager

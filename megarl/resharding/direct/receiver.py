@@ -10,12 +10,11 @@ from torch.profiler import record_function
 from megarl.resharding.direct.changes import apply_changes
 from megarl.resharding.direct.connections import (
     Link,
+    Listening,
     TransferError,
     as_they_come,
     notify_failure,
     notify_peers_on_error,
-    ready,
-    ready_now,
 )
 from megarl.resharding.direct.meeting import connect_all
 from megarl.resharding.direct.messages import digest
@@ -166,12 +165,16 @@ class Receiver:
         assert self._endpoint is not None
         if self._addresses != (now := addresses(self._tensors)):
             self._views, self._addresses = {}, now
-        missing = {source: set(range(len(messages))) for source, messages in self._messages.items()}
+        missing = {
+            self._links[source]: (source, set(range(len(messages))))
+            for source, messages in self._messages.items()
+            if messages
+        }
         announced: deque[tuple[int, Announcement]] = deque()
         pulled: deque[_Incoming] = deque()
-        with notify_peers_on_error(self._links), self._stream.entered():
-            while pulled or announced or any(missing.values()):
-                announced += self._announcements(missing, version, wait=not pulled and not announced)
+        with notify_peers_on_error(self._links), self._stream.entered(), Listening(missing) as listening:
+            while pulled or announced or len(listening):
+                announced += self._announcements(listening, missing, version, wait=not pulled and not announced)
                 while announced and len(pulled) < self._endpoint.pulls_at_once:
                     source, announcement = announced.popleft()
                     straight = self._straight_of(source, announcement, in_place=in_place)
@@ -183,20 +186,24 @@ class Receiver:
                 self._taken(incoming.source, incoming.announcement)
 
     def _announcements(
-        self, missing: Mapping[int, set[int]], version: int, *, wait: bool
+        self, listening: Listening, missing: Mapping[Link, tuple[int, set[int]]], version: int, *, wait: bool
     ) -> Iterator[tuple[int, Announcement]]:
-        """Yield the announcements that have come, each with its source; at least one if it may `wait`."""
-        open_links = {self._links[source]: source for source, numbers in missing.items() if numbers}
-        for link in ready(open_links, self._rendezvous.timeout_s) if wait else ready_now(open_links):
-            source, announcement = open_links[link], link.receive(Announcement)
+        """Yield the announcements that have come, each with its source; at least one if it may `wait`.
+
+        `missing` is the source behind each link, and the numbers of the messages that have not come from it.
+        """
+        for link in listening.ready(self._rendezvous.timeout_s) if wait else listening.ready_now():
+            (source, numbers), announcement = missing[link], link.receive(Announcement)
             number = announcement.number
-            if announcement.version != version or number not in missing[source]:
+            if announcement.version != version or number not in numbers:
                 raise TransferError(
                     f"{link.peer} sent message {number} of version {announcement.version}, and version {version} lacks "
-                    f"its messages {sorted(missing[source])[:3]}"
+                    f"its messages {sorted(numbers)[:3]}"
                 )
             self._check(link.peer, source, announcement)
-            missing[source].remove(number)
+            numbers.remove(number)
+            if not numbers:
+                listening.end(link)
             yield source, announcement
 
     def _check(self, peer: str, source: int, announcement: Announcement) -> None:
