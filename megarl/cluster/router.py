@@ -207,12 +207,15 @@ class Router:
             heappush(self._waiting, entry)
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
-                stream = handle.stream(Engine.events)
-                self._streams[stream], self._partials[stream] = handle, Partials()
+                self._hear_on(handle, Partials())
             submitted = self._submitted[handle]
             submitted.append(handle.begin(Engine.submit, requests))
             if len(submitted) >= _REMEMBERED:
                 submitted[:] = unfinished(submitted)
+
+    def _hear_on(self, handle: EngineHandle, partials: Partials) -> None:
+        stream = handle.stream(Engine.events)
+        self._streams[stream], self._partials[stream] = handle, partials
 
     def _listen(self) -> None:
         try:
@@ -301,6 +304,9 @@ class Router:
             left = [each for each in self._asked.values() if each.worker is stream.worker]
             # Its process is another one already if this death was heard of before.
             is_dead = handle.state == "down" or stream.worker is not handle.worker
+            if failure is None and not is_dead:
+                self._hear_on(handle, partials)
+                return
             told = partials.of([each.number for each in left])
             kept = sum(each.keep(told.get(each.number, {})) for each in left)
             self._moved += sum(each.tokens for each in left)

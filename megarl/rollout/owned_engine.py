@@ -38,6 +38,8 @@ E = TypeVar("E", bound="OwnedEngine")
 
 _TOGETHER = 16
 """Events that travel together at most: each journey costs as much as a few short answers, and long ones get texts."""
+_LISTS = 10_000
+"""Journeys of one call: Ray (2.60) keeps some 200 bytes of each, on both sides, until the call has ended."""
 
 
 def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
@@ -99,12 +101,10 @@ class OwnedEngine(ABC):
 
     def events(self) -> Iterator[list[Event | Progress]]:
         """See `Generator.events`."""
-        is_open = True
-        while is_open:
+        for _ in range(_LISTS):
             told = [self._told.get()]
             while len(told) < _TOGETHER and not self._told.empty():
                 told.append(self._told.get())
-            is_open = told[-1] is not None
             together: list[Event | Progress] = []
             for each in (each for each in told if each is not None):
                 try:
@@ -114,6 +114,8 @@ class OwnedEngine(ABC):
                     raise
             if together:
                 yield together
+            if told[-1] is None:
+                return
 
     @by_owner
     def abort(self, numbers: Collection[int]) -> None:

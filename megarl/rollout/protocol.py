@@ -154,7 +154,7 @@ class Generator(Protocol):
     def events(self) -> Iterator[Sequence[Event | Progress]]:
         """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
 
-        Ends that are there at the same time come together.
+        Ends that are there at the same time come together. It may end before: who is not done calls it again.
 
         An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
         so that another can continue what it has begun (`Request.begun`). It has one reader at a time.

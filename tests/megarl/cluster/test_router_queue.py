@@ -272,3 +272,23 @@ def test_an_engine_that_waits_for_weights_does_not_let_all_that_waits_be_looked_
     with mock.patch.object(played.router, "_able", wraps=played.router._able) as able:
         played.router._send()
     assert able.call_count < 5
+
+
+def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_requests() -> None:
+    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
+        played = Played()
+        played.ask(None, 0)
+        (asked,) = played.asked
+        handle = asked.handle
+        played.tell(handle, 0)
+        (stream,) = played.router._streams
+        partials = played.router._partials[stream]
+        with mock.patch.object(Process, "begin_stream", return_value="a second call") as begun:
+            played.router._lose(stream, None)
+    assert begun.call_count == 1
+    assert [each.references for each in played.router._streams] == ["a second call"]
+    assert list(played.router._partials.values()) == [partials]
+    assert (asked.handle, handle.load) == (handle, 1)
+    assert asked.number in handle.worker.asked
+    played.answer(handle, 0)
+    assert here(asked.answer.result(0)[0].token_ids).tolist() == whole(0, 0)
