@@ -77,11 +77,11 @@ class TrainingCommand:
             with phase("loading the program"):
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
-                from megarl.doctor.cluster_check import sound_cluster
+                from megarl.doctor.cluster_check import require_sound_nodes
                 from megarl.run.resumption import run_to_its_end
             models = [path for _, path in models_of(config)]
-            with sound_cluster(config.cluster, [Path(config.output_dir)], models):
-                run_to_its_end(program, config)
+            require_sound_nodes(config.cluster, [Path(config.output_dir)], models)
+            run_to_its_end(program, config)
         print_places(Path(config.output_dir))
         return 0
 

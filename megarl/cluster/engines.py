@@ -69,7 +69,7 @@ class Engines:
         return [handle for handle in self.handles if handle.is_up]
 
     @property
-    def are_served(self) -> bool:
+    def any_serving(self) -> bool:
         """Whether one of them serves, as far as deaths were heard of."""
         return any(handle.state == "serving" for handle in self.handles)
 

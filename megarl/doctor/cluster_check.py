@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,29 +74,25 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
     return ClusterReport(nodes, links, find_faults(nodes, links))
 
 
-@contextmanager
-def sound_cluster(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> Iterator[None]:
-    """Run what is inside on the cluster that the configuration names, if its nodes are sound and see the inputs.
+def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
+    """Raise UserError with what is wrong with the nodes of the cluster that the configuration names, or unseen there.
 
-    Raises UserError with what is wrong. Nothing is looked at on one machine, or without `check_nodes`.
+    Nothing is looked at on one machine, or without `check_nodes`. It leaves the cluster: what a try of a run has, Ray
+    gives back as that leaves it, and not inside of another connection.
     """
-    if config.address is not None and config.check_nodes:
-        _check_nodes(config, folders, inputs)
-    # Not connected: what a try of a run has, Ray gives back when that leaves the cluster.
-    yield
-
-
-def _check_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path]) -> None:
+    if config.address is None or not config.check_nodes:
+        return
     with ray_cluster(config):
-        if len(machines(ray.nodes())) > 1:
-            with phase("looking at the nodes"):
-                faults = check_cluster(list(map(str, folders)), list(map(str, inputs))).faults
-            if faults:
-                raise UserError(
-                    f"{faults[0].node}: {faults[0].what}; {faults[0].remedy}, or start with it all the same"
-                    " (cluster.check_nodes=false)",
-                    "\n".join(f"{fault.node}: {fault.what}; {fault.remedy}" for fault in faults[1:]),
-                )
+        if len(machines(ray.nodes())) < 2:
+            return
+        with phase("looking at the nodes"):
+            faults = check_cluster(list(map(str, folders)), list(map(str, inputs))).faults
+    if faults:
+        raise UserError(
+            f"{faults[0].node}: {faults[0].what}; {faults[0].remedy}, or start with it all the same"
+            " (cluster.check_nodes=false)",
+            "\n".join(f"{fault.node}: {fault.what}; {fault.remedy}" for fault in faults[1:]),
+        )
 
 
 def _is_free(node: Mapping[str, Any]) -> bool:

@@ -180,7 +180,7 @@ class Rollouts:
         Engines that take turns with trainers have had theirs by then, and end in `take` what has to end. Where none is
         left that has the old weights, the rest is sampled with the new ones.
         """
-        self._hold(lambda: self._is_quiet() or not self._by.engines.are_served)
+        self._hold(lambda: self._is_quiet() or not self._by.engines.any_serving)
 
     def _hold(self, reached: Callable[[], bool]) -> None:
         if self._config.schedule.in_flight == "wait" and not self._is_quiet():

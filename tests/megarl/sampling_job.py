@@ -32,7 +32,7 @@ class Answers:
         self.texts = texts
         self.calls: list[list[Request]] = []
         self.version: Callable[[], int] = lambda: 0
-        self.are_served = True
+        self.any_serving = True
         self.answering = Event()
         self.answering.set()
 

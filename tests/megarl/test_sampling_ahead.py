@@ -63,7 +63,7 @@ def test_what_no_engine_with_the_old_weights_is_left_for_is_not_waited_for(score
     holding.start()
     holding.join(0.5)
     assert holding.is_alive()
-    job.engines.are_served = False
+    job.engines.any_serving = False
     holding.join(60)
     assert not holding.is_alive()
     assert job.rollouts.metrics()["schedule/groups_in_flight"] > 0

@@ -206,7 +206,7 @@ ACTIONS = st.sampled_from(
 
 @settings(max_examples=600)
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, ENGINES - 1), st.integers(0, 9)), max_size=60))
-def test_the_oldest_go_first_in_bounded_numbers_and_all_are_served_whoever_dies(script) -> None:
+def test_the_oldest_go_first_in_bounded_numbers_and_all_any_serving_whoever_dies(script) -> None:
     with (
         mock.patch.object(router.threading, "Thread"),
         mock.patch.object(router, "unfinished", return_value=[]),

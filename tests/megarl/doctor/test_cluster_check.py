@@ -19,7 +19,7 @@ from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.cluster import runtime
 from megarl.doctor import cluster_check
-from megarl.doctor.cluster_check import ClusterReport, sound_cluster
+from megarl.doctor.cluster_check import ClusterReport, require_sound_nodes
 from megarl.schema import ClusterConfig
 
 pytestmark = pytest.mark.long
@@ -115,27 +115,20 @@ def test_a_node_that_multiplies_slowly_is_named(address, tmp_path, capsys):
 
 def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
     config = ClusterConfig(address=address)
-    with (
-        pytest.raises(UserError, match=r"^node-2: safetensors 0\.5\.0 .*; .* \(cluster\.check_nodes=false\)"),
-        sound_cluster(config, [tmp_path]),
-    ):
-        pytest.fail("the cluster is not sound")
+    with pytest.raises(UserError, match=r"^node-2: safetensors 0\.5\.0 .*; .* \(cluster\.check_nodes=false\)"):
+        require_sound_nodes(config, [tmp_path])
     model = tmp_path / "model"
-    with (
-        pytest.raises(UserError, match=rf"^node-1: it does not see {model}; .*give its absolute path"),
-        sound_cluster(config, [tmp_path], [tmp_path, model]),
-    ):
-        pytest.fail("the model is not seen")
+    with pytest.raises(UserError, match=rf"^node-1: it does not see {model}; .*give its absolute path"):
+        require_sound_nodes(config, [tmp_path], [tmp_path, model])
     config.check_nodes = False
-    with sound_cluster(config, [tmp_path]):
-        pass
+    require_sound_nodes(config, [tmp_path])
 
 
 def test_a_run_on_a_sound_one_gives_back_what_a_failed_try_had(address, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_check, "check_cluster", lambda *_: ClusterReport([], [], []))
-    with sound_cluster(ClusterConfig(address=address), [tmp_path]):
-        # Ray does that as a try leaves the cluster, which it does not inside of another connection.
-        assert not ray.is_initialized()
+    require_sound_nodes(ClusterConfig(address=address), [tmp_path])
+    # Ray does that as a try leaves the cluster, which it does not inside of another connection.
+    assert not ray.is_initialized()
 
 
 def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):

@@ -145,7 +145,7 @@ def check_that_messages_are_recorded(trainer, engine, workers):
     assert engine.stop_profiler() == {}
 
 
-def check_that_changes_are_served(trainer, served, assert_greedy):
+def check_that_changes_any_serving(trainer, served, assert_greedy):
     """Look that an engine serves what came whole, as changes, and by its loader; the trainer keeps the second model."""
     folders, moved = served.folders, []
     # Everything, changes, and next to none.
