@@ -21,13 +21,14 @@ from machine import at_least_one, describe
 
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import PolicyObjective
+from megarl.cluster.calls import wait
 from megarl.cluster.placement import Role
 from megarl.cluster.reservation import Seats, reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.streams import Stream, results_of
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import Worker, wait
+from megarl.cluster.worker import Worker
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.rewards import Score

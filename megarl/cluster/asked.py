@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.partials import NOTHING, Begun
-from megarl.cluster.worker_group import Worker
+from megarl.cluster.worker import Worker
 from megarl.data import Turn
 from megarl.rollout.protocol import Request
 

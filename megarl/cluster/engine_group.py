@@ -9,6 +9,7 @@ from typing import Any, Self
 from converters.architectures import Lora
 from converters.errors import UserError
 from converters.number_formats import number_format
+from megarl.cluster.calls import wait
 from megarl.cluster.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.engine_load import load_metrics, work_metrics
 from megarl.cluster.engine_starter import EngineStarter
@@ -16,7 +17,8 @@ from megarl.cluster.engines import Engines, SharedByEngines
 from megarl.cluster.reservation import Seats
 from megarl.cluster.restarts import Restarts, Start
 from megarl.cluster.router import Router
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone, WorkerGroup, wait
+from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.process.profiler import TimelineEvent
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine

@@ -5,9 +5,10 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
+from megarl.cluster.calls import wait
 from megarl.cluster.meeting import check_that_all_meet, listen
 from megarl.cluster.streams import Stream
-from megarl.cluster.worker_group import Call, Worker, WorkerFailed, WorkerGone, wait
+from megarl.cluster.worker import Call, Worker, WorkerFailed, WorkerGone
 from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.protocol import Engine, EngineDiedError
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from megarl.cluster.calls import answer_of, unfinished
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.worker_group import Failed, answer_of, unfinished
+from megarl.cluster.worker import Failed
 from megarl.rollout.protocol import Engine, Load
 
 _WAIT_S = 1.0

@@ -7,8 +7,10 @@ from typing import Any
 from converters.architectures import Lora, read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import number_format
+from megarl.cluster.calls import wait
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.worker_group import Call, WorkerGroup, wait
+from megarl.cluster.worker import Call
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.kind import Arguments, EngineKind
 from megarl.rollout.kv_scales import with_kv_scales

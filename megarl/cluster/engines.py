@@ -16,12 +16,13 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
 from converters.number_formats import NumberFormat
 from megarl.cluster.asked import Asked, SoFar
+from megarl.cluster.calls import wait
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S
 from megarl.cluster.restarts import Restarts
 from megarl.cluster.router import Router
 from megarl.cluster.streams import results_of
-from megarl.cluster.worker_group import Call, Worker, WorkerFailed, wait
+from megarl.cluster.worker import Call, Worker, WorkerFailed
 from megarl.data import Turn
 from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from megarl.cluster.calls import LOOK_S, wait
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.signs_of_life import SignsOfLife
-from megarl.cluster.worker_group import LOOK_S, Call, Worker, WorkerFailed, WorkerGroup, wait
+from megarl.cluster.worker import Call, Worker, WorkerFailed
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.rollout.protocol import Engine
 
 INTERVAL_S = 1.0

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from converters.errors import UserError
+from megarl.cluster.calls import wait
+from megarl.cluster.worker import Worker
 from megarl.cluster.worker_actor import SocketAddress
-from megarl.cluster.worker_group import Worker, wait
 
 
 def listen(processes: Sequence[Worker]) -> list[SocketAddress]:

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import ray
 
 from converters.errors import UserError
+from megarl.cluster.calls import LOOK_S, end_silent, wait
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.signs_of_life import SignsOfLife
-from megarl.cluster.worker_group import LOOK_S, Call, Worker, WorkerFailed, WorkerGone, end_silent, wait
+from megarl.cluster.worker import Call, Worker, WorkerFailed, WorkerGone
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""

@@ -10,12 +10,13 @@ from itertools import count
 
 from converters.errors import UserError
 from megarl.cluster.asked import Asked, SoFar
+from megarl.cluster.calls import unfinished
 from megarl.cluster.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.partials import Partials
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
-from megarl.cluster.worker_group import Call, unfinished
+from megarl.cluster.worker import Call
 from megarl.data import Turn
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.protocol import Engine, Event, Progress, Request

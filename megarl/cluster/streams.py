@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 
+from megarl.cluster.calls import LOOK_S, answer_of, end_silent
 from megarl.cluster.long_arrays import put_back
 from megarl.cluster.signs_of_life import SignsOfLife
-from megarl.cluster.worker_group import LOOK_S, Call, Failed, Worker, answer_of, end_silent
+from megarl.cluster.worker import Call, Failed, Worker
 
 
 @dataclass(frozen=True)

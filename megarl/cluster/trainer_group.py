@@ -19,11 +19,13 @@ from converters.errors import UserError
 from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.cluster.batch import REFERENCE, ROUTED_EXPERTS, Batch
+from megarl.cluster.calls import wait
 from megarl.cluster.model_work import ModelWork
 from megarl.cluster.prefixes import prefixes_of
 from megarl.cluster.reservation import Seats
 from megarl.cluster.roles import POLICY
-from megarl.cluster.worker_group import Call, WorkerGroup, wait
+from megarl.cluster.worker import Call
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.data.packed_stretches import Packed, unpacked
 from megarl.data.stretches import Values, is_away, joined, stored_together
 from megarl.process.file_system import lost_in_export

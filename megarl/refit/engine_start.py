@@ -7,7 +7,7 @@ from converters.errors import UserError
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker import WorkerFailed
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck

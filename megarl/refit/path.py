@@ -3,7 +3,7 @@
 from typing import Protocol, Self
 
 from megarl.cluster.engines import Engines
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker import WorkerFailed
 from megarl.resharding.moved import Moved
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.turns import Turns
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
 from megarl.resharding.moved import Moved

@@ -11,7 +11,7 @@ from typing import Any, Self
 from converters.errors import UserError
 from converters.formats.peft import ADAPTER_CONFIG, read_adapter_config
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker import WorkerFailed
 from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import RunFailed
 from megarl.schema import MegarlConfig

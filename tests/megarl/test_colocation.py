@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from test_main_job import make_config
 
-from megarl.cluster.worker_group import WorkerFailed, wait
+from megarl.cluster.calls import wait
+from megarl.cluster.worker import WorkerFailed
 from megarl.output.places import EXPORT
 from megarl.rollout.protocol import Engine
 from megarl.run.job import Job, open_job

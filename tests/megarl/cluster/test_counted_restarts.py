@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.restarts import Restarts, Start
-from megarl.cluster.worker_group import Call, WorkerFailed, WorkerGone
+from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
 
 
 @dataclass(eq=False)

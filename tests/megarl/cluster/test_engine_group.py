@@ -20,7 +20,7 @@ from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.meeting import check_that_all_meet, listen
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
-from megarl.cluster.worker_group import WorkerGone
+from megarl.cluster.worker import WorkerGone
 from megarl.process.ports import free_port
 from megarl.schema import ClusterConfig, RolloutConfig
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megarl.cluster import router
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.router import Router
-from megarl.cluster.worker_group import WorkerGone
+from megarl.cluster.worker import WorkerGone
 from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters

@@ -21,13 +21,13 @@ from converters.formats.safetensors import read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
-from megarl.cluster import trainer_group, worker_group
+from megarl.cluster import calls, trainer_group
 from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup, share_of
-from megarl.cluster.worker_group import WorkerGone
+from megarl.cluster.worker import WorkerGone
 from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -185,7 +185,7 @@ class EndlessShare:
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_that_stands_still_is_the_one_that_is_told(model: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(worker_group, "_CONSEQUENCES_S", 1.0)
+    monkeypatch.setattr(calls, "_CONSEQUENCES_S", 1.0)
     shares = iter([batch(), EndlessShare()])
     monkeypatch.setattr(trainer_group, "share_of", lambda *arguments: (next(shares), share_of(*arguments)[1]))
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -21,22 +21,16 @@ from ray.experimental import get_object_locations
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cluster import heartbeat, worker_group
+from megarl.cluster import calls, heartbeat
+from megarl.cluster.calls import wait, wait_together
 from megarl.cluster.heartbeat import Ranks
 from megarl.cluster.placement import Role
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.streams import Stream, arrays_behind, results_of
-from megarl.cluster.worker_group import (
-    Call,
-    WorkerFailed,
-    WorkerGone,
-    WorkerGroup,
-    in_order_of_gpus,
-    wait,
-    wait_together,
-)
+from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
+from megarl.cluster.worker_group import WorkerGroup, in_order_of_gpus
 from megarl.data.stretches import Stored, ValuesGone, here
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
@@ -126,7 +120,7 @@ def cluster():
 @pytest.fixture
 def make_group(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    monkeypatch.setattr(worker_group, "_CONSEQUENCES_S", 3.0)
+    monkeypatch.setattr(calls, "_CONSEQUENCES_S", 3.0)
 
     with ExitStack() as stack:
 
@@ -266,7 +260,7 @@ WAITS = {
 )
 def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwhile):
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.2)
-    monkeypatch.setattr(worker_group, "LOOK_S", 0.2)
+    monkeypatch.setattr(calls, "LOOK_S", 0.2)
     says = r"^worker_1 gave no sign of life for 3 s and was ended: see to its machine .* continues from the last"
     with pytest.raises(WorkerGone, match=says), make_group(silence_s=3) as group:
         stop_the_second_and(WAITS[meanwhile], group, stopped := [])
@@ -292,7 +286,7 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
 
     monkeypatch.setattr(ray, "get", get)
     worker = SimpleNamespace(log=tmp_path / "trainer_3.log", failure=None)
-    failure = worker_group.answer_of(Call(worker, None)).failure
+    failure = calls.answer_of(Call(worker, None)).failure
     assert isinstance(failure, WorkerGone)
     assert failure.sentence.startswith("Ray ended trainer_3, because the memory of its machine was nearly full: ")
     raylet = Path(ray._private.worker._global_node.get_logs_dir_path()) / "raylet.out"

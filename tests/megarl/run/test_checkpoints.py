@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.worker_group import WorkerFailed
+from megarl.cluster.worker import WorkerFailed
 from megarl.run.checkpoints import Checkpoints, NotSaved, checkpoints_folder
 from megarl.run.resumption import run_to_its_end
 from megarl.schema import MegarlConfig

@@ -9,7 +9,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cluster.runtime import RayNotStarted
-from megarl.cluster.worker_group import WorkerFailed, WorkerGone
+from megarl.cluster.worker import WorkerFailed, WorkerGone
 from megarl.data.stretches import ValuesGone
 from megarl.process.signals import asked_to_stop, interruption
 from megarl.run.checkpoints import checkpoints_folder
