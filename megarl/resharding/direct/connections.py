@@ -9,8 +9,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from selectors import EVENT_READ, DefaultSelector
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
+from typing import Any, TypeAlias, TypeVar, cast
 
 from megarl.resharding.direct.wire import Failure
 
@@ -86,53 +86,32 @@ class Link:
         self._connection.close()
 
 
-class Listening:
-    """Links that are listened to together, again and again: what that costs does not grow with those that are silent.
+@contextmanager
+def listening(links: Collection[Link]) -> Iterator[BaseSelector]:
+    """A selector for links that are listened to again and again, so that silent ones cost nothing each time.
 
-    A context manager.
+    Who has heard all from a link unregisters it.
     """
-
-    def __init__(self, links: Collection[Link]) -> None:
-        self._links = set(links)
-        self._selector = DefaultSelector()
+    with DefaultSelector() as selector:
         for link in links:
-            self._selector.register(link, EVENT_READ)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
-
-    def __len__(self) -> int:
-        return len(self._links)
-
-    def end(self, link: Link) -> None:
-        """Listen to this one no more."""
-        self._links.remove(link)
-        self._selector.unregister(link)
-
-    def ready(self, timeout_s: float) -> list[Link]:
-        """The links that have something to `receive`, at least one. Raises TransferError if none has in time."""
-        if found := self._wait(timeout_s):
-            return found
-        peers = ", ".join(sorted(link.peer for link in self._links))
-        raise TransferError(f"nothing came for {timeout_s:g} s (refit.timeout_s) from {peers}")
-
-    def ready_now(self) -> list[Link]:
-        """The links that have something to `receive` already."""
-        return self._wait(0)
-
-    def _wait(self, timeout_s: float) -> list[Link]:
-        if kept := [link for link in self._links if link.has_kept]:
-            return kept
-        return [cast(Link, key.fileobj) for key, _ in self._selector.select(timeout_s)]
+            selector.register(link, EVENT_READ)
+        yield selector
 
 
-def ready(links: Collection[Link], timeout_s: float) -> list[Link]:
-    """As `Listening.ready`, of links that are listened to once."""
-    with Listening(links) as listening:
-        return listening.ready(timeout_s)
+def ready(selector: BaseSelector, links: Collection[Link], timeout_s: float) -> list[Link]:
+    """The links that have something to `receive`, at least one; `links` are all that are registered.
+
+    Raises TransferError if none has within the time.
+    """
+    if found := _wait(selector, links, timeout_s):
+        return found
+    peers = ", ".join(sorted(link.peer for link in links))
+    raise TransferError(f"nothing came for {timeout_s:g} s (refit.timeout_s) from {peers}")
+
+
+def ready_now(selector: BaseSelector, links: Collection[Link]) -> list[Link]:
+    """The links that have something to `receive` already."""
+    return _wait(selector, links, 0)
 
 
 def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) -> Iterator[tuple[Link, Kind]]:
@@ -140,11 +119,19 @@ def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) ->
 
     Raises TransferError as `ready` and `Link.receive`.
     """
-    with Listening(links) as listening:
-        while len(listening):
-            for link in listening.ready(timeout_s):
-                listening.end(link)
+    left = set(links)
+    with listening(left) as selector:
+        while left:
+            for link in ready(selector, left, timeout_s):
+                left.remove(link)
+                selector.unregister(link)
                 yield link, link.receive(kind)
+
+
+def _wait(selector: BaseSelector, links: Collection[Link], timeout_s: float) -> list[Link]:
+    if kept := [link for link in links if link.has_kept]:
+        return kept
+    return [cast(Link, key.fileobj) for key, _ in selector.select(timeout_s)]
 
 
 @contextmanager

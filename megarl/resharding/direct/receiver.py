@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from selectors import BaseSelector
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -10,11 +11,13 @@ from torch.profiler import record_function
 from megarl.resharding.direct.changes import apply_changes
 from megarl.resharding.direct.connections import (
     Link,
-    Listening,
     TransferError,
     as_they_come,
+    listening,
     notify_failure,
     notify_peers_on_error,
+    ready,
+    ready_now,
 )
 from megarl.resharding.direct.meeting import connect_all
 from megarl.resharding.direct.messages import digest
@@ -172,9 +175,9 @@ class Receiver:
         }
         announced: deque[tuple[int, Announcement]] = deque()
         pulled: deque[_Incoming] = deque()
-        with notify_peers_on_error(self._links), self._stream.entered(), Listening(missing) as listening:
-            while pulled or announced or len(listening):
-                announced += self._announcements(listening, missing, version, wait=not pulled and not announced)
+        with notify_peers_on_error(self._links), self._stream.entered(), listening(missing) as selector:
+            while pulled or announced or missing:
+                announced += self._announcements(selector, missing, version, wait=not pulled and not announced)
                 while announced and len(pulled) < self._endpoint.pulls_at_once:
                     source, announcement = announced.popleft()
                     straight = self._straight_of(source, announcement, in_place=in_place)
@@ -186,13 +189,15 @@ class Receiver:
                 self._taken(incoming.source, incoming.announcement)
 
     def _announcements(
-        self, listening: Listening, missing: Mapping[Link, tuple[int, set[int]]], version: int, *, wait: bool
+        self, selector: BaseSelector, missing: dict[Link, tuple[int, set[int]]], version: int, *, wait: bool
     ) -> Iterator[tuple[int, Announcement]]:
         """Yield the announcements that have come, each with its source; at least one if it may `wait`.
 
-        `missing` is the source behind each link, and the numbers of the messages that have not come from it.
+        `missing` is the source behind each link, and the numbers of the messages that have not come from it; a link
+        that has brought all leaves it and the selector.
         """
-        for link in listening.ready(self._rendezvous.timeout_s) if wait else listening.ready_now():
+        timeout_s = self._rendezvous.timeout_s
+        for link in ready(selector, missing, timeout_s) if wait else ready_now(selector, missing):
             (source, numbers), announcement = missing[link], link.receive(Announcement)
             number = announcement.number
             if announcement.version != version or number not in numbers:
@@ -203,7 +208,8 @@ class Receiver:
             self._check(link.peer, source, announcement)
             numbers.remove(number)
             if not numbers:
-                listening.end(link)
+                del missing[link]
+                selector.unregister(link)
             yield source, announcement
 
     def _check(self, peer: str, source: int, announcement: Announcement) -> None:

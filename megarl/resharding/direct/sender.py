@@ -13,6 +13,7 @@ from megarl.resharding.direct.connections import (
     Link,
     TransferError,
     as_they_come,
+    listening,
     notify_failure,
     notify_peers_on_error,
     ready,
@@ -185,5 +186,8 @@ class Sender:
 
     def _wait_for_bucket(self, bucket: int) -> None:
         while self._readers[bucket]:
-            for link in ready({link for link in self._readers if link}, self._timeout_s):
+            reading = {link for link in self._readers if link}
+            with listening(reading) as selector:
+                acknowledged = ready(selector, reading, self._timeout_s)
+            for link in acknowledged:
                 self._readers[link.receive(Acknowledgement).bucket] = None
