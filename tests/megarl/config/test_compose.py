@@ -1,8 +1,11 @@
 """From recipes and overrides to one typed configuration; every wrong key is named with the one that was meant."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from converters.errors import UserError
 from megarl.algorithms.compatibility import option_keys
@@ -35,6 +38,27 @@ def test_every_recipe_composes(name: str) -> None:
     config = compose(name, [*GIVEN, *OPEN.get(name, [])])
     assert isinstance(config, MegarlConfig)
     assert (config.model.path, config.output_dir) == ("m", "o")
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in recipes_folder().glob("*.yaml")))
+def test_a_recipe_has_the_values_that_stand_in_its_file(name: str) -> None:
+    """No preset and no recipe that it builds on wins over it."""
+    written = OmegaConf.load(recipes_folder() / f"{name}.yaml")
+    assert isinstance(written, DictConfig)
+    written.pop("defaults", None)
+    composed = OmegaConf.structured(compose(name, [*GIVEN, *OPEN.get(name, [])]))
+    written.pop("output_dir", None)
+    assert (values := dict(leaves(written)))
+    assert {key: OmegaConf.select(composed, key) for key in values} == values
+
+
+def leaves(node: DictConfig, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values below a node, without those that are left open or refer to others."""
+    for key in node:
+        if isinstance(node._get_node(key), DictConfig):
+            yield from leaves(node[key], f"{above}{key}.")
+        elif not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            yield f"{above}{key}", node[key]
 
 
 def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
