@@ -10,9 +10,9 @@ from megarl.run.job import Job, open_job
 from megarl.run.opening import Start
 from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
-from megarl.stages.batch import mini_batches, to_batch, without_small_groups
+from megarl.stages.batch import mini_batches, to_batch
 from megarl.stages.evaluate import evaluate
-from megarl.stages.filtering import left_out
+from megarl.stages.filtering import left_out, without_small_groups
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.router_replay import replay_gaps
@@ -92,7 +92,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
     metrics |= job.rollouts.metrics()
     metrics |= step_metrics(sampled, batch, version, config) | gaps
-    metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, groups)}
+    metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, compared)}
     if job.data.eval_prompts and evaluates_after(state.step, config.loop):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)

@@ -188,6 +188,15 @@ def _statistics_leave_out_what_the_loss_does(config: AlgorithmConfig) -> None:
             "algorithm.truncated_responses_in_statistics=false is for responses that are not trained on: set"
             " train_on_truncated_responses=false, too, or leave it out"
         )
+    compared, kl_in_reward = ADVANTAGES[config.advantage], config.kl_in == "reward" and config.kl_coefficient > 0
+    if config.train_on_truncated_responses or not config.truncated_responses_in_statistics or not kl_in_reward:
+        return
+    if compared.smallest_group > 1 and compared.reads_token_rewards:
+        raise UserError(
+            f"algorithm.advantage={config.advantage} would compare truncated responses without the KL in their rewards,"
+            " which is known of trained tokens alone, with the others: with train_on_truncated_responses=false and"
+            " kl_in=reward set truncated_responses_in_statistics=false, or kl_in=loss"
+        )
 
 
 def _kl_adapts_from_something(config: AlgorithmConfig) -> None:

@@ -83,7 +83,7 @@ def with_advantages(
     inputs: dict[str, Any] = {
         "responses": Ragged(sum_of_branches(responses.lengths, rollout)),
         "groups": group_of_each(groups)[first],
-        "rewards": mean_of_branches([each.reward for each in trajectories]),
+        "rewards": mean_of_branches([_reward(each, algorithm) for each in trajectories]),
         "penalties": terms.pop(OVERLONG, None),
         "parts": terms,
         "part_weights": _term_weights(config),
@@ -146,6 +146,14 @@ def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> T
             " have several branches: choose another advantage"
         )
     return rollout
+
+
+def _reward(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+    """The reward, with the scores of the turns of a trajectory that has no trained token to get them."""
+    if config.train_on_truncated_responses or not trajectory.is_truncated:
+        return trajectory.reward
+    scored = zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores))
+    return trajectory.reward + sum(score for turn, score in scored if len(turn.token_ids))
 
 
 def _terms(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:

@@ -9,39 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from converters.errors import UserError
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS
+from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.data import PromptGroup, Trajectory
 from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
-
-
-def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
-    """The groups of scored trajectories that are large enough for a comparison.
-
-    A group shrinks by dropped rewards, and by truncated responses where `truncated_responses_in_statistics` is off.
-
-    Raises UserError if none is left.
-    """
-    in_statistics = config.train_on_truncated_responses or config.truncated_responses_in_statistics
-    smallest = ADVANTAGES[config.advantage].smallest_group
-    counted = [
-        group.with_members([each for each in group.trajectories if in_statistics or not each.is_truncated])
-        for group in groups
-    ]
-    kept = [group for group in counted if len(group.rollouts) >= smallest]
-    if not kept:
-        scored = [each for group in groups for each in group.trajectories]
-        raise UserError(
-            f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
-            f" the {len(scored)} that were scored {sum(each.is_truncated for each in scored)} were truncated at"
-            " rollout.max_response_tokens, and those whose reward failed had been dropped; raise"
-            " rollout.max_response_tokens, or repair reward.function"
-        )
-    return kept
 
 
 def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:

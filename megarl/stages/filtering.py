@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from converters.errors import UserError
+from megarl.algorithms import ADVANTAGES
 from megarl.data import PromptGroup, Trajectory
 from megarl.rewards import OVERLONG, UNCHECKED
 from megarl.schema import AlgorithmConfig, MegarlConfig
@@ -28,21 +29,46 @@ def groups_to_train_on(groups: Sequence[PromptGroup], config: AlgorithmConfig) -
     return teaching if teaching or config.dynamic_sampling else scored
 
 
+def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
+    """The groups of scored trajectories that are large enough for a comparison, without what is not compared.
+
+    A group shrinks by dropped rewards, and by truncated responses where `truncated_responses_in_statistics` is off.
+
+    Raises UserError if none is left.
+    """
+    smallest = ADVANTAGES[config.advantage].smallest_group
+    kept = [group for each in groups if len((group := _compared(each, config)).rollouts) >= smallest]
+    if not kept:
+        scored = [each for group in groups for each in group.trajectories]
+        raise UserError(
+            f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
+            f" the {len(scored)} that were scored {sum(each.is_truncated for each in scored)} were truncated at"
+            " rollout.max_response_tokens, and those whose reward failed had been dropped; raise"
+            " rollout.max_response_tokens, or repair reward.function"
+        )
+    return kept
+
+
 def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
     """Whether the responses differ in `filter_on`, and their mean of it is from `filter_low` to `filter_high`.
+
+    Responses that are not compared do not count; a group without one that is trained on teaches nothing.
 
     DAPO filters by accuracy (arXiv:2503.14476, equation 11; its runs' filter_groups.metric=acc): a group of right
     answers that differ by their length penalty alone would otherwise be kept, and GRPO would blow the penalty up to
     advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
     """
-    values = [sum(each) / len(each) for each in _measured(group, config.filter_on)]
+    compared = _compared(group, config)
+    if all(each.is_truncated and not config.train_on_truncated_responses for each in compared.trajectories):
+        return False
+    values = [sum(each) / len(each) for each in _measured(compared, config.filter_on)]
     mean = sum(values) / len(values)
     low, high = config.filter_low, config.filter_high
     return min(values) < max(values) and (low is None or mean >= low) and (high is None or mean <= high)
 
 
 def left_out(sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup]) -> float:
-    """Share of the groups with a score that teach nothing and are not trained on."""
+    """Share of the groups with a score that are not trained on: they teach nothing, or have too few responses."""
     return 1 - len(trained) / sum(bool(group.only_scored().trajectories) for group in sampled)
 
 
@@ -61,6 +87,13 @@ def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup],
         "or too hard for the policy; change the data, "
         "raise loop.samples_per_prompt or algorithm.max_refills, or set algorithm.dynamic_sampling=false"
     )
+
+
+def _compared(group: PromptGroup, config: AlgorithmConfig) -> PromptGroup:
+    """The group of the trajectories that are in its statistics."""
+    if config.train_on_truncated_responses or config.truncated_responses_in_statistics:
+        return group
+    return group.with_members([each for each in group.trajectories if not each.is_truncated])
 
 
 def _measured(group: PromptGroup, name: str) -> list[list[float]]:

@@ -42,7 +42,9 @@ METRICS: tuple[Metric, ...] = (
         "prompts sampled for the step, in rollouts of prompts_per_step: above 1 with dynamic_sampling",
     ),
     Metric(
-        "groups/left_out", "", "share of groups not trained on (algorithm.dynamic_sampling, algorithm.filter_groups)"
+        "groups/left_out",
+        "",
+        "share of groups not trained on (algorithm.dynamic_sampling, filter_groups, or too few responses)",
     ),
     Metric("groups/all_right", "", "share of groups whose rewards are all above 0.5"),
     Metric("groups/all_wrong", "", "share of groups without a reward above 0.5"),

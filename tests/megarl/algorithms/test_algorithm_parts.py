@@ -115,6 +115,10 @@ TIS, BAND = CorrectionConfig("token_importance", None, 2.0), CorrectionConfig("t
         ({"filter_groups": True, "dynamic_sampling": True}, r"set one of the two"),
         ({"truncated_responses_in_statistics": False}, r"set train_on_truncated_responses=false, too"),
         (
+            {"train_on_truncated_responses": False, "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+            r"advantage=grpo would compare .* without the KL .* set truncated_responses_in_statistics=false, or kl_in",
+        ),
+        (
             {"policy_loss": "cispo", "policy_loss_options": {"dual_clip": 3.0}},
             r"dual_clip is no option of algorithm\.policy_loss=cispo",
         ),

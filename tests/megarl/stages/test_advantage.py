@@ -26,8 +26,8 @@ from megarl.stages.batch import (
     mini_batches,
     to_batch,
     trained_responses,
-    without_small_groups,
 )
+from megarl.stages.filtering import without_small_groups
 from megatron_ext.packing import RaggedBatch
 
 FIRST = group(0, [9, 8], ([1, 2], 1.0), ([3], 0.0))
@@ -264,6 +264,15 @@ def test_scores_of_turns_reach_the_advantage_at_the_last_tokens_of_their_turns()
     assert prepare([scored]).advantages.tolist() == pytest.approx([0.875, 0.875, 0.875, -0.875])
     with pytest.raises(UserError, match="advantage=gdpo reads no rewards of single tokens"):
         prepare([scored], advantage="gdpo")
+
+
+def test_scores_of_turns_count_in_the_group_also_where_the_response_is_not_trained_on() -> None:
+    first, second = CONVERSATION.trajectories
+    first = replace(first, turn_scores=(0.25, 0.5))
+    cut = replace(first, end="length")
+    assert prepare([CONVERSATION.with_members([first, second])]).advantages.tolist()[-1] == pytest.approx(-0.875)
+    untrained = CONVERSATION.with_members([cut, second])
+    assert prepare([untrained], train_on_truncated_responses=False).advantages.tolist() == pytest.approx([-0.875])
 
 
 def whitened(returns: list[float]) -> Tensor:

@@ -14,7 +14,8 @@ from megarl.data import PromptGroup
 from megarl.diagnostics import group_metrics
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.advantage import with_advantages
-from megarl.stages.batch import mini_batches, to_batch, without_small_groups
+from megarl.stages.batch import mini_batches, to_batch
+from megarl.stages.filtering import without_small_groups
 from megatron_ext.packing import RaggedBatch
 
 Branch = tuple[int, float]

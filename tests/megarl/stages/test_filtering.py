@@ -6,11 +6,11 @@ import pytest
 from trajectories import group, group_of_scores, with_baseline
 
 from converters.errors import UserError
-from megarl.data import PromptGroup, Trajectory
+from megarl.data import FinishReason, PromptGroup, Trajectory
 from megarl.data.trajectory import Failure
 from megarl.rewards import OVERLONG, UNCHECKED, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
-from megarl.stages.filtering import check_refills, groups_to_train_on, left_out, teaches
+from megarl.stages.filtering import check_refills, groups_to_train_on, left_out, teaches, without_small_groups
 from megarl.stages.reward import REWARD_MODEL
 
 
@@ -61,6 +61,33 @@ def test_a_group_whose_mean_is_outside_the_band_teaches_nothing(
     low: float | None, high: float | None, kept: bool
 ) -> None:
     assert teaches(MIXED, AlgorithmConfig(filter_low=low, filter_high=high)) == kept
+
+
+@pytest.mark.parametrize(
+    ("answers", "in_statistics", "taught"),
+    [
+        # Those that are compared are all right, or one alone.
+        ([(1.0, "stop"), (1.0, "stop"), (0.0, "length")], False, False),
+        ([(1.0, "stop"), (0.0, "length"), (0.0, "length")], False, False),
+        ([(0.0, "length"), (1.0, "length")], False, False),
+        ([(1.0, "stop"), (0.0, "stop"), (0.0, "length")], False, True),
+        ([(1.0, "stop"), (0.0, "length"), (0.0, "length")], True, True),
+        # None is trained on.
+        ([(0.0, "length"), (1.0, "length")], True, False),
+    ],
+)
+def test_truncated_responses_count_as_far_as_they_are_compared(
+    answers: list[tuple[float, FinishReason]], in_statistics: bool, taught: bool
+) -> None:
+    config = AlgorithmConfig(
+        dynamic_sampling=True,
+        train_on_truncated_responses=False,
+        truncated_responses_in_statistics=in_statistics,
+    )
+    sampled = group(0, [1], *(([2], reward, end) for reward, end in answers))
+    assert (groups_to_train_on([sampled], config) == [sampled]) == taught
+    if taught:
+        without_small_groups([sampled], config)
 
 
 def pairs(*rewards: tuple[float, float]) -> list[PromptGroup]:
