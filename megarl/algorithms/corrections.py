@@ -180,6 +180,7 @@ def _effective_share(mean: Tensor, mean_square: Tensor) -> Tensor:
 CORRECTIONS: Mapping[str, Correction] = {
     "token_importance": _importance(token_ratio, of_token=True),
     "sequence_importance": _importance(sequence_ratio),
+    "sequence_mean_importance": _importance(sequence_mean_ratio),
     "icepop": Correction(token_ratio, weight_inside, of_token=True, weighs=True, needs_low=True),
     "token_band": _band(token_ratio, of_token=True),
     "sequence_band": _band(sequence_ratio),
@@ -195,8 +196,8 @@ CORRECTIONS: Mapping[str, Correction] = {
 }
 """By name, with their bounds:
 
-- token_importance, sequence_importance: r, or its product over the response, at most `high` and, if given, at least
-  `low` (truncated importance sampling, TIS);
+- token_importance, sequence_importance, sequence_mean_importance: r, or its product or its geometric mean over the
+  response, at most `high` and, if given, at least `low` (truncated importance sampling, TIS);
 - icepop: r where it is in [low, high], else 0 (IcePop, arXiv:2510.18855);
 - token_band, sequence_band, sequence_mean_band: 1 where r, its product or its geometric mean over the response is in
   [low, high], else 0;

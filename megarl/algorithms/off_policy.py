@@ -42,7 +42,8 @@ def interpolated(rollout_log_probs: Tensor, log_probs: Tensor, staleness: Tensor
     """Log-probs [T] of the proximal policy without a forward pass of its own; `log_probs` have no gradient.
 
     It lies between the policy that sampled, `staleness` [T] versions ago, and the present one, on its way to the next
-    version: d / (d + 1) of the way, in log-probs. Source: A-3PO (arXiv:2512.06547), AReaL's "loglinear".
+    version: d / (d + 1) of the way, in log-probs. Source: A-3PO (arXiv:2512.06547); AReaL's "loglinear" takes the
+    present policy for the version before the step, and so (d - 1) / d.
     """
     return rollout_log_probs + staleness / (staleness + 1) * (log_probs - rollout_log_probs)
 

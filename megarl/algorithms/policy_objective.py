@@ -113,7 +113,7 @@ class PolicyObjective:
         if self.algorithm.entropy_coefficient:
             loss = loss - self.algorithm.entropy_coefficient * entropy
         if self.has_kl_in("loss") or "reference_log_probs" in fields:
-            estimate = self._kl(log_probs, old, fields["reference_log_probs"])
+            estimate = self._kl(log_probs, rollout, fields["reference_log_probs"])
             metrics = metrics | Metrics(kl_to_reference=Mean.of(estimate))
             if self.has_kl_in("loss"):
                 loss = loss + self.algorithm.kl_coefficient * estimate
@@ -121,11 +121,11 @@ class PolicyObjective:
         details = {name: Mean.of(values) for name, values in policy.metrics.items()}
         return total, metrics | Metrics(sums={"policy/loss": total.detach()}, means=details)
 
-    def _kl(self, log_probs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    def _kl(self, log_probs: Tensor, rollout: Tensor, reference: Tensor) -> Tensor:
         estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](log_probs, reference)
         if not self.algorithm.kl_unbiased:
             return estimate
-        return importance_weighted(estimate, log_probs - old)
+        return importance_weighted(estimate, log_probs - rollout)
 
     @property
     def _loss(self) -> PolicyLoss:

@@ -20,12 +20,16 @@ def with_correction(config: MegarlConfig) -> AlgorithmConfig:
     Without a correction one version of staleness has ended runs of others; truncated importance sampling on the
     engine's log-probs kept them (arXiv:2505.24298 and "Your efficient RL framework secretly brings you off-policy
     training", 2025).
+
+    A loss with one ratio per response gets the geometric mean over the response: GSPO's own ratio (arXiv:2507.18071,
+    equation 7) is (pi / pi_old)^(1/|y|), and with this weight it is that to the sampler. The product over thousands of
+    tokens is near 0 for nearly all responses, and so trains on the short ones.
     """
     algorithm, schedule = config.algorithm, config.schedule
     if not schedule.max_staleness or not schedule.corrected or _is_corrected(algorithm):
         return algorithm
     loss = _policy_loss(algorithm)
-    kind = "sequence_importance" if loss is not None and loss.of_response else "token_importance"
+    kind = "sequence_mean_importance" if loss is not None and loss.of_response else "token_importance"
     return replace(algorithm, corrections=[CorrectionConfig(kind, high=_TRUNCATED_AT)])
 
 

@@ -44,8 +44,8 @@ class AlgorithmConfig:
     kl_in: str = "loss"
     """Where the KL to the reference goes: loss, or reward (subtracted from the reward of each token)."""
     kl_unbiased: bool = False
-    """Multiply the KL in the loss by the ratio to the policy that `ratio_to` names, so that value and gradient are
-    unbiased off-policy too (DeepSeek-V3.2); for the estimators k1 and k3."""
+    """Multiply the KL in the loss by the ratio to the policy that sampled, so that value and gradient are unbiased
+    off-policy too (DeepSeek-V3.2); for the estimators k1 and k3."""
     kl_target: float | None = None
     """Adapt the coefficient, towards this KL per token; without it the coefficient is fixed."""
     kl_horizon: int = 10000

@@ -216,7 +216,8 @@ class ScheduleConfig:
     Engines that share GPUs with the trainer are cut off from them while it learns, and cannot keep anything."""
     corrected: bool = True
     """With max_staleness above 0 and nothing else that corrects for it, turns on truncated importance weights in
-    algorithm.corrections: token_importance up to 2, or sequence_importance for losses with one ratio per response."""
+    algorithm.corrections up to 2: token_importance, or sequence_mean_importance for losses with one ratio per
+    response."""
 
 
 @dataclass

@@ -126,12 +126,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("correction/masked_tokens", "", "share of tokens with the factor 0"),
     Metric("correction/masked_responses", "", "share of responses of which no token is left"),
     Metric("correction/effective_sample_size", "", "of the factors, as a share of the tokens: 1 if all are equal"),
-    Metric("off_policy/kl", "nats", "estimated KL of the sampler to the old policy, mean over tokens (k1)"),
+    Metric(
+        "off_policy/kl",
+        "nats",
+        "estimated KL of the sampler to the present policy, with the updates of the step so far; mean over tokens (k1)",
+    ),
     Metric("off_policy/k3", "nats", "the same by k3, which is never negative"),
-    Metric("off_policy/chi2_token", "", "chi-squared of the old policy to the sampler, over tokens"),
+    Metric("off_policy/chi2_token", "", "chi-squared of the present policy to the sampler, over tokens"),
     Metric("off_policy/chi2_response", "", "the same over whole responses"),
-    Metric("off_policy/effective_sample_size", "", "of the ratios of old policy to sampler, as a share of the tokens"),
-    Metric("off_policy/perplexity", "", "mean perplexity of a response under the old policy"),
+    Metric(
+        "off_policy/effective_sample_size", "", "of the ratios of present policy to sampler, as a share of the tokens"
+    ),
+    Metric("off_policy/perplexity", "", "mean perplexity of a response under the present policy"),
     Metric("off_policy/rollout_perplexity", "", "the same under the sampler"),
     Metric("off_policy/perplexity_ratio", "", "mean ratio of the first to the second"),
     Metric("off_policy/log_perplexity_difference_max", "nats", "largest |difference of a response's mean log-probs|"),

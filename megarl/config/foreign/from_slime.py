@@ -98,7 +98,7 @@ def _algorithm(t: _Translation) -> None:
     high = t.take("tis_clip")
     if t.take("use_tis") and loss == "gspo":
         t.absent(
-            "use_tis", "a loss with one ratio per response has corrections of whole responses: sequence_importance"
+            "use_tis", "a loss with one ratio per response has corrections of whole responses: sequence_mean_importance"
         )
     elif t.take("use_tis"):
         low = t.take("tis_clip_low")

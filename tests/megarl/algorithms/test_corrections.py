@@ -137,6 +137,7 @@ def one_by_one(kind: str, row: list[float], low: float | None, high: float) -> l
     k3, k2 = [math.exp(x) - 1 - x for x in row], [x * x / 2 for x in row]
     whole = {
         "sequence_importance": math.exp(sum(row)),
+        "sequence_mean_importance": math.exp(sum(row) / len(row)),
         "sequence_band": math.exp(sum(row)),
         "sequence_mean_band": math.exp(sum(row) / len(row)),
         "sequence_kl": sum(k3) / len(row),

@@ -38,7 +38,9 @@ def by_the_formula(batch: RaggedBatch, log_probs: Tensor, config: AlgorithmConfi
                 policy, masked = 0 * policy, masked + 1
             d = fields["reference_log_probs"][t] - leaf[t]
             kl = torch.exp(d) - 1 - d
-            losses.append(fields["weights"][t] * (policy + 0.3 * (ratio * kl if config.kl_unbiased else kl)))
+            # Also where ratios are to the old policy the tokens are the sampler's.
+            weight = torch.exp(leaf[t] - fields["rollout_log_probs"][t]) if config.kl_unbiased else 1.0
+            losses.append(fields["weights"][t] * (policy + 0.3 * weight * kl))
     loss = torch.stack(losses).sum()
     loss.backward()
     assert leaf.grad is not None

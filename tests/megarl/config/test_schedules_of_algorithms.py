@@ -57,7 +57,7 @@ def under(schedule: ScheduleConfig, config: MegarlConfig) -> MegarlConfig:
 @pytest.mark.parametrize("name", [*ALGORITHMS, *RECIPES])
 def test_each_is_corrected_for_the_staleness_it_may_have_as_its_loss_can_be(composed: MegarlConfig, name: str) -> None:
     own = [each.kind for each in composed.algorithm.corrections]
-    stale = own or ["sequence_importance" if name in WEIGHTED_BY_RESPONSE else "token_importance"]
+    stale = own or ["sequence_mean_importance" if name in WEIGHTED_BY_RESPONSE else "token_importance"]
     for schedule in SCHEDULES.values():
         config = under(schedule, composed)
         if schedule.in_flight == "keep" and config.cluster.sharing():
@@ -93,7 +93,7 @@ def test_weights_of_single_tokens_are_refused_where_a_response_has_one_ratio(com
         validate(replace(composed, algorithm=wrong, schedule=SCHEDULES["recompute"]), "train")
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sppo", "sequence_importance"), ("distillation", "token_importance")])
+@pytest.mark.parametrize(("name", "kind"), [("sppo", "sequence_mean_importance"), ("distillation", "token_importance")])
 def test_a_loss_without_a_ratio_to_the_sampler_is_corrected_whatever_its_ratio_is_to(
     composed: MegarlConfig, name: str, kind: str
 ) -> None:

@@ -215,7 +215,7 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
     ("overrides", "kinds"),
     [
         (["schedule.max_staleness=1"], ["token_importance"]),
-        (["schedule.max_staleness=1", "+algorithm=gspo"], ["sequence_importance"]),
+        (["schedule.max_staleness=1", "+algorithm=gspo"], ["sequence_mean_importance"]),
         (["schedule.max_staleness=1", "schedule.corrected=false"], []),
         (["schedule.max_staleness=1", "algorithm.ratio_to=rollout"], []),
         (["schedule.max_staleness=1", "algorithm.corrections=[{kind: token_band, low: 0.5, high: 2}]"], ["token_band"]),
