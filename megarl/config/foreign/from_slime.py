@@ -81,6 +81,8 @@ def _algorithm(t: _Translation) -> None:
     gamma, lambd = t.take("gamma"), t.take("lambd")
     if advantage == "gae":
         t.recipe.set("algorithm.advantage_options", {"gamma": gamma, "gae_lambda": lambd})
+        if "normalize_advantages" not in t.given:
+            t.absent("advantage_estimator", "gae whitens advantages here, as with --normalize-advantages there")
         t.recipe.set("critic.value_clip", t.take("value_clip"))
         t.recipe.set("critic.warmup_steps", t.take("num_critic_only_steps"))
     elif advantage == "reinforce_plus_plus":

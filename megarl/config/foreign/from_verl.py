@@ -184,7 +184,7 @@ def _algorithm(t: _Translation) -> None:
     options = {
         "gae": {"gamma": "gamma", "gae_lambda": "lam"},
         "reinforce_plus_plus": {"gamma": "gamma"},
-        "grpo": {"normalize_by_std": "norm_adv_by_std_in_grpo"},
+        **{name: {"normalize_by_std": "norm_adv_by_std_in_grpo"} for name in verl.NORMALIZED},
     }.get(advantage, {})
     t.recipe.set("algorithm.advantage", advantage)
     for name in ("gamma", "lam", "norm_adv_by_std_in_grpo"):
@@ -199,18 +199,21 @@ def _algorithm(t: _Translation) -> None:
     if loss in verl.CLIPPED:
         t.recipe.set("algorithm.policy_loss_options.clip_low", low)
         t.recipe.set("algorithm.policy_loss_options.clip_high", high)
-    if loss in verl.DUAL_CLIPPED:
-        t.recipe.set("algorithm.policy_loss_options.dual_clip", dual)
+    if loss in verl.CLIPPED_AGAIN:
+        t.recipe.set(f"algorithm.policy_loss_options.{verl.CLIPPED_AGAIN[loss]}", dual)
     for key, option in verl.POLICY_LOSS_OPTIONS.get(loss, {}).items():
         if t.has(key):
             t.recipe.set(f"algorithm.policy_loss_options.{option}", t.take(key))
-    t.recipe.set("algorithm.aggregation", t.choose(f"{_ACTOR}loss_agg_mode", verl.AGGREGATIONS))
+    aggregation = t.choose(f"{_ACTOR}loss_agg_mode", verl.AGGREGATIONS)
+    t.recipe.set("algorithm.aggregation", verl.AGGREGATED.get(loss, aggregation))
     if t.has(f"{_ACTOR}loss_scale_factor"):
         t.recipe.set("algorithm.aggregation_options.length", t.take(f"{_ACTOR}loss_scale_factor"))
     if t.take(f"{_ALGORITHM}filter_groups.enable"):
         metric = t.take(f"{_ALGORITHM}filter_groups.metric", "acc")
         t.recipe.set("algorithm.filter_on", verl.FILTERS.get(metric, metric))
     t.take(f"{_ALGORITHM}filter_groups.metric")
+    if (batches := t.take(f"{_ALGORITHM}filter_groups.max_num_gen_batches")) is not None:
+        t.recipe.set("algorithm.max_refills", batches if batches > 0 else verl.WITHOUT_LIMIT)
 
 
 def _kl(t: _Translation) -> None:

@@ -75,7 +75,6 @@ SAME: Mapping[str, str] = {
     "actor_rollout_ref.rollout.val_kwargs.n": "loop.eval_samples",
     "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "model.freeze_moe_router",
     "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
-    "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
     "reward.num_workers": "reward.workers",
     "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",
     "trainer.val_before_train": "loop.eval_at_start",
@@ -169,7 +168,14 @@ POLICY_LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
 """Policy loss -> key of verl -> option of the loss."""
 CLIPPED = ("clip", "gspo", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
 """Policy losses with a lower and an upper clip."""
-DUAL_CLIPPED = ("clip",)
+CLIPPED_AGAIN: Mapping[str, str] = {"clip": "dual_clip", "dppo_tv": "ratio_cap", "dppo_kl": "ratio_cap"}
+"""Policy loss -> its option that `clip_ratio_c` is."""
+AGGREGATED: Mapping[str, str] = dict.fromkeys(("gspo", "sapo", "gmpo"), "seq_mean_token_mean")
+"""Policy loss -> the aggregation that it has whatever `loss_agg_mode` says."""
+NORMALIZED = ("grpo", "grpo_pass_k", "gdpo")
+"""Advantages that `norm_adv_by_std_in_grpo` is for."""
+WITHOUT_LIMIT = 1_000_000
+"""Refills, where verl samples on until a batch is full."""
 
 REWARDS: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("openai/gsm8k",),

@@ -165,3 +165,12 @@ def test_the_command_prints_it_and_compares_the_model(
 def test_what_cannot_be_translated_is_one_sentence(tmp_path: Path, before: str, after: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         from_slime(script(tmp_path, before, after), {"BASE": "/b"})
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_advantages_that_are_whitened_here_and_not_there_are_said(tmp_path: Path, normalized: bool) -> None:
+    flags = "--advantage-estimator ppo" + " --normalize-advantages" * normalized
+    recipe = from_slime(script(tmp_path, "--advantage-estimator grpo", flags), {"BASE": "/b"})
+    assert recipe.get("algorithm.advantage") == "gae"
+    notes = [why for why, settings in recipe.absent.items() if "--advantage-estimator ppo" in settings]
+    assert [why.split(",")[0] for why in notes] == ([] if normalized else ["gae whitens advantages here"])

@@ -16,6 +16,8 @@ from megarl.config.foreign.recipe import TranslatedRecipe, check
 from megarl.config.origins import leaves
 
 SHARED = {"nodes": 1, "shared": True}
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+FILTER = "algorithm.filter_groups."
 
 
 def translated(folder: Path, script: str) -> TranslatedRecipe:
@@ -97,6 +99,34 @@ def test_dapo(tmp_path: Path) -> None:
         "loop.eval_at_start": False,
     }
     assert "data.truncation=left" in said(recipe.absent)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        ({"algorithm.adv_estimator": name, "algorithm.norm_adv_by_std_in_grpo": False}, "normalize_by_std", False)
+        for name in ("grpo", "grpo_passk", "gdpo")
+    ]
+    + [
+        ({f"{ACTOR}policy_loss.loss_mode": "dppo_tv", f"{ACTOR}clip_ratio_c": 10000.0}, "ratio_cap", 10000.0),
+        ({f"{ACTOR}policy_loss.loss_mode": "dppo_kl"}, "ratio_cap", 3.0),
+        ({f"{ACTOR}policy_loss.loss_mode": "sapo", f"{ACTOR}clip_ratio_c": 10.0}, "dual_clip", None),
+        # Their own functions there take no notice of the aggregation.
+        ({f"{ACTOR}policy_loss.loss_mode": "gspo"}, "aggregation", "seq_mean_token_mean"),
+        ({f"{ACTOR}policy_loss.loss_mode": "geo_mean"}, "aggregation", "seq_mean_token_mean"),
+        ({f"{ACTOR}policy_loss.loss_mode": "sapo"}, "aggregation", "seq_mean_token_mean"),
+        ({f"{ACTOR}policy_loss.loss_mode": "cispo"}, "aggregation", "token_mean"),
+        ({f"{FILTER}enable": True, f"{FILTER}max_num_gen_batches": 0}, "max_refills", 10**6),
+        ({f"{FILTER}enable": True, f"{FILTER}max_num_gen_batches": 3}, "max_refills", 3),
+    ],
+)
+def test_a_setting_of_the_algorithm_means_the_same(overrides: dict[str, Any], key: str, value: Any) -> None:
+    given = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}n": 8, **overrides}
+    recipe = from_verl([f"{name}={each}" for name, each in given.items()], {})
+    found = {name.split(".")[-1]: each for name, each in values(recipe, "algorithm.").items()}
+    assert found.get(key) == value
+    assert not [name for name in overrides if name in str(recipe.absent)]
+    check(recipe)
 
 
 def test_ppo_with_megatron(tmp_path: Path) -> None:
