@@ -51,7 +51,7 @@ def _take_steps(job: Job) -> None:
             with job.timeline.of(job.state.step + 1):
                 metrics = train_step(job, clock)
             job.log(metrics)
-            is_last = bool(stop)
+            is_last = stop.end_step() if job.state.step < config.loop.steps else bool(stop)
             with clock.stage("checkpoint"):
                 job.checkpoints.complete_if_written()
                 if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):

@@ -79,9 +79,14 @@ end_cluster() {
   rm -rf "$run_folder"
 }
 
-# Slurm ends the job: what there is to save is being saved, and ends in time to leave nothing behind.
+# Slurm ends the job: what there is to save is being saved, and ends in time to leave nothing behind. The end of its time
+# comes by the same signal as scancel, and is no wish of anybody.
 on_cancel() {
-  is_cancelled=true
+  if (($(date +%s) + 60 >= ${SLURM_JOB_END_TIME:-0})) && [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
+    is_time_over=true
+  else
+    is_cancelled=true
+  fi
   local kill_wait_s
   kill_wait_s="$(scontrol show config | awk '$1 == "KillWait" {print $3}')"
   # tail ends with the run.
@@ -107,7 +112,7 @@ run_on_cluster() {
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   make_token
-  ray_step='' run_step='' is_cancelled=false status=0
+  ray_step='' run_step='' is_cancelled=false is_time_over=false status=0
   trap end_cluster EXIT
   trap on_cancel TERM
   step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
@@ -133,18 +138,20 @@ run_alone() {
 requeue_if_unfinished() {
   # Slurm's own count has the ends of the job's time, too. A line for each failure in a row.
   local failures="$run_folder.failures"
-  if "$is_cancelled" || ((status == 0 || status == 2 || status == 143)); then
+  if "$is_cancelled" || ((status == 0 || status == 2)); then
+    rm -f "$failures"
+    return
+  fi
+  # A step that is longer than the job's time would come back for ever.
+  if ((status == 143)) && ! "$is_time_over"; then
     rm -f "$failures"
   else
     echo "exit code $status" >>"$failures"
-  fi
-  if "$is_cancelled" || ((status == 0 || status == 2)); then
-    return
-  fi
-  if ((status != 143 && $(wc -l <"$failures") > max_restarts)); then
-    rm -f "$failures"
-    echo "exit code $status once more after $max_restarts restarts in a row: the job ends (MAX_RESTARTS)" >&2
-    return
+    if (($(wc -l <"$failures") > max_restarts)); then
+      rm -f "$failures"
+      echo "exit code $status once more after $max_restarts restarts in a row: the job ends (MAX_RESTARTS)" >&2
+      return
+    fi
   fi
   echo "exit code $status: the job goes back into the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)))" >&2
   # Slurm ends the script for it.

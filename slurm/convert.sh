@@ -10,6 +10,7 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=08:00:00
 #SBATCH --output=%x-%j.log
 

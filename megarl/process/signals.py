@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from megarl.process.errors import Resumable
+from megarl.process.job_time import JobTime
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REQUEUEING = (signal.SIGTERM, signal.SIGHUP)
@@ -76,10 +77,11 @@ def held() -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether the run was told to end at the next step boundary."""
+    """Whether the run was told to end at the next step boundary, or has no time for another step."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_time: JobTime) -> None:
         self._number: int | None = None
+        self._job_time = job_time
 
     def __bool__(self) -> bool:
         return self._number is not None
@@ -92,8 +94,17 @@ class StopRequest:
         # Not print: the signal may have come in the middle of one.
         os.write(sys.stderr.fileno(), said.encode())
 
+    def end_step(self) -> bool:
+        """Note that a step is done and others follow; whether the run ends before them."""
+        self._job_time.end_step()
+        if self._number is None and not self._job_time.fits_another():
+            self._number = signal.SIGTERM
+            said = "the job's time is too short for another step: this one is saved, then the run ends"
+            print(f"megarl: {said}", file=sys.stderr, flush=True)
+        return bool(self)
+
     def obey(self) -> None:
-        """End as the signal says, if there was one."""
+        """End as the signal says, if there was one or the time is over."""
         if self._number is not None:
             signal.raise_signal(self._number)
 
@@ -102,9 +113,10 @@ class StopRequest:
 def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
     """If it `waits`, SIGTERM and SIGHUP take effect at the end of what is inside, which has been asked to end soon.
 
-    The second one takes effect at once. A failure ends what was asked to end.
+    The second one takes effect at once. A failure ends what was asked to end. The end of a job's time is foreseen, and
+    ends it as SIGTERM does.
     """
-    request = StopRequest()
+    request = StopRequest(JobTime.of(os.environ) if waits else JobTime())
     if not waits or threading.current_thread() is not threading.main_thread():
         yield request
         return

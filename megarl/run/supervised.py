@@ -87,7 +87,7 @@ class Training:
                     # Logged, then saved: a resumed run cuts off lines that are too many.
                     self.tracker.log(position.step, metrics)
                     position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
-                is_last = bool(stop) or position.is_enough or position.step == self.start.steps
+                is_last = position.is_enough or position.step == self.start.steps or stop.end_step()
                 with self.clock.stage("checkpoint"):
                     self.checkpoints.complete_if_written()
                     if is_last or (checkpoints.every and position.step % checkpoints.every == 0):

@@ -326,7 +326,8 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto continues from the latest checkpoint in output_dir, never starts anew."""
     on_signal: bool = False
-    """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once."""
+    """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once. So
+    does the end of a job of Slurm, as soon as no further step fits into its time."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import os
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ STAND_INS = {
         stat --format=%a "$RAY_AUTH_TOKEN_PATH" >> mode 2> /dev/null
         for word in "$@"; do [[ "$word" == node ]] && { trap 'exit 0' USR2; while :; do sleep 0.05; done; }; done
         [[ "$*" != *" run "* ]] || until grep --quiet " node " steps; do sleep 0.02; done
+        [[ "$*" != *" run "* || -z "$CANCELS" ]] || { kill -TERM "$PPID"; sleep 1; }
         exit "$RUN_CODE" """,
     "scontrol": """
         case "$1 $2" in
           "show hostnames") printf 'n1\\nn2\\n' ;;
           "requeue 7") touch requeued ;;
+          "show config") echo "KillWait                = 30 sec" ;;
           *) exit 1 ;;
         esac""",
     "hostname": """[[ "$1" == --ip-address ]] && echo "$NAMED" """,
@@ -74,6 +77,7 @@ def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code,
     done = submit("grpo_deepseek.sh", "loop.steps=5", RUN_CODE=str(code))
     assert done.returncode == code
     assert (tmp_path / "requeued").exists() == is_requeued
+    assert "No such file" not in done.stderr
     steps = (tmp_path / "steps").read_text()
     assert f"--cpus-per-task=8 --mem=0 --nodes=2 --ntasks=2 {tmp_path}/.venv/bin/python -m" in steps
     assert "run 192.0.2.1:6379 --nodes n1 n2 --timeout 300 -- megarl train --config-name grpo_deepseek_v3" in steps
@@ -97,6 +101,27 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
     for restarts, code in enumerate(codes):
         (tmp_path / "requeued").unlink(missing_ok=True)
         submit("grpo_deepseek.sh", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+    assert (tmp_path / "requeued").exists() == is_requeued
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "codes", "is_requeued"),
+    [
+        (3600, [143], False),
+        (0, [143], True),
+        (0, [130], True),
+        # No step fits into the job's time.
+        (0, [143] * 4, False),
+    ],
+)
+def test_a_job_whose_time_is_over_comes_back_and_one_that_is_cancelled_does_not(
+    submit, tmp_path, seconds_left, codes, is_requeued
+):
+    end = str(int(time.time()) + seconds_left)
+    for code in codes:
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        done = submit("grpo_deepseek.sh", RUN_CODE=str(code), CANCELS="yes", SLURM_JOB_END_TIME=end)
+        assert "No such file" not in done.stderr
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
