@@ -2,8 +2,10 @@
 #
 # Supervised fine-tuning over the nodes of this allocation: a Ray cluster, then `megarl sft` on it.
 #
-#   sbatch --nodes=4 slurm/sft.sh --config-name quickstart_sft model.path=/models/policy \
-#     'sft.train_files=[/data/chats.parquet]' output_dir=/runs/sft cluster.trainer_ranks=32
+#   sbatch --nodes=2 slurm/sft.sh --config-name sft_qwen3_moe model.path=/models/policy \
+#     'sft.train_files=[/data/chats.parquet]' sft.steps=2000 output_dir=/runs/sft
+#
+# The recipe is for Qwen3-30B-A3B on two nodes of 8 GPUs; another model needs its own name, sizes and cluster.trainer_ranks.
 #
 # Every argument goes to `megarl sft`; paths, time and requeueing are as in slurm/grpo_deepseek.sh.
 

@@ -50,6 +50,7 @@ RECIPES = (
     Recipe("ppo_qwen2_5_7b", "qwen2_5_7b"),
     Recipe("ppo_qwen3_moe", "qwen3_30b_a3b"),
 )
+FINE_TUNING = Recipe("sft_qwen3_moe", "qwen3_30b_a3b")
 LARGE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
@@ -72,9 +73,23 @@ def config(recipe: Recipe, model: Path, tmp_path: Path) -> MegarlConfig:
 
 
 def test_every_recipe_of_a_large_model_is_here() -> None:
-    small = ("quickstart", "eval", "chat")
+    others = ("quickstart", "eval", "chat", FINE_TUNING.name)
     files = [file.stem for file in recipes_folder().glob("*.yaml")]
-    assert sorted(name for name in files if not name.startswith(small)) == [each.name for each in RECIPES]
+    assert sorted(name for name in files if not name.startswith(others)) == [each.name for each in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", [FINE_TUNING])
+def test_the_recipe_of_fine_tuning_passes_every_check_and_its_model_can_be_cut_so(
+    recipe: Recipe, model: Path, tmp_path: Path
+) -> None:
+    (chats := tmp_path / "chats.parquet").touch()
+    given = [f"model.path={model}", f"sft.train_files=[{chats}]", f"output_dir={tmp_path}", "cluster.address=auto"]
+    config = compose(recipe.name, given)
+    validate(config, "sft")
+    assert config.model.name == recipe.model
+    check_name(config.model)
+    check_layout(read_architecture(json.loads((model / "config.json").read_text())), megatron_options(config))
+    assert config.cluster.trainer_ranks % GPUS_OF_A_NODE == 0
 
 
 @LARGE
