@@ -13,6 +13,9 @@ from converters.number_formats.number_format import NumberFormat
 _JOINED = ("q_proj", "k_proj", "gate_proj", "up_proj", "q_a_proj")
 """Engines keep each of these above another matrix, whose blocks begin where its own end."""
 
+_REPEATED = ("k_proj", "v_proj")
+"""Engines of more ranks than there are heads of these give each rank a whole one."""
+
 
 def check_blocks(name: str, architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
     """See `NumberFormat.check`; `name` is that of a format in blocks of 128 x 128."""
@@ -26,6 +29,8 @@ def check_blocks(name: str, architecture: Architecture, tensor_parallel: int, ex
                 " rollout.weights out"
             )
         ranks = expert_tensor_parallel if ".experts." in weight else tensor_parallel
+        if matrix in _REPEATED:
+            ranks = min(ranks, architecture.dimensions["key_value"].units)
         for cut, length in ((CUT_IN_ROWS, rows), (CUT_IN_COLUMNS, columns)):
             if ranks > 1 and matrix in cut and (length // ranks) % BLOCK:
                 raise UserError(

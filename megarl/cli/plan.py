@@ -17,7 +17,7 @@ from converters.errors import UserError
 from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
 from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
 from megarl.cli.plan_cluster import described_cluster
-from megarl.planning.amounts import read_bytes, say_seconds
+from megarl.planning.amounts import read_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -227,6 +227,7 @@ def _print(
 
     if options.json:
         said = {"command": options.command, "seconds": round(seconds, 4), **facts(forecast)}
+        said["not_planned"] = options.not_planned
         if prediction is not None:
             said["step"] = step_facts(prediction)
         print(json.dumps({**said, **({"plot": str(options.plot)} if options.plot else {})}))
@@ -234,6 +235,10 @@ def _print(
     _print_tables(tables(forecast))
     if prediction is not None:
         _print_tables(step_tables(prediction, turned_knobs(prediction.step)))
+    if others := ", ".join(f"{name} of {say_count(ranks, 'rank')}" for name, ranks in options.not_planned.items()):
+        print(
+            f"not planned: {others}, with GPUs or memory and time of their own; megarl rehearse counts their memory\n"
+        )
     print(f"planned in {say_seconds(seconds)}" + (f", drawn in {options.plot}" if options.plot else ""))
 
 

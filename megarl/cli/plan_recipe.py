@@ -38,6 +38,7 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "memory_share": engine_kind(RolloutConfig().engine).memory_share({}),
     "is_eager": False,
     "sends_whole_tensors": False,
+    "not_planned": {},
     **plan_step.WORK_OF_A_STEP,
 }
 """The options that a recipe may set, with what they are where neither it nor the command line says anything."""
@@ -113,7 +114,17 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "lora": _lora(config),
         "keeps_reference": config.algorithm.kl_coefficient > 0,
         "sends_whole_tensors": config.refit.path == "loader",
+        "not_planned": _others(config),
         **_work(config),
+    }
+
+
+def _others(config: "MegarlConfig") -> dict[str, int]:
+    """The models beside the policy, by name, with their ranks."""
+    from megarl.models.auxiliary import wanted_auxiliary
+
+    return {
+        name: wanted.settings.ranks or config.cluster.trainer_ranks for name, wanted in wanted_auxiliary(config).items()
     }
 
 

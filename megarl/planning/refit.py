@@ -13,6 +13,7 @@ from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS, NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
 from megarl.config.folder import recipes_folder
+from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
 _ENGINE_DTYPES: Mapping[str, NumberFormat | None] = {"bf16": None, "fp8": FP8_BLOCK, **NUMBER_FORMATS}
@@ -72,6 +73,21 @@ class PlannedRefit:
     def destinations(self) -> int:
         """Ranks of all engines together."""
         return self.replicas * self.engine.world_size
+
+    def check_served(self) -> None:
+        """Raise UserError for engines that no run can have, though their refit can be planned.
+
+        Attention's data parallelism over machines, and cuts through the blocks of the number format.
+        """
+        engine, node = self.engine, self.cluster.gpus_per_node
+        attention = engine.tensor_model_parallel_size
+        if engine.world_size > max(attention, node):
+            raise UserError(
+                f"an engine has all of attention on each {say_count(attention, 'GPU')}, and then all of its GPUs on one"
+                f" machine, of which a machine has {node}: give --engine-tp {engine.world_size}, or --engine-ep {node}"
+            )
+        if self.number_format:
+            self.number_format.check(self.engine_architecture, attention, engine.expert_tensor_size)
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.amounts import say_bytes, say_count
 from megarl.planning.cluster import Cluster
@@ -88,6 +89,10 @@ def _summary(forecast: Forecast) -> Table:
     each = f"{say_count(refit.engine.world_size, 'GPU')}: {_say_sizes(refit.engine)}, {refit.engine_dtype}"
     where = "on the trainer's GPUs" if refit.colocated else "on GPUs of their own"
     table.add_row("engines", f"{refit.replicas} of {each}, {where}")
+    try:
+        refit.check_served()
+    except UserError as error:
+        table.add_row("no run has them", str(error))
     table.add_row("cluster", _say_cluster(cluster, traffic.topology.nodes))
     sent, relayed = traffic.direct.sum(), traffic.relayed.sum()
     table.add_row(

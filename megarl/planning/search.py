@@ -121,6 +121,10 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
     refit, fits = template.refit, []
     for sizes in all_engine_sizes(refit.engine_architecture, gpus, refit.cluster.gpus_per_node):
         engines = replace(refit, engine=sizes, replicas=gpus // sizes.world_size)
+        try:
+            engines.check_served()
+        except UserError:
+            continue
         each = StepPrediction(replace(template, refit=engines))
         if each.engine_room >= 0:
             fits.append(each)

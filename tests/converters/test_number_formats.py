@@ -128,7 +128,10 @@ def test_a_model_whose_blocks_an_engine_would_cut_is_refused(number_format, fiel
         number_format.check(architecture, tensor_parallel, tensor_parallel)
 
 
-@pytest.mark.parametrize(("fields", "tensor_parallel"), [({}, 1), ({"num_key_value_heads": 4}, 2)])
+@pytest.mark.parametrize(
+    ("fields", "tensor_parallel"),
+    [({}, 1), ({"num_key_value_heads": 4}, 2), ({"num_key_value_heads": 1, "head_dim": 128}, 2)],
+)
 def test_a_model_that_fits_is_not(fields, tensor_parallel):
     FP8_BLOCK.check(read_architecture(make_config("qwen3", **{**HEADS, **fields})), tensor_parallel, tensor_parallel)
 

@@ -88,7 +88,9 @@ def _engine_changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
 
 
 def _in_fp8(step: PlannedStep) -> PlannedStep:
-    return replace(step, refit=replace(step.refit, engine_dtype="fp8"))
+    refit = replace(step.refit, engine_dtype="fp8")
+    refit.check_served()
+    return replace(step, refit=refit)
 
 
 def _with_engine(step: PlannedStep, gpus: int, tensor: int, expert: int | None) -> PlannedStep:
@@ -97,4 +99,6 @@ def _with_engine(step: PlannedStep, gpus: int, tensor: int, expert: int | None) 
     if gpus % engine.world_size:
         raise UserError(f"{gpus} GPUs are no engines of {engine.world_size}")
     check_divisible(step.refit.engine_architecture, engine)
-    return replace(step, refit=replace(step.refit, engine=engine, replicas=gpus // engine.world_size))
+    refit = replace(step.refit, engine=engine, replicas=gpus // engine.world_size)
+    refit.check_served()
+    return replace(step, refit=refit)

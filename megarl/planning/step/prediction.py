@@ -145,9 +145,10 @@ class StepPrediction:
                 f" most of it is {most}: {_helps(most, self.step)}"
             )
         if self.engine_room < 0:
+            smaller = ", or give --engine-dtype fp8" if self.step.refit.engine_dtype == "bf16" else ""
             short.append(
                 f"an engine's rank lacks {say_bytes(-self.engine_room)} for its weights and one longest response: raise"
-                " --engine-tp or --engine-ep, or give --engine-dtype fp8"
+                f" --engine-tp or --engine-ep{smaller}"
             )
         return "; and ".join(short) or None
 

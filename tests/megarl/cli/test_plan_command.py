@@ -207,6 +207,18 @@ def test_a_recipe_that_names_its_model_needs_no_other(capsys):
     assert named["model_type"] == "qwen3_moe"
 
 
+def test_models_beside_the_policy_are_said_not_to_be_planned(capsys):
+    assert main(["plan", "--config-name", "ppo_qwen3_moe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_planned"] == {"critic": 16}
+    assert main(["plan", "--config-name", "ppo_qwen3_moe"]) == 0
+    assert "not planned: critic of 16 ranks, with GPUs" in capsys.readouterr().out
+
+
+def test_engines_that_no_run_can_have_are_said_to_be_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, "--engine-ep", "4", "--gpus-per-node", "2"]) in (0, 1)
+    assert "no run has them  an engine has all of attention on each 1 GPU" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

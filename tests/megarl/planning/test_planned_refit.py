@@ -1,10 +1,12 @@
 """The refit that is planned: models by name, and how an engine is cut."""
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
+from small_step import small_step
 
 from converters.errors import UserError
 from megarl.config.folder import recipes_folder
@@ -83,3 +85,23 @@ def test_an_engine_is_cut_like_vllm_cuts_it(tensor: int, expert: int | None, exp
 def test_an_engine_that_cannot_be_is_refused(tensor: int, expert: int | None, says: str) -> None:
     with pytest.raises(UserError, match=says):
         engine_sizes(tensor, expert)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "dtype", "says"),
+    [
+        (2, 16, "bf16", r"all of attention on each 2 GPUs, .* a machine has 8: give --engine-tp 16, or --engine-ep 8"),
+        # 1,024 rows of an expert over 16 ranks are half a block on each.
+        (16, None, "fp8", "needs blocks of 128 x 128"),
+        (16, 16, "fp8", None),
+        (2, 8, "fp8", None),
+        (16, None, "bf16", None),
+    ],
+)
+def test_engines_that_no_run_can_have_are_known(tensor: int, expert: int | None, dtype: str, says: str | None) -> None:
+    refit = replace(small_step().refit, engine=engine_sizes(tensor, expert), engine_dtype=dtype)
+    if says is None:
+        refit.check_served()
+    else:
+        with pytest.raises(UserError, match=says):
+            refit.check_served()

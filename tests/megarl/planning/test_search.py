@@ -8,6 +8,7 @@ from small_step import small_step
 from converters.errors import UserError
 from megarl.planning.search import say_engine, say_trainer, search
 from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
+from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import StepPrediction
 
 GPUS = 8
@@ -68,3 +69,13 @@ def test_where_nothing_fits_the_nearest_is_named() -> None:
 def test_more_gpus_than_a_step_has_work_for_are_said_to_be_so(colocated: bool) -> None:
     with pytest.raises(UserError, match=r"on 1000000 GPUs has responses for all of its ranks: .*; give fewer GPUs, or"):
         search(small_step(colocated=colocated), 1_000_000)
+
+
+def test_only_engines_that_a_run_can_have_are_proposed() -> None:
+    template = small_step(colocated=True)
+    template = replace(template, refit=replace(template.refit, engine_dtype="fp8"))
+    for each in (*search(template, 16).best, *(knob.prediction for knob in turned_knobs(template))):
+        if each.step.refit.engine != template.refit.engine:
+            each.step.refit.check_served()
+    sizes = [each for each in all_engine_sizes(template.refit.architecture, 16, 8) if each.world_size == 16]
+    assert {each.tensor_model_parallel_size for each in sizes} > {16}

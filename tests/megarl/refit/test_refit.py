@@ -70,9 +70,15 @@ def open_run(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_whose_engine_is_in_fp8(open_run):
+@pytest.mark.parametrize(
+    ("workers", "fields"),
+    # Both workers have the one head of keys and values, in whole blocks.
+    [(1, {}), (2, {"num_key_value_heads": 1, "num_attention_heads": 4, "head_dim": 128})],
+)
+def test_a_run_whose_engine_is_in_fp8(open_run, workers, fields):
     overrides = ("rollout.weights=fp8_block", "refit.delta=true", "megatron.lr=1e-4")
-    with open_run(*overrides, fields=IN_BLOCKS["qwen3"]) as job:
+    cut = f"rollout.engine_args.tensor_parallel_size={workers}"
+    with open_run(*overrides, cut, fields={**IN_BLOCKS["qwen3"], **fields}) as job:
         assert job.refit(0)["refit/direct"] == 0
         # Compared byte by byte with what the engine's loader made of it.
         assert job.refit.description == "direct, through shared_memory"
