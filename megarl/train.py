@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from megarl.cluster.batch import Batch
 from megarl.process.phase import phase
@@ -20,6 +21,7 @@ from megarl.stages.staleness import with_staleness
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
+from megarl.tracking.signs_of_life import signs_of_life
 
 
 def train(config: MegarlConfig) -> None:
@@ -45,7 +47,7 @@ def train(config: MegarlConfig) -> None:
 def _take_steps(job: Job) -> None:
     """Step after step to the last one, or to the one in which the run is told to end; saved where that is due."""
     config, clock = job.config, Clock()
-    with asked_to_stop(waits=config.checkpoint.on_signal) as stop:
+    with asked_to_stop(waits=config.checkpoint.on_signal) as stop, signs_of_life(partial(_present, job, clock)):
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
             with job.timeline.of(job.state.step + 1):
@@ -59,6 +61,12 @@ def _take_steps(job: Job) -> None:
             if is_last:
                 break
         job.checkpoints.complete()
+
+
+def _present(job: Job, clock: Clock) -> str:
+    """A line about a step that takes longer than a minute."""
+    present = clock.present(longer_than_s=60)
+    return present and f"step {job.state.step + 1}: {present}; {job.rollouts.present()}"
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:

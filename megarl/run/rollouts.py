@@ -253,6 +253,12 @@ class Rollouts:
             **lengths,
         }
 
+    def present(self) -> str:
+        """How many groups wait for the trainer, and how many are on their way, in words."""
+        with self._changed:
+            ready, underway = len(self._schedule.waiting), len(self._schedule.unfinished)
+        return f"{ready} groups are scored, {underway} on their way"
+
     def _partials(self) -> Mapping[int, Sequence[Partial]]:
         """The parts of groups that are not scored."""
         # Responses of one version each: sampled anew, with the weights of then, they are the same number for number.

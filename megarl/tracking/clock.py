@@ -12,17 +12,27 @@ class Clock:
     """Adds up the wall time of named stages, step by step, without a gap between the steps."""
 
     def __init__(self) -> None:
+        self._present = ""
         self._begin_step()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the time inside towards `name`."""
-        started = time.perf_counter()
+        started, around = time.perf_counter(), self._present
+        self._present = name
         try:
             with record_function(name):
                 yield
         finally:
+            self._present = around
             self._seconds[name] += time.perf_counter() - started
+
+    def present(self, longer_than_s: float) -> str:
+        """The stage that a step is in which takes longer than that, with its time; empty for a shorter one."""
+        seconds = time.perf_counter() - self._started
+        if seconds < longer_than_s:
+            return ""
+        return f"{self._present or 'between two stages'}, {seconds / 60:.0f} min since the step began"
 
     def end_step(self, tokens: int) -> dict[str, float]:
         """Metrics of the step that ends here: seconds of every stage, of the step and of what was in no stage.

@@ -1,0 +1,29 @@
+"""Says once a minute what a long step is at: who reads the log else cannot tell work from a hang."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_EVERY_S = 60.0
+
+
+@contextmanager
+def signs_of_life(present: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
+    """Print what `present` returns, unless it is empty, every so many seconds while what is inside goes on.
+
+    It is called in a thread of its own.
+    """
+    ended = threading.Event()
+
+    def say() -> None:
+        while not ended.wait(every_s):
+            if text := present():
+                print(text, flush=True)
+
+    thread = threading.Thread(target=say, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
