@@ -63,6 +63,8 @@ def build_optimizer(
             "optimizer_offload_fraction": 1.0,
             "pin_cpu_grads": device.gpus() > 0,
             **fields,
+            # Groups of parameters keep it, and the schedule takes theirs first; Megatron's own default is None.
+            "min_lr": fields.get("min_lr") or 0.0,
         }
     )
     return get_megatron_optimizer(config, list(chunks))
