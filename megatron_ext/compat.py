@@ -255,10 +255,12 @@ def unmark_duplicated_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
     Transformer Engine marks the weight of every linear layer as cut, also that of one without a parallel mode, and
     megatron-core's `TELinear` leaves it so: latent attention's down projections would count as often as there are
-    ranks. Experts have no mode either where megatron-core communicates for them, and theirs do differ.
+    ranks. Experts have no mode either where megatron-core communicates for them, nor have shared ones with
+    `moe_shared_expert_overlap`, and theirs do differ.
     """
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if getattr(module, "parallel_mode", "") is None and ".experts." not in f"{name}.":
+            is_of_experts = ".experts." in f"{name}." or ".shared_experts." in f"{name}."
+            if getattr(module, "parallel_mode", "") is None and not is_of_experts:
                 for parameter in module.parameters(recurse=False):
                     parameter.tensor_model_parallel = False

@@ -9,6 +9,7 @@ import torch
 from launch import run_ranks
 from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from parallel_rank import parallel_rank
 from parity import sequences
 
@@ -108,4 +109,24 @@ def test_projections_that_all_ranks_have_count_once(
 ) -> None:
     folders = {"deepseek_v3": tiny_models["deepseek_v3"]}
     for rank in run_ranks(norms_with_marked_projections, SIZES["TP2"][0], folders):
+        assert rank["deepseek_v3"] == pytest.approx(of_one_rank["deepseek_v3"], rel=1e-5)
+
+
+def norms_with_overlapped_experts(rank: int, sizes: ParallelSizes, folders: Mapping[str, Path]) -> dict[str, float]:
+    """With shared experts as `moe_shared_expert_overlap` leaves Transformer Engine's: cut, without a parallel mode."""
+    make = SharedExpertMLP.__init__
+
+    def make_without_mode(self: SharedExpertMLP, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.linear_fc1.parallel_mode = self.linear_fc2.parallel_mode = None
+
+    SharedExpertMLP.__init__ = make_without_mode
+    return norms(rank, sizes, folders)
+
+
+def test_shared_experts_that_overlap_count_on_all_ranks(
+    tiny_models: Mapping[str, Path], of_one_rank: Mapping[str, float]
+) -> None:
+    folders = {"deepseek_v3": tiny_models["deepseek_v3"]}
+    for rank in run_ranks(norms_with_overlapped_experts, SIZES["TP2"][0], folders):
         assert rank["deepseek_v3"] == pytest.approx(of_one_rank["deepseek_v3"], rel=1e-5)
