@@ -194,13 +194,25 @@ def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
             hybrid_optimizer.prime(inner)
             continue
         new = [each for group in inner.param_groups for each in group["params"] if not inner.state[each]]
-        if part.init_state_fn is not None:
+        if part.config.use_precision_aware_optimizer:
+            initialise_in_other_types(inner, new)
+        elif part.init_state_fn is not None:
             part.init_state_fn(inner, part.config)
         for parameter in new:
             if isinstance(inner, torch.optim.Adam):
                 inner.state[parameter]["step"] = torch.zeros(())
             elif part.config.optimizer == "sgd" and part.config.sgd_momentum:
                 inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def initialise_in_other_types(adam: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """Give `parameters` their first state in Transformer Engine's Adam, as that does it itself in a first step.
+
+    megatron-core calls `initialize_state` with the parameter alone, for which Transformer Engine from 2.1 on raises
+    TypeError: it wants to be told, too, whether main parameters are kept as what the weights lack of them.
+    """
+    for parameter in parameters:
+        adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:

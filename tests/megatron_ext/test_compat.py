@@ -6,12 +6,16 @@ without Transformer Engine. Workarounds for checkpoints
 that are damaged or would run code are tested in test_checkpoint_damage.py.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core import optimizer as core_optimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,3 +99,39 @@ def test_priming_changes_no_step(tiny_models: Mapping[str, Path]) -> None:
     for with_priming, without in zip(primed, not_primed, strict=True):
         for name, weight in without.items():
             assert torch.equal(with_priming[name], weight), name
+
+
+class FusedAdam:
+    """Transformer Engine's Adam, as far as it has a state: no more of it can be had without a GPU."""
+
+    def __init__(self, params: list[dict[str, Any]], store_param_remainders: bool, **_options: Any) -> None:
+        self.param_groups, self.store_param_remainders = params, store_param_remainders
+        self.state: Any = defaultdict(dict)
+
+    def initialize_state(self, parameter: Tensor, store_param_remainders: bool) -> None:
+        self.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "has_remainders": store_param_remainders}
+
+
+def test_states_of_other_types_are_begun_as_transformer_engine_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(adam: Any, config: Any, _scaler: Any, init_state_fn: Any, **_options: Any) -> SimpleNamespace:
+        return SimpleNamespace(optimizer=adam, config=config, init_state_fn=init_state_fn)
+
+    monkeypatch.setattr(core_optimizer, "is_te_min_version", lambda *_arguments: True)
+    monkeypatch.setattr(core_optimizer, "Adam", FusedAdam, raising=False)
+    monkeypatch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(core_optimizer, "DistributedOptimizer", keep)
+    config = core_optimizer.OptimizerConfig(
+        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+    )
+    config.use_precision_aware_optimizer = True
+    begun, *new = (
+        torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)
+    )
+    optimizer = core_optimizer._get_megatron_optimizer_based_on_param_groups(
+        config, [], [{"params": [begun, *new]}], pg_collection=SimpleNamespace(tp=None)
+    )
+    state = optimizer.optimizer.state
+    state[begun] = {"exp_avg": torch.full((2,), 3.0)}
+    compat.prime_optimizer_state(optimizer)
+    assert state[begun].keys() == {"exp_avg"}
+    assert [state[each]["has_remainders"] for each in new] == [True, False]
