@@ -42,6 +42,14 @@ def require_fit(wanted: Mapping[str, Any], folder: Path, vocab_size: int) -> Non
                 f"{folder} has {key} in {_name(stored[key].dtype)}, and this run trains it in {_name(each.dtype)}: set"
                 " model.dtype as it was, or begin a new run with the weights (model.megatron_checkpoint)"
             )
+    for key in sorted(everywhere.keys() & stored.keys()):
+        # Main parameters may be there as what weights in bf16 lack of them, which reading would convert without a word.
+        if stored[key].dtype.is_floating_point != everywhere[key].dtype.is_floating_point:
+            raise UserError(
+                f"{folder} keeps {key} in {_name(stored[key].dtype)}, and this run in {_name(everywhere[key].dtype)}:"
+                " set megatron.use_precision_aware_optimizer and megatron.store_param_remainders as they were, or begin"
+                " a new run with the weights (model.megatron_checkpoint)"
+            )
     if missing := sorted(everywhere.keys() - stored.keys()):
         kinds = ", ".join(sorted({key.removeprefix(PREFIX).partition(".")[0] for key in stored if PREFIX in key}))
         kind, _, key = missing[0].removeprefix(PREFIX).partition(".")

@@ -5,9 +5,11 @@ import resource
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +54,7 @@ def alone(folder, tmp_path_factory):
         "saved": (train_and_save, ParallelSizes(), folder, root / "rate"),
         "failed": (save_beyond_a_limit, ParallelSizes(), folder, root / "failed"),
         **{name: (refused, ParallelSizes(), folder, root / "rate", options) for name, (options, _) in UNFIT.items()},
+        "remainders": (refused_with_remainders, ParallelSizes(), folder, root / "rate"),
     }
     results = run_in_turn(list(cases.values()))
     return root, {name: result for name, (result,) in zip(cases, results, strict=True)}
@@ -61,6 +64,14 @@ def alone(folder, tmp_path_factory):
 def test_a_checkpoint_of_another_kind_of_run_is_one_sentence(name, alone):
     _, results = alone
     assert re.search(UNFIT[name][1], results[name])
+
+
+def test_main_parameters_are_not_read_as_what_weights_lack_of_them(alone):
+    _, results = alone
+    assert re.search(
+        r"rate keeps optimizer.state.param.* in float32, and this run in int16: set megatron.use_precision_aware_opt",
+        results["remainders"],
+    )
 
 
 def test_a_failed_write_in_the_background_is_an_error_of_the_run(alone):
@@ -112,6 +123,19 @@ def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options
     after = model.local_tensors()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     return str(raised.value)
+
+
+def refused_with_remainders(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
+    """What is said where the optimizer keeps main parameters as Transformer Engine's does beside weights in bf16."""
+    from megatron_ext import checkpoint
+
+    def states_with_remainders(optimizer: Any) -> list[Any]:
+        found = main_states(optimizer)
+        return [replace(state, tensors={**state.tensors, "param": state.tensors["param"].short()}) for state in found]
+
+    main_states = checkpoint.main_states
+    with mock.patch.object(checkpoint, "main_states", states_with_remainders):
+        return refused(rank, sizes, folder, target, {})
 
 
 def wait_until_written(saving) -> None:
