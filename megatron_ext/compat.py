@@ -215,6 +215,16 @@ def initialise_in_other_types(adam: Any, parameters: Sequence[torch.Tensor]) -> 
         adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
 
 
+def drop_quantised_weights(chunks: Sequence[torch.nn.Module]) -> None:
+    """Forget what Transformer Engine's layers keep of their weights in 8 or 4 bits, neither parameter nor buffer.
+
+    It would stay on the device where the weights leave it. The next pass makes it anew, from the weights of then.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(kept := getattr(module, "_fp8_workspaces", None), dict):
+            kept.clear()
+
+
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Let an optimizer count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
     for part in parts(optimizer):

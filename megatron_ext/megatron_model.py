@@ -14,7 +14,7 @@ from torch import Tensor
 
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from megatron_ext import device
+from megatron_ext import compat, device
 from megatron_ext.adapters import Adapters
 from megatron_ext.context_parallel import cut
 from megatron_ext.device_memory import StatePart
@@ -189,6 +189,8 @@ class MegatronModel:
             self.complete_weights()
         if "training" in parts and self.chunks:
             self.optimizer.zero_grad()
+        if "weights" in parts:
+            compat.drop_quantised_weights(self.bare_chunks)
         self.residence.offload(parts)
 
     def reload(self, parts: Collection[StatePart]) -> None:

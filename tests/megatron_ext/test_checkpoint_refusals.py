@@ -126,7 +126,7 @@ def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options
 
 
 def refused_with_remainders(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
-    """What is said where the optimizer keeps main parameters as Transformer Engine's does beside weights in bf16."""
+    """The refusal where the optimizer keeps main parameters as Transformer Engine's does beside weights in bf16."""
     from megatron_ext import checkpoint
 
     def states_with_remainders(optimizer: Any) -> list[Any]:

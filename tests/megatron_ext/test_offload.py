@@ -145,6 +145,22 @@ def moved_within_a_limit(rank: int, sizes: ParallelSizes, folder: Path, counts: 
     assert memory.take_peak() == whole
 
 
+def test_quantised_copies_go_with_the_weights(tiny_models: Mapping[str, Path]) -> None:
+    assert run_ranks(copies_left, ParallelSizes(), tiny_models["qwen3"]) == [[1, 0]]
+
+
+def copies_left(rank: int, sizes: ParallelSizes, folder: Path) -> list[int]:
+    """How many codes a layer has, as Transformer Engine keeps them, with the training state away, and with all."""
+    model = made(rank, FP32, folder)
+    layer = next(each for each in model.bare_chunks[0].modules() if hasattr(each, "linear_fc1")).linear_fc1
+    layer._fp8_workspaces = {"weight": torch.zeros(4096, dtype=torch.uint8)}
+    found = []
+    for parts in (["training"], ALL_PARTS):
+        model.offload(parts)
+        found.append(len(layer._fp8_workspaces))
+    return found
+
+
 def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     counts = tmp_path / "device"
     memory, context = CountedMemory(counts, limit_bytes=10), multiprocessing.get_context("spawn")
