@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _PLAIN = {"bool", "int", "float", "str", "dict", "None"}
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "uint8": "uint8"}
-"""Short name of a type -> its name in torch."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8", "uint8": "uint8"}
+"""Short name of a type -> its name in torch; bytes are FP8 to the optimizers of Megatron-LM and Transformer Engine."""
 _LISTS = {"list", "List", "tuple", "Tuple", "Sequence"}
 
 

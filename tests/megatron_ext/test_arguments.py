@@ -121,8 +121,9 @@ def test_options_go_to_every_class_that_has_them() -> None:
 def test_names_of_types_and_members_become_the_objects_megatron_compares_with() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
-    groups = split_options(check_options({"exp_avg_dtype": "bf16", "attention_backend": "unfused"}))
-    assert groups["optimizer"] == {"exp_avg_dtype": torch.bfloat16}
+    options = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "attention_backend": "unfused"}
+    groups = split_options(check_options(options))
+    assert groups["optimizer"] == {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
     assert groups["transformer"] == {"attention_backend": AttnBackend.unfused}
 
 
