@@ -35,7 +35,6 @@ _PARALLEL_FIELDS = (
 )
 
 _NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "cpu_offloading")
-_NEED_A_GPU = ("fine_grained_activation_offloading",)
 
 
 def build_model(
@@ -172,11 +171,6 @@ def _check_overrides(
             raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
         if name in _NEED_TRANSFORMER_ENGINE and value and not device.has_transformer_engine():
             raise UserError(f"megatron.{name}={value} needs Transformer Engine on a GPU: leave it out here")
-        if name in _NEED_A_GPU and value and not device.gpus():
-            raise UserError(
-                f"megatron.{name}={value} moves activations from a GPU by streams and events of CUDA, and there is"
-                " none: leave it out here"
-            )
         if name in fixed and value != fixed[name]:
             raise UserError(
                 f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the model, the"

@@ -103,6 +103,10 @@ REFUSED: Mapping[str, Refusal] = {
     "overlap_moe_expert_parallel_comm": Refusal(_OTHER_SCHEDULE),
     "delay_wgrad_compute": Refusal(_OTHER_SCHEDULE),
     "ep_overlap_early_attn_memory_release": Refusal(_OTHER_SCHEDULE),
+    "fine_grained_activation_offloading": Refusal(
+        "megatron-core takes the passes of a first step for those of all that follow, and here others without a"
+        " gradient come between, and micro-batches differ in number and length; recompute_granularity saves memory, too"
+    ),
     "defer_embedding_wgrad_compute": Refusal(
         "the output layer adds its gradient a part of the vocabulary at a time, and nothing of it is left to defer"
     ),

@@ -53,6 +53,10 @@ def test_a_tested_option_is_in_its_test(name: str) -> None:
     ("options", "says"),
     [
         ({"tp_comm_overlap": True}, "tp_comm_overlap=True is not supported: .*; leave it out"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+            "fine_grained_activation_offloading=True is not supported: .* without a gradient .*; leave it out",
+        ),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
         ({"num_distributed_optimizer_instances": 2}, "; use 1"),
         ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "over a micro-batch"),
