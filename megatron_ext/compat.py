@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.post_training.modelopt.layers import Linear as DuplicatedLinear
@@ -37,6 +39,7 @@ from converters.errors import UserError
 from converters.formats.torch_dist import load_metadata
 from megatron_ext import device, hybrid_optimizer, versions
 from megatron_ext.hybrid_optimizer import offload_beside_a_cpu
+from megatron_ext.rotary import PackedSequences
 from megatron_ext.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -48,6 +51,7 @@ def install() -> None:
     versions.install()
     load_checkpoints_without_running_their_code()
     gather_different_numbers_of_tokens()
+    look_positions_up_in_tables_of_few_lengths()
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
@@ -103,6 +107,31 @@ def gather_different_numbers_of_tokens() -> None:
     Ragged micro-batches differ between data-parallel ranks. See `RaggedAllGather`.
     """
     moe_layer.MoEAllGatherTokenDispatcher = RaggedAllGather
+
+
+def look_positions_up_in_tables_of_few_lengths() -> None:
+    """`RotaryEmbedding` makes a table as long as the longest sequence, and keeps the 32 that it made last.
+
+    Ragged micro-batches hardly ever have two longest sequences of one length: the tables stay on the device, and none
+    is used again. Take the length that `PackedSequences` says.
+    """
+    if hasattr(RotaryEmbedding.get_rotary_seq_len, "original"):
+        return
+    original = RotaryEmbedding.get_rotary_seq_len
+
+    def rows(self: RotaryEmbedding, *arguments: Any, **options: Any) -> int:
+        given = (*arguments, *options.values())
+        packed = next((each for each in given if isinstance(each, PackedSequences)), PackedSequences())
+        return packed.rotary_rows or original(self, *arguments, **options)
+
+    rows.original = original  # type: ignore[attr-defined]
+    RotaryEmbedding.get_rotary_seq_len = rows
+
+
+def drop_rotary_tables() -> None:
+    """Forget the tables that rotary embeddings keep: they would stay on the device where the weights leave it."""
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()
 
 
 def config_of_variable_lengths(config_class: type[TransformerConfig], fields: Mapping[str, Any]) -> TransformerConfig:

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_ext.optimizer import Wrapped
 from megatron_ext.overlap import overlapping
 from megatron_ext.packing import MicroBatch, Part, RaggedBatch
 from megatron_ext.prefix_attention import SharedSequences
+from megatron_ext.rotary import PackedSequences, table_rows
 from megatron_ext.router_balance import watch
 from megatron_ext.router_replay import aim, replaying
 from megatron_ext.shared_prefixes import SharedPart
@@ -179,7 +180,7 @@ def _forward_step(
     return output, on_last_stage
 
 
-def packed_sequences(own: Part) -> PackedSeqParams:
+def packed_sequences(own: Part) -> PackedSequences:
     """The bounds of the sequences of a micro-batch, for every layer."""
     bounds: dict[str, Any] = {
         "qkv_format": "thd",
@@ -187,11 +188,14 @@ def packed_sequences(own: Part) -> PackedSeqParams:
         "cu_seqlens_kv": own.cu_seqlens,
         "max_seqlen_q": own.max_seqlen,
         "max_seqlen_kv": own.max_seqlen,
+        "rotary_rows": table_rows(
+            own.max_seqlen, own.tokens.shape[1] * parallel_state.get_context_parallel_world_size()
+        ),
     }
     if isinstance(own, SharedPart):
         positions = own.position_ids.squeeze(0)
         # Rotary embeddings, which alone read these bounds, take all tokens at once, each at its position.
         everything = own.cu_seqlens[[0, -1]]
-        whole = {"cu_seqlens_q_padded": everything, "cu_seqlens_kv_padded": everything}
+        whole: dict[str, Any] = {"cu_seqlens_q_padded": everything, "cu_seqlens_kv_padded": everything}
         return SharedSequences(**bounds, **whole, levels=own.levels, positions=positions)
-    return PackedSeqParams(**bounds)
+    return PackedSequences(**bounds)

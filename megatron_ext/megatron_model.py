@@ -191,6 +191,7 @@ class MegatronModel:
             self.optimizer.zero_grad()
         if "weights" in parts:
             compat.drop_quantised_weights(self.bare_chunks)
+            compat.drop_rotary_tables()
         self.residence.offload(parts)
 
     def reload(self, parts: Collection[StatePart]) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_ext.attention import attend_step_by_step
+from megatron_ext.rotary import PackedSequences
 from megatron_ext.shared_prefixes import Level
 from megatron_ext.varlen_kernels import Merged, Stretches, kernel_for
 
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 
 @dataclass
-class SharedSequences(PackedSeqParams):
+class SharedSequences(PackedSequences):
     """Stretches of a `SharedPart`, end to end, for every layer: `cu_seqlens_q` are their bounds."""
 
     levels: tuple[Level, ...] = ()

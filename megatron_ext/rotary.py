@@ -1,9 +1,31 @@
-"""Rotary positions of tokens whose stretch does not begin at position 0, since a shared prefix is before it."""
+"""Rotary frequencies of packed sequences: tables of few lengths, and rows where a shared prefix is before a stretch."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """The bounds of the sequences of a micro-batch, and how long the tables are that their positions are looked up in.
+
+    Example: PackedSequences(**bounds, rotary_rows=table_rows(longest=700, tokens=3000)) has tables of 1024 positions.
+    """
+
+    rotary_rows: int | None = None
+    """None is as many as the longest sequence has tokens."""
+
+
+def table_rows(longest: int, tokens: int) -> int:
+    """Rows of the table for sequences of at most `longest` tokens: a power of two, of which there are few.
+
+    They are never as many as all `tokens`: megatron-core takes a table of so many for one of a row for each token.
+    """
+    rows = 1 << (longest - 1).bit_length()
+    return 2 * rows if rows == tokens else rows
 
 
 def rotate_by_position(chunk: torch.nn.Module) -> None:

@@ -1,13 +1,26 @@
-"""Rotary frequencies of whole-size models, which tiny ones with their short sequences tell little about."""
+"""Rotary frequencies: those of whole-size models, and the tables that are kept of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from launch import run_ranks
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from converters.architectures import read_architecture
 from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.rotary import rotary_embedding
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.megatron_model import MegatronModel
+from megatron_ext.options import MegatronOptions
+from megatron_ext.packing import RaggedBatch
+from megatron_ext.rotary import table_rows
 
 
 @pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64), (32.0, 128)])
@@ -31,3 +44,44 @@ def test_llama3_frequencies_equal_those_of_transformers(factor: float, head_dim:
     # Some frequencies stay, some are smoothed, some are divided by the factor.
     ratio = plain / got
     assert {1.0, factor} < set(ratio.round(decimals=3).tolist())
+
+
+def test_tables_have_few_lengths_and_never_that_of_all_tokens() -> None:
+    assert [table_rows(longest, tokens=100) for longest in (1, 2, 3, 4, 5, 700)] == [1, 2, 4, 4, 8, 1024]
+    assert (table_rows(5, tokens=8), table_rows(8, tokens=8)) == (16, 16)
+
+
+# Two sequences are as many tokens as the table for the longer one would have rows, 8.
+LENGTHS = [5, 3, 7, 6]
+
+
+def packed_and_alone(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[Tensor, Tensor, list[int]]:
+    """Log-probs of sequences, two of them packed, and each alone; how many tables were kept, and are once they left."""
+    checkpoint = HuggingFaceCheckpoint(folder)
+    model = MegatronModel(read_architecture(checkpoint.config), MegatronOptions(sizes, torch.float32), rank)
+    model.load_huggingface(checkpoint)
+    tokens = torch.randint(4, 50, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    batch = RaggedBatch(tokens, torch.tensor(LENGTHS))
+    kept = []
+    caches = [kind.forward.cache_info for kind in (RotaryEmbedding, YarnRotaryEmbedding)]
+    found = []
+    for micro_batches in ([[0, 1], [2], [3]], [[0], [1], [2], [3]]):
+        log_probs = model.log_probs(batch, micro_batches, temperature=1.0)
+        assert log_probs is not None
+        found.append(log_probs.log_probs)
+        kept.append(sum(cache().currsize for cache in caches))
+    model.offload(["weights"])
+    return *found, [*kept, sum(cache().currsize for cache in caches)]
+
+
+def test_positions_are_looked_up_in_tables_that_several_lengths_share(tiny_models: Mapping[str, Path]) -> None:
+    packed, alone, kept = run_ranks(packed_and_alone, ParallelSizes(), tiny_models["qwen3"])[0]
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    # Of 16 rows and of 8; alone, of 4, too.
+    assert kept == [2, 3, 0]
+
+
+def test_latent_attention_looks_positions_up_in_them_too(tiny_models: Mapping[str, Path]) -> None:
+    packed, alone, (*_, left) = run_ranks(packed_and_alone, ParallelSizes(), tiny_models["deepseek_v3"])[0]
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    assert left == 0
