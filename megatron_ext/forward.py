@@ -195,7 +195,7 @@ def packed_sequences(own: Part) -> PackedSequences:
     if isinstance(own, SharedPart):
         positions = own.position_ids.squeeze(0)
         # Rotary embeddings, which alone read these bounds, take all tokens at once, each at its position.
-        everything = own.cu_seqlens[[0, -1]]
+        everything = own.cu_seqlens[:: len(own.bounds) - 1]
         whole: dict[str, Any] = {"cu_seqlens_q_padded": everything, "cu_seqlens_kv_padded": everything}
-        return SharedSequences(**bounds, **whole, levels=own.levels, positions=positions)
+        return SharedSequences(**bounds, **whole, bounds=own.bounds, levels=own.levels, positions=positions)
     return PackedSequences(**bounds)

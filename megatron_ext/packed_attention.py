@@ -1,6 +1,7 @@
 """Core attention of a GPTModel over packed sequences, in plain torch: for CPU, and GPUs without Transformer Engine."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,16 +71,17 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd" or attention_bias is not None:
             raise NotImplementedError("PackedAttention computes packed (thd) sequences without a bias")
-        attend = packed_causal_attention
+        attend: Callable[..., Tensor] = packed_causal_attention
+        sequences: Tensor | SharedSequences = packed_seq_params.cu_seqlens_q
         if isinstance(packed_seq_params, SharedSequences):
-            attend = partial(prefix_attention, levels=packed_seq_params.levels)
+            attend, sequences = prefix_attention, packed_seq_params
         elif self.context_group is not None:
             attend = partial(context_parallel_attention, group=self.context_group)
         return attend(
             query,
             key,
             value,
-            packed_seq_params.cu_seqlens_q,
+            sequences,
             softmax_scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
             softcap=self.softcap,

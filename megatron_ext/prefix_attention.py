@@ -7,6 +7,7 @@ finds its part of the gradient.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,65 +24,77 @@ Place = tuple[int, int]
 """Tokens [start, stop)."""
 
 
-@dataclass
-class SharedSequences(PackedSequences):
-    """Stretches of a `SharedPart`, end to end, for every layer: `cu_seqlens_q` are their bounds."""
-
-    levels: tuple[Level, ...] = ()
-    positions: Tensor | None = None
-    """long[L]: of each token in its sequence."""
-
-
-def prefix_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    levels: Sequence[Level],
-    softmax_scale: float,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Causal self-attention of stretches that lie end to end, each token also to the prefixes of `levels` before it.
-
-    Shapes are those of `packed_causal_attention`; `cu_seqlens` are the bounds of the stretches. Memory is linear in the
-    number of tokens; it is quadratic in those of a tree with `dropout`, `softcap` or `window`, and on devices without a
-    kernel.
-    """
-    bounds = cu_seqlens.tolist()
-    kernel = kernel_for(query)
-    if kernel is None or dropout or softcap is not None or window is not None:
-        options: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout": dropout, "softcap": softcap}
-        trees = _trees(bounds, levels)
-        outputs = [_attend_to_visible(query, key, value, tree, window, options) for tree in trees]
-        return torch.cat(outputs)
-    width = value.shape[-1]
-    # Kernels take values of the width of the keys alone.
-    value = F.pad(value, (0, key.shape[-1] - width))
-    return _MergedAttention.apply(query, key, value, _parts(bounds, levels), kernel, softmax_scale)[..., :width]
-
-
 class _Part(NamedTuple):
     """Queries of N places look at keys of as many others, [start, stop) each."""
 
     queries: Sequence[Place]
     keys: Sequence[Place]
     is_causal: bool
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    """The queries' and the keys'."""
+
+    @classmethod
+    def of(cls, queries: Sequence[Place], keys: Sequence[Place], *, is_causal: bool) -> "_Part":
+        """With the lengths of both."""
+        return cls(queries, keys, is_causal, (_lengths(queries), _lengths(keys)))
 
     def stretches(self, scale: float) -> Stretches:
         """As a kernel is told."""
-        return Stretches(_lengths(self.queries), _lengths(self.keys), self.is_causal, scale)
+        return Stretches(*self.lengths, self.is_causal, scale)
 
 
-def _parts(bounds: Sequence[int], levels: Sequence[Level]) -> list[_Part]:
-    own = _own(bounds)
-    behind = [
-        _Part([(each.end, each.stop) for each in level], [(each.start, each.end) for each in level], is_causal=False)
-        for level in levels
-    ]
-    return [_Part(own, own, is_causal=True), *behind]
+@dataclass
+class SharedSequences(PackedSequences):
+    """Stretches of a `SharedPart`, end to end, for every layer.
+
+    Example: SharedSequences(bounds=part.bounds, levels=part.levels)
+    """
+
+    bounds: tuple[int, ...] = ()
+    """The values of `cu_seqlens_q`: a layer that read them there would wait for the device."""
+    levels: tuple[Level, ...] = ()
+    positions: Tensor | None = None
+    """long[L]: of each token in its sequence."""
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """The parts that attention is made of, the same in every layer: own stretches, then the prefixes of a level."""
+        own = _own(self.bounds)
+        behind = [
+            _Part.of(
+                [(each.end, each.stop) for each in level], [(each.start, each.end) for each in level], is_causal=False
+            )
+            for level in self.levels
+        ]
+        return [_Part.of(own, own, is_causal=True), *behind]
+
+
+def prefix_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedSequences,
+    *,
+    softmax_scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal self-attention of stretches that lie end to end, each token also to the prefixes before it.
+
+    Shapes are those of `packed_causal_attention`. Memory is linear in the number of tokens; it is quadratic in those of
+    a tree with `dropout`, `softcap` or `window`, and on devices without a kernel.
+    """
+    kernel = kernel_for(query)
+    if kernel is None or dropout or softcap is not None or window is not None:
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout": dropout, "softcap": softcap}
+        trees = _trees(shared.bounds, shared.levels)
+        outputs = [_attend_to_visible(query, key, value, tree, window, options) for tree in trees]
+        return torch.cat(outputs)
+    width = value.shape[-1]
+    # Kernels take values of the width of the keys alone.
+    value = F.pad(value, (0, key.shape[-1] - width))
+    return _MergedAttention.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
 
 
 def _own(bounds: Sequence[int]) -> list[Place]:

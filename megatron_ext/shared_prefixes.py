@@ -41,6 +41,8 @@ class SharedPart(Part):
     places: Tensor
     """long[T']: where each token of the micro-batch is among the L."""
     levels: tuple[Level, ...]
+    bounds: tuple[int, ...]
+    """The values of `cu_seqlens`, which stay where attention is planned."""
 
     @property
     def predicting(self) -> Tensor:
@@ -79,17 +81,18 @@ def share(micro_batch: MicroBatch, align: int) -> SharedPart:
     def take(values: Tensor) -> Tensor:
         return torch.cat([values[source], values.new_zeros(padding)])[None]
 
-    cu_seqlens = [0, *ends.tolist(), *([tokens + padding] if padding else [])]
+    own_bounds = (0, *ends.tolist(), *([tokens + padding] if padding else []))
     return SharedPart(
         tokens=take(micro_batch.tokens[0]),
         labels=micro_batch.labels,
         position_ids=take(micro_batch.position_ids[0]),
-        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32),
+        cu_seqlens=torch.tensor(own_bounds, dtype=torch.int32),
         max_seqlen=max(micro_batch.max_seqlen, padding),
         asked=micro_batch.asked,
         routed_experts=None,
         places=torch.from_numpy(places),
         levels=_levels(tree, ends),
+        bounds=own_bounds,
     )
 
 

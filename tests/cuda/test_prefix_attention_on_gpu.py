@@ -6,7 +6,7 @@ from gpus import needs_gpus
 
 from megatron_ext.attention import packed_causal_attention
 from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.prefix_attention import prefix_attention
+from megatron_ext.prefix_attention import SharedSequences, prefix_attention
 from megatron_ext.shared_prefixes import share
 from megatron_ext.varlen_kernels import CudaKernel, kernel_for
 
@@ -34,7 +34,8 @@ def test_attention_and_gradients_are_those_of_whole_sequences(width: int, value_
     expected = packed_causal_attention(*rows, micro_batch.cu_seqlens, softmax_scale=0.1)
     on_gpu = [each.to("cuda").requires_grad_() for each in inputs]
     assert isinstance(kernel_for(on_gpu[0]), CudaKernel)
-    found = prefix_attention(*on_gpu, part.cu_seqlens.to("cuda"), levels=part.levels, softmax_scale=0.1)
+    shared = SharedSequences(bounds=part.bounds, levels=part.levels)
+    found = prefix_attention(*on_gpu, shared, softmax_scale=0.1)
     found = found[part.places.to("cuda")]
     gradients = torch.autograd.grad((found * upstream.to("cuda")).sum(), on_gpu)
     wanted = torch.autograd.grad((expected * upstream).sum(), exact)

@@ -25,13 +25,14 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext import prefix_attention as prefix_attention_module
 from megatron_ext.attention import packed_causal_attention
 from megatron_ext.balance import Cut, assign, computed
-from megatron_ext.forward import forward_backward, predict_labels
+from megatron_ext.forward import forward_backward, packed_sequences, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.prefix_attention import SharedSequences, prefix_attention
+from megatron_ext.prefix_attention import SharedSequences, _own, prefix_attention
 from megatron_ext.prefix_tree import SHORTEST_PREFIX, Prefixes
 from megatron_ext.rotary import rotate_by_position
 from megatron_ext.shared_prefixes import SharedPart, share
@@ -242,12 +243,29 @@ def test_attention_in_bf16_rounds_as_that_of_whole_sequences() -> None:
             rows = (each[part.places] for each in (query, key, value))
             found = packed_causal_attention(*rows, micro_batch.cu_seqlens, softmax_scale=0.3)
         else:
-            bounds, levels = part.cu_seqlens, part.levels
-            found = prefix_attention(query, key, value, bounds, levels=levels, softmax_scale=0.3)[part.places]
+            shared = SharedSequences(bounds=part.bounds, levels=part.levels)
+            found = prefix_attention(query, key, value, shared, softmax_scale=0.3)[part.places]
         gradients = torch.autograd.grad(found.square().sum(), (query, key, value))
         errors.append([each.double() for each in (found, *gradients)])
     for expected, rounded in zip(*errors, strict=True):
         assert float((rounded - expected).norm() / expected.norm()) < 0.01
+
+
+def test_layers_read_nothing_from_the_device_and_share_what_they_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = whole_batch()
+    micro_batch = pack(batch, range(len(batch)))
+    part = share(micro_batch, 1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(part.tokens.shape[1], heads, 16, generator=generator) for heads in (4, 2, 2)]
+    expected = packed_causal_attention(*(each[part.places] for each in inputs), micro_batch.cu_seqlens, softmax_scale=1)
+    # Tensors without values: whoever reads one fails, as it would wait for a GPU.
+    shared = packed_sequences(part.to(torch.device("meta")))
+    planned = []
+    monkeypatch.setattr(prefix_attention_module, "_own", lambda bounds: planned.append(bounds) or _own(bounds))
+    for _layer in range(2):
+        found = prefix_attention(*inputs, shared, softmax_scale=1.0)
+        torch.testing.assert_close(found[part.places], expected, atol=1e-5, rtol=0)
+    assert planned == [tuple(part.cu_seqlens.tolist())]
 
 
 @st.composite
