@@ -41,7 +41,7 @@ from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unp
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
 from megatron_ext.router import freeze_routers
-from megatron_ext.router_balance import RouterBalance
+from megatron_ext.router_balance import RouterBalance, routed_tokens
 from megatron_ext.router_loss_options import RouterLosses
 from megatron_ext.router_replay import routing_of, take_counts
 from megatron_ext.shared_prefixes import share
@@ -258,7 +258,7 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packed = self.micro_batches_of(batch, micro_batches)
+        packed = self.micro_batches_of(batch, micro_batches, are_counted=True)
         counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
         with counting, self._expert_load.step():
             if self.trained_mtp_layers:
@@ -339,13 +339,23 @@ class MegatronModel:
         if self.reference is not None:
             yield from self.reference.tensors.values()
 
-    def micro_batches_of(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """This rank's micro-batches of `batch`; `micro_batches` lists the sequences of each."""
+    def micro_batches_of(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, are_counted: bool = False
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of `batch`; `micro_batches` lists the sequences of each.
+
+        With `are_counted` routers are told which of the tokens they see, as in a train step.
+        """
         self.residence.require("weights")
-        packed = [self._packed(batch, sequences).to(device.device()) for sequences in micro_batches]
+        config = self.bare_chunks[0].config
+        packed = [self._packed(batch, sequences) for sequences in micro_batches]
+        if are_counted and config.num_moe_experts:
+            split = config.sequence_parallel
+            packed = [replace(each, routed=routed_tokens(each, sequence_parallel=split)) for each in packed]
+        packed = [each.to(device.device()) for each in packed]
         for each in packed:
             if each.routed_experts is not None:
-                routing_of(self.bare_chunks[0].config).check(each.routed_experts)
+                routing_of(config).check(each.routed_experts)
         return packed
 
     def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.routed_experts import padded
+from megatron_ext.router_losses import RoutedTokens
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class MicroBatch:
     shifted as labels are. Padding's says nothing."""
     part: Part | None = None
     """The tokens that this rank computes with, where these are not all."""
+    routed: RoutedTokens | None = None
+    """The tokens that routers of this rank see, where a step counts them; see `router_balance.routed_tokens`."""
 
     @property
     def own(self) -> Part:
@@ -203,7 +206,8 @@ class MicroBatch:
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
         if self.routed_experts is not None:
             moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
-        return replace(self, fields=fields, part=self.part and self.part.to(device), **moved)
+        part, routed = self.part and self.part.to(device), self.routed and self.routed.to(device)
+        return replace(self, fields=fields, part=part, routed=routed, **moved)
 
 
 def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:

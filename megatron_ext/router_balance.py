@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext import device
@@ -82,12 +81,11 @@ class RouterBalance:
 def watch(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
     """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
     ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
-    watching = [each for router in (*routers(chunk), *ahead) for each in (router.observer, router.load)]
-    if any(each is not None for each in watching):
-        tokens = _routed_tokens(micro_batch, sequence_parallel=unwrap_model(chunk).config.sequence_parallel)
-        for each in watching:
+    for router in (*routers(chunk), *ahead):
+        for each in (router.observer, router.load):
             if each is not None:
-                each.expect(tokens)
+                assert micro_batch.routed is not None
+                each.expect(micro_batch.routed)
 
 
 class _AddedLosses:
@@ -179,7 +177,11 @@ def _all_tokens() -> dist.ProcessGroup:
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
-def _routed_tokens(micro_batch: MicroBatch, *, sequence_parallel: bool) -> RoutedTokens:
+def routed_tokens(micro_batch: MicroBatch, *, sequence_parallel: bool) -> RoutedTokens:
+    """The real tokens of `micro_batch` that routers of this rank see.
+
+    Which they are depends on values: a device would be waited for, so ask before the micro-batch is moved there.
+    """
     rows, tokens = micro_batch.own.rows()
     is_real = tokens < micro_batch.real_tokens
     first = 0

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,6 +35,10 @@ class RoutedTokens(NamedTuple):
     """long[M]: the sequence that each belongs to."""
     lengths: Tensor
     """long[S]: the tokens of each sequence, those on other ranks included."""
+
+    def to(self, device: torch.device) -> "RoutedTokens":
+        """The same on `device`."""
+        return RoutedTokens(*(each.to(device, non_blocking=True) for each in self))
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the tokens of each sequence: [rows, E] to [S, E]; differentiable."""

@@ -1,8 +1,10 @@
 """Losses of routers are those of the whole batch, by the formulas written out for transformers, however it is cut."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megarl.algorithms import SftObjective
 from megarl.models.policy import check_routers
 from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext import megatron_model
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import MicroBatch, RaggedBatch
+from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.router_balance import routed_tokens
 from megatron_ext.router_loss_options import RouterLosses
 
 COEFFICIENTS = {"z_loss": 0.5, "seq_aux_loss": 3.0, "global_aux_loss": 2.0}
@@ -276,3 +281,28 @@ def test_coefficients_of_zero_are_no_losses() -> None:
     options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     assert not RouterLosses.of(options)
     assert RouterLosses.of(OPTIONS).coefficients == COEFFICIENTS
+
+
+def times_that_tokens_were_chosen(rank: int, sizes: ParallelSizes, folder: Path) -> int:
+    """How often a step of two micro-batches works out which tokens routers see."""
+    checkpoint = HuggingFaceCheckpoint(folder)
+    options = MegatronOptions(sizes, torch.float32, transformer={**OPTIONS, **RECOMPUTE}, optimizer={"lr": 0.0})
+    model = MegatronModel(read_architecture(checkpoint.config), options, rank)
+    model.load_huggingface(checkpoint)
+    model.prepare_training(1)
+    tokens = torch.cat(sequences())
+    lengths = torch.tensor([len(each) for each in sequences()])
+    batch = RaggedBatch(tokens, lengths, {"weights": torch.ones(len(tokens))})
+    with mock.patch.object(megatron_model, "routed_tokens", wraps=routed_tokens) as chosen:
+        model.train_step(batch, [[0, 1, 2], [3, 4]], SftObjective())
+    return chosen.call_count
+
+
+def test_tokens_of_routers_are_chosen_once_and_move_with_their_micro_batch(tiny_models: Mapping[str, Path]) -> None:
+    assert run_ranks(times_that_tokens_were_chosen, ParallelSizes(), tiny_models["qwen3_moe"]) == [2]
+    micro_batch = pack(RaggedBatch(torch.arange(3), torch.tensor([2, 1])), [0, 1], 4)
+    rows, of_sequence, lengths = tokens = routed_tokens(micro_batch, sequence_parallel=False)
+    assert (rows.tolist(), of_sequence.tolist(), lengths.tolist()) == ([0, 1, 2], [0, 0, 1], [2, 1])
+    moved = replace(micro_batch, routed=tokens).to(torch.device("meta")).routed
+    assert moved is not None
+    assert {each.device.type for each in moved} == {"meta"}
