@@ -48,6 +48,13 @@ port="${RAY_PORT:-6379}"
 max_restarts="${MAX_RESTARTS:-3}"
 address="$head_ip:$port"
 
+# When the job's time is over, in seconds since 1970; nothing for one without a limit.
+job_end_time() {
+  local end
+  end="$(scontrol show job "$SLURM_JOB_ID" | grep --only-matching --max-count=1 'EndTime=[^ ]*')" || return 0
+  date --date="${end#EndTime=}" +%s 2>/dev/null || true
+}
+
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
 # Without --export=ALL a job with `sbatch --export=CONTAINER=...` has steps with these variables alone: no PATH, no secret.
 step() {
@@ -82,7 +89,7 @@ end_cluster() {
 # Slurm ends the job: what there is to save is being saved, and ends in time to leave nothing behind. The end of its time
 # comes by the same signal as scancel, and is no wish of anybody.
 on_cancel() {
-  if (($(date +%s) + 60 >= ${SLURM_JOB_END_TIME:-0})) && [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
+  if [[ -n "$SLURM_JOB_END_TIME" ]] && (($(date +%s) + 60 >= SLURM_JOB_END_TIME)); then
     is_time_over=true
   else
     is_cancelled=true
@@ -112,6 +119,8 @@ run_on_cluster() {
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   make_token
+  # From 23.02 on Slurm says it itself.
+  export SLURM_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(job_end_time)}"
   ray_step='' run_step='' is_cancelled=false is_time_over=false status=0
   trap end_cluster EXIT
   trap on_cancel TERM

@@ -8,8 +8,7 @@
 #
 # Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
 # system. A job that is requeued continues from the last checkpoint below output_dir. The run ends with one as soon as its
-# time is too short for another step (before Slurm 22.05 when --signal tells it, which then has to come earlier than the
-# longest step and a checkpoint take) and when it is preempted, and the job goes back into the queue. So it does when a
+# time is too short for another step, and when it is preempted, and the job goes back into the queue. So it does when a
 # process or a machine dies.
 #
 # The sizes of grpo_deepseek_v3 need 48 nodes of 8 GPUs, and each of its engines 16 GPUs, of two nodes. On the one node
@@ -30,7 +29,6 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-#SBATCH --signal=USR1@900
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log

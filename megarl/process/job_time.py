@@ -23,7 +23,7 @@ class JobTime:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """The time of a job of Slurm, which tells its programs since version 22.05; elsewhere there is no limit."""
+        """The time of a job of Slurm, which tells its programs from 23.02 on; elsewhere there is no limit."""
         end = environment.get("SLURM_JOB_END_TIME", "")
         return cls(float(end) if end.isdecimal() else None)
 

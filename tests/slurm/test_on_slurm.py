@@ -71,10 +71,12 @@ def overrides(slurm):
 class Job:
     """A job that was submitted, and what it wrote."""
 
-    def __init__(self, slurm: SlurmCluster, name: str, *words: str, script: str = "grpo_deepseek.sh") -> None:
+    def __init__(
+        self, slurm: SlurmCluster, name: str, *words: str, script: str = "grpo_deepseek.sh", minutes: int = 60
+    ) -> None:
         self.slurm, self.output, self.log = slurm, slurm.folder / name, slurm.folder / f"{name}.log"
         self.id = slurm.run(
-            *("sbatch", "--parsable", "--nodes=2", f"--chdir={ROOT}", f"--output={self.log}"),
+            *("sbatch", "--parsable", "--nodes=2", f"--time={minutes}", f"--chdir={ROOT}", f"--output={self.log}"),
             *(str(ROOT / "slurm" / script), *words),
         ).strip()
 
@@ -173,16 +175,22 @@ def check_that_strangers_get_no_connection(slurm, job):
         assert {name for name in everywhere if name not in SLURM_AND_RAY and not name.startswith("ray::")} == set()
 
 
-def test_a_job_that_is_to_be_preempted_saves_and_goes_on(slurm, overrides):
-    # Far more than it reaches before it is told; without it, only the last step is saved.
-    job = Job(slurm, "preempted", *overrides("preempted"), "loop.steps=100000", "checkpoint.every=0")
-    job.wait_for_step(2)
-    # Sent to the steps and not to the batch script, as Slurm's own notice is.
-    slurm.run("scancel", "--signal=TERM", job.id)
+@pytest.mark.parametrize("why", ["it is to be preempted", "its time is too short for another step"])
+def test_a_job_saves_and_goes_on_where(slurm, overrides, why):
+    name, is_preempted = why.replace(" ", "_"), "preempted" in why
+    # Far more than it reaches before its end; without it, only the last step is saved.
+    words = (*overrides(name), "loop.steps=100000", "checkpoint.every=0")
+    job = Job(slurm, name, *words, minutes=60 if is_preempted else 2)
+    if is_preempted:
+        job.wait_for_step(2)
+        # Sent to the steps and not to the batch script, as Slurm's own notice is.
+        slurm.run("scancel", "--signal=TERM", job.id)
     job.wait_for_restart()
+    assert ("the job's time is too short for another step" in job.log.read_text()) != is_preempted
     saved = len(job.steps())
     assert (job.output / f"checkpoints/iter_{saved:07d}").is_dir()
-    job.wait_for_step(saved + 1)
+    if is_preempted:
+        job.wait_for_step(saved + 1)
     slurm.run("scancel", job.id)
     check_that_nothing_is_left(slurm, job)
 

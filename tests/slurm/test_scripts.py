@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ STAND_INS = {
         case "$1 $2" in
           "show hostnames") printf 'n1\\nn2\\n' ;;
           "requeue 7") touch requeued ;;
+          "show job") echo "   StartTime=2026-11-27T14:05:13 EndTime=${ENDS:-Unknown} Deadline=N/A" ;;
           "show config") echo "KillWait                = 30 sec" ;;
           *) exit 1 ;;
         esac""",
@@ -104,6 +106,7 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["Slurm 23.02", "Slurm 22.05"])
 @pytest.mark.parametrize(
     ("seconds_left", "codes", "is_requeued"),
     [
@@ -115,12 +118,13 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
     ],
 )
 def test_a_job_whose_time_is_over_comes_back_and_one_that_is_cancelled_does_not(
-    submit, tmp_path, seconds_left, codes, is_requeued
+    submit, tmp_path, seconds_left, codes, is_requeued, is_told
 ):
-    end = str(int(time.time()) + seconds_left)
+    end_s = int(time.time()) + seconds_left
+    told = {"SLURM_JOB_END_TIME": str(end_s)} if is_told else {"ENDS": datetime.fromtimestamp(end_s).isoformat()}
     for code in codes:
         (tmp_path / "requeued").unlink(missing_ok=True)
-        done = submit("grpo_deepseek.sh", RUN_CODE=str(code), CANCELS="yes", SLURM_JOB_END_TIME=end)
+        done = submit("grpo_deepseek.sh", RUN_CODE=str(code), CANCELS="yes", **told)
         assert "No such file" not in done.stderr
     assert (tmp_path / "requeued").exists() == is_requeued
 
