@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from converters.errors import UserError
+from converters.formats.mapped_file import MappedFile
 from converters.layout import Shape
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -140,11 +141,9 @@ def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: boo
     """Views of the tensors in the memory-mapped file. Pages are read when touched.
 
     With `writable` what is written to a view goes to the file, from every process that maps it;
-    otherwise it stays in this process.
+    otherwise nothing may be.
     """
-    with path.open("r+b" if writable else "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
-    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    data = _writable(path) if writable else MappedFile(path).tensor(0, path.stat().st_size)
     views = {}
     for name, entry in entries.items():
         tensor_bytes = data[entry.offset : entry.offset + entry.nbytes]
@@ -153,3 +152,9 @@ def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: boo
             tensor_bytes = tensor_bytes.clone()
         views[name] = tensor_bytes.view(entry.dtype).view(entry.shape)
     return views
+
+
+def _writable(path: Path) -> torch.Tensor:
+    """The bytes of a file, by a mapping that keeps it open: NFS has what was written when the file is closed."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE), dtype=torch.uint8)

@@ -1,6 +1,5 @@
 """Reading a checkpoint of Megatron's distributed format."""
 
-import mmap
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from converters.errors import UserError
+from converters.formats.mapped_file import MappedFile
 from converters.formats.torch_dist.chunk_data import ChunkData, locate, locate_framed, pickle_of_archive
 from converters.formats.torch_dist.metadata import METADATA, Chunk, StoredObject, StoredTensor, read_metadata
 from converters.formats.torch_dist.unpickling import safe_load
@@ -64,7 +64,7 @@ class TorchDistCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = find_checkpoint(Path(folder))
         self.contents = read_metadata(self.folder)
-        self._files: dict[str, mmap.mmap] = {}
+        self._files: dict[str, MappedFile] = {}
 
     @cached_property
     def weights(self) -> Mapping[str, StoredTensor]:
@@ -88,8 +88,7 @@ class TorchDistCheckpoint:
         path = self.folder / place.file
         if not place.length:
             raise UserError(f"{path} is empty; copy the checkpoint again")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            content = pickle_of_archive(mapped, place.offset, place.length, path)
+        content = pickle_of_archive(MappedFile(path), place.offset, place.length, path)
         common = unwrapped(safe_load(content, path))
         if not isinstance(common, dict):
             raise UserError(f"{path} holds no table; copy the checkpoint again")
@@ -111,7 +110,7 @@ class TorchDistCheckpoint:
         data = self.locate(key, chunk)
         if not data.nbytes:
             return torch.empty(data.shape, dtype=data.dtype)
-        flat = torch.frombuffer(self._file(chunk.file), dtype=torch.uint8, count=data.nbytes, offset=data.offset)
+        flat = self._file(chunk.file).tensor(data.offset, data.nbytes)
         if data.offset % data.dtype.itemsize:
             flat = flat.clone()
         return flat.view(data.dtype).view(data.shape)
@@ -120,10 +119,9 @@ class TorchDistCheckpoint:
         """The bytes of a chunk's storage, and the CRC-32 that they had when they were saved."""
         data = self.locate(key, chunk)
         end = data.storage_offset + data.storage_bytes
-        return memoryview(self._file(chunk.file))[data.storage_offset : end], data.crc32
+        return self._file(chunk.file).view[data.storage_offset : end], data.crc32
 
-    def _file(self, name: str) -> mmap.mmap:
+    def _file(self, name: str) -> MappedFile:
         if name not in self._files:
-            with (self.folder / name).open("rb") as file:
-                self._files[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._files[name] = MappedFile(self.folder / name)
         return self._files[name]

@@ -1,11 +1,10 @@
 """Where the elements of a stored chunk are in the archive that `torch.save` made of it."""
 
 import io
-import mmap
 import struct
 import zipfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from isal.isal_zlib import crc32
@@ -31,6 +30,12 @@ _DAMAGE = (
 )
 
 
+class Content(Protocol):
+    """A mapped file."""
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkData:
     """Elements of `dtype` and `shape`, one after the other from byte `offset` of the file, with their checksum."""
@@ -45,7 +50,7 @@ class ChunkData:
     storage_bytes: int
 
 
-def locate(file: mmap.mmap, offset: int, length: int, where: object) -> ChunkData:
+def locate(file: Content, offset: int, length: int, where: object) -> ChunkData:
     """The elements of the archive at `offset` to `offset + length` of a mapped file.
 
     Raises UserError, naming `where`, for what is no plain contiguous tensor as torch.save writes it.
@@ -69,7 +74,7 @@ def locate(file: mmap.mmap, offset: int, length: int, where: object) -> ChunkDat
     )  # fmt: skip
 
 
-def locate_framed(file: mmap.mmap, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> ChunkData | None:
+def locate_framed(file: Content, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> ChunkData | None:
     """The same for a tensor of this type and shape if it is framed as `framing.frame` does, byte for byte, else None.
 
     Much faster than reading an archive of unknown origin.
@@ -84,7 +89,7 @@ def locate_framed(file: mmap.mmap, offset: int, length: int, dtype: torch.dtype,
     return ChunkData(dtype, shape, start, expected.data_bytes, checksum, start, expected.data_bytes)
 
 
-def pickle_of_archive(file: mmap.mmap, offset: int, length: int, where: object) -> bytes:
+def pickle_of_archive(file: Content, offset: int, length: int, where: object) -> bytes:
     """The pickle in what torch.save wrote to `offset` of a file. Raises UserError where there is none."""
     try:
         return _Archive(file, offset, length).read(PICKLE)
@@ -95,7 +100,7 @@ def pickle_of_archive(file: mmap.mmap, offset: int, length: int, where: object) 
 class _Archive:
     """The records of an archive at `offset` to `offset + length` of a mapped file, all of them uncompressed."""
 
-    def __init__(self, file: mmap.mmap, offset: int, length: int) -> None:
+    def __init__(self, file: Content, offset: int, length: int) -> None:
         self._file, self._offset, self._end = file, offset, offset + length
         with zipfile.ZipFile(_Window(file, offset, length)) as archive:
             infos = archive.infolist()
@@ -139,7 +144,7 @@ def _is_list_of_fields(extra: bytes) -> bool:
 class _Window(io.RawIOBase):
     """A part of a mapped file as a file."""
 
-    def __init__(self, file: mmap.mmap, offset: int, length: int) -> None:
+    def __init__(self, file: Content, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:

@@ -1,0 +1,62 @@
+"""A file as memory that is read when it is touched."""
+
+import ctypes
+import mmap
+import os
+import weakref
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class MappedFile:
+    """The bytes of a file, for reading only: whoever writes to them ends the process. Raises OSError.
+
+    Python's `mmap` keeps a descriptor for each file (until 3.13 there is no way around), and a checkpoint has more
+    files than a process may have descriptors. Memory that can be written, if only for this process, would count as
+    taken where the kernel promises no more than there is, and a checkpoint is larger than that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            self._memory = (ctypes.c_ubyte * nbytes).from_address(_map(descriptor, nbytes, path) if nbytes else 0)
+        finally:
+            os.close(descriptor)
+        if nbytes:
+            # Views keep the memory until they are gone; at the end of the process a thread may still be reading.
+            weakref.finalize(self._memory, _unmap, ctypes.addressof(self._memory), nbytes).atexit = False
+        self.view = memoryview(self._memory).cast("B").toreadonly()
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self.view[part])
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A view of some of the bytes, at least one."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = [address, size, number, number, number, ctypes.c_int64]
+    libc.munmap.argtypes = [address, size]
+    return libc
+
+
+def _map(descriptor: int, nbytes: int, path: Path) -> int:
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return address
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _libc().munmap(address, nbytes)
