@@ -29,7 +29,6 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from converters.stream.files import OutputFiles
 from converters.stream.journal import Journal
 from converters.stream.run import write_targets
 from converters.stream.sources import HuggingFaceSource
@@ -376,20 +375,3 @@ def test_slices_of_every_kind_are_written_in_order(tmp_path):
 
 def whole_part(name: str, shape: tuple[int, int]) -> Part:
     return Part(name, Box.whole(shape), Box.whole(shape))
-
-
-def test_files_are_written_anywhere_by_several_threads(tmp_path):
-    content = os.urandom(3_000_000)
-    with OutputFiles(tmp_path) as files:
-
-        def write(first: int) -> None:
-            for start in range(first * 1000, len(content), 4000):
-                files.write("a/b/file", memoryview(content)[start : start + 1000], start)
-
-        threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        files.sync()
-    assert (tmp_path / "a/b/file").read_bytes() == content
