@@ -12,6 +12,7 @@ from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed
+from megarl.process.open_files import allow_many_open_files
 from megarl.process.signals import interruption
 
 COMMANDS = {
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     129 after SIGINT (Ctrl-C), SIGTERM, SIGHUP.
     """
     options = argparse.Namespace(interrupted="interrupted")
+    allow_many_open_files()
     with interruption() as ending:
         try:
             with watched_output():

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from converters.durable import is_disk_full
 from converters.errors import UserError
 
 _MOST_WORKERS = 4
@@ -74,10 +75,15 @@ def table(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 @contextmanager
 def file_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error of a file that cannot be read into a UserError."""
+    """Turn the error of a file that cannot be read into a UserError.
+
+    The exit code of any other exception is 1, which says of two checkpoints that they differ, or of one that it is
+    damaged.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and is_disk_full(error):
             raise
-        raise UserError(f"{error.filename} cannot be read or written ({error.strerror}); change that") from error
+        where = error.filename or "a file of the checkpoint"
+        raise UserError(f"{where} cannot be read or written ({error.strerror or error}); change that") from error

@@ -1,6 +1,8 @@
 """`megarl inspect`, `diff` and `verify`: their exit codes and what they print."""
 
+import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,28 @@ def test_bad_input_is_one_sentence(
     assert says in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            r"a file of the checkpoint cannot be read .*\(Too many open files",
+        ),
+        (OSError(errno.EIO, "Input/output error", "one/file"), r"one/file cannot be read or written \(Input/output"),
+        (OSError("nothing known"), r"a file of the checkpoint cannot be read or written \(nothing known\)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
+def test_files_that_cannot_be_read_are_no_finding(
+    command: str, error: OSError, sentence: str, model: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"converters.examine.{'compare' if command == 'diff' else command}", fails)
+    assert main([command, str(model), *([str(model)] if command == "diff" else [])]) == 2
+    said = capsys.readouterr().err
+    assert re.match(f"megarl: {sentence}", said)
+    assert len(said.splitlines()) == 1
